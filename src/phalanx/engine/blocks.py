@@ -1,0 +1,120 @@
+"""Blocks of the KV cache: who holds them, and which prefix they remember."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from phalanx.errors import ConfigError
+
+Parent = int | str | None
+
+
+class PrefixCache:
+    """Finds the block that already holds a prefix.
+
+    The key of a block is its own tokens together with the node number of the block before it, so a key stands for the
+    whole prefix. The dictionary hashes that chain and, on a match, compares the tokens themselves: two prefixes that
+    only share a hash never share a block. A first block's parent is the request's salt: tenants with different salts
+    live in different trees.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[tuple[Parent, tuple[int, ...]], tuple[int, int]] = {}
+        self._keys: dict[int, tuple[Parent, tuple[int, ...]]] = {}
+        self._next_node = 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def match(self, tokens: Sequence[int], salt: str | None) -> tuple[list[int], Parent]:
+        """The blocks that hold the longest cached prefix made of whole blocks, and the last one's node."""
+        blocks: list[int] = []
+        parent: Parent = salt
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            found = self._blocks.get((parent, tuple(tokens[start : start + self.block_size])))
+            if found is None:
+                break
+            block, parent = found
+            blocks.append(block)
+        return blocks, parent
+
+    def insert(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
+        """Remember a full block; its node is the next one's parent. A prefix already known keeps its first block."""
+        key = (parent, tuple(tokens))
+        known = self._blocks.get(key)
+        if known is not None:
+            return known[1]
+        self._next_node += 1
+        self._blocks[key] = (block, self._next_node)
+        self._keys[block] = key
+        return self._next_node
+
+    def forget(self, block: int) -> None:
+        del self._blocks[self._keys.pop(block)]
+
+
+class BlockPool:
+    """Counts references to blocks. A block nobody holds is free, or idle while the prefix cache still remembers it.
+
+    Idle blocks are given out last, least recently used first. Steps run in the order they are launched, so a block can
+    be given out again while a launched step still uses it: the new owner's writes come after.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                "no_blocks", f"{num_blocks} KV blocks of {block_size} tokens.", "Both must be at least 1."
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.cache = PrefixCache(block_size) if prefix_caching else None
+        self.references = [0] * num_blocks
+        self._free = deque(range(num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks with one reference each. The caller has checked `available`."""
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            assert self.cache is not None
+            self.cache.forget(block)
+        self.references[block] = 1
+        return block
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Add a reference to blocks found in the prefix cache."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self._idle[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one reference each. The tail of a sequence goes first, so that its head stays cached longer."""
+        for block in reversed(blocks):
+            assert self.references[block] > 0, f"block {block} released more often than held"
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if self.cache is not None and block in self.cache:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)

@@ -1,0 +1,40 @@
+"""ModelledRunner: no tensors, virtual time. A price function says what a step takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from phalanx.engine.plan import StepPlan, StepResult
+
+
+class ModelledRunner:
+    """Runs steps in virtual time: `clock` moves on by `price(plan)` seconds when a step is collected.
+
+    `token(slot, position)` names the token a step samples there; by default token 0 everywhere.
+    """
+
+    def __init__(
+        self,
+        price: Callable[[StepPlan], float],
+        token: Callable[[int, int], int] = lambda slot, position: 0,
+        depth: int = 1,
+    ) -> None:
+        self.depth = depth
+        self.clock = 0.0
+        self._price = price
+        self._token = token
+        self._launched: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._launched.popleft()
+        self.clock += self._price(plan)
+        rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+        tokens = [self._token(slot, start + count) for slot, start, count, sampled in rows if sampled]
+        return StepResult(plan.step, tokens, [None] * len(tokens))
+
+    def close(self) -> None:
+        self._launched.clear()

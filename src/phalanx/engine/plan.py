@@ -1,0 +1,68 @@
+"""StepPlan and StepResult: all that passes between engine and runner."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from phalanx.engine.sampling import SamplingParams
+
+
+class Admission(msgspec.Struct, array_like=True, frozen=True):
+    """A request enters the batch: told to the ranks once, they keep it by slot until the slot is given anew."""
+
+    slot: int
+    prompt_length: int
+    tokens: list[int]
+    seed: int
+    params: SamplingParams
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """One step, by columns: row i computes `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on.
+
+    Tokens and block tables live with the runner: a plan carries only what is new. Rows of one token come first. A row
+    with `samples[i]` yields the token at position `starts[i] + counts[i]`, which stays on the device for the next step.
+    """
+
+    step: int
+    admissions: list[Admission]
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    new_blocks: list[list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probability of the sampled token, and of the likeliest ones, best first."""
+
+    sampled: float
+    top: list[tuple[int, float]]
+
+
+class StepResult(msgspec.Struct, array_like=True, frozen=True):
+    """The sampled tokens of a step, one for each row with `samples`, in row order."""
+
+    step: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Runner(Protocol):
+    """Runs steps in the order they are launched. `depth` steps may be launched before the first is collected."""
+
+    depth: int
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step launched and not yet collected."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,52 @@
+"""A request as the engine sees it: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from phalanx.engine.sampling import SamplingParams
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """The scheduler's books on one request.
+
+    `tokens` holds prompt and output as far as they were read back. `pending` counts tokens that launched steps will
+    sample but nobody has read yet; on the device they already have their place. `computed` counts the positions whose
+    keys and values are in the cache once every launched step has run, so `computed <= length` always.
+    """
+
+    def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, salt: str | None) -> None:
+        self.id = request_id
+        self.params = params
+        self.seed = seed
+        self.salt = salt
+        self.prompt_length = len(prompt)
+        self.tokens = list(prompt)
+        self.phase = Phase.WAITING
+        self.finish_reason: str | None = None
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.pending = 0
+        self.cached_tokens: int | None = None
+        self.preemptions = 0
+        self.cache_parent: int | str | None = salt
+        self.registered_blocks = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def outputs_launched(self) -> int:
+        return self.length - self.prompt_length

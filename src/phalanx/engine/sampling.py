@@ -1,0 +1,84 @@
+"""SamplingParams: what a request asks of the sampler, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from phalanx.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_STRINGS = 64
+SEED_LIMIT = 2**63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens and when to stop. Defaults sample from the model's own distribution.
+
+    `temperature=0` is greedy. `top_k=0` keeps all tokens. `max_tokens=None` generates to the end of the context.
+    `logprobs=k` returns log-probabilities of the chosen token and the k likeliest, before penalties and temperature.
+    Repetition penalty looks at prompt and output, presence and frequency penalty at the output alone.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, MAX_CHOICES)
+        _whole("max_tokens", self.max_tokens, 1, None, optional=True)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _whole("top_k", self.top_k, 0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, optional=True)
+        _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _whole("logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias.items():
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        _whole("stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
+        if "" in self.stop:
+            raise RequestError("bad_parameter", "stop holds an empty string.", "Give strings of one character or more.")
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(name: str, value: Any, low: int, high: int | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError("bad_parameter", f"{name} is {value!r}.", "It must be a whole number.")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError("bad_parameter", f"{name} is {value}.", f"It must be {bounds}.")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError("bad_parameter", f"{name} is {value!r}.", "It must be a number.")
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise RequestError("bad_parameter", f"{name} is {value}.", f"It must be {bounds}.")

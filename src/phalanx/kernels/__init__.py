@@ -1,0 +1,1 @@
+"""The arithmetic of a step: plain torch functions that define each operation."""

@@ -1,0 +1,62 @@
+"""Rotary position embedding, half-split as Hugging Face checkpoints store it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.spec import Rope
+
+
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """One frequency for each pair of rotated dimensions, stretched for long contexts as `rope.kind` says."""
+    plain = rope.theta ** -(torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
+    return plain
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = (turns > rope.low_freq_factor).float() if span == 0 else ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def _yarn(rope: Rope, plain: Tensor) -> Tensor:
+    """Like llama3, but blended linearly over dimensions between two numbers of turns."""
+
+    def dimension(turns: float) -> float:
+        ratio = rope.original_max_positions / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretch = ramp.clamp(0, 1)
+    return plain * (1 - stretch) + plain / rope.factor * stretch
+
+
+def rotary_table(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and signed sin for every position, both of width `rotary_dim`, ready for `apply_rotary`."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dimensions of each head. x is [tokens, heads, head_dim], cos and sin [tokens, 1, rotary_dim]."""
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((apply_rotary(x[..., :width], cos, sin), x[..., width:]), -1)
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)

@@ -1,0 +1,1 @@
+"""The parts of a model; each knows how it is sharded."""

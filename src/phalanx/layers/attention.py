@@ -1,0 +1,51 @@
+"""Grouped-query attention; each rank holds whole KV-head groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import AttentionBatch, Masks, paged_attention
+from phalanx.kernels.rotary import apply_rotary
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+
+
+class Attention:
+    def __init__(self, place: Place, layer: int) -> None:
+        spec, prefix = place.spec, f"model.layers.{layer}.self_attn."
+        self.head_dim = spec.head_dim
+        self.heads, self.kv_heads = len(place.shard.query_heads), len(place.shard.kv_heads)
+        self.window = spec.window(layer)
+        self.qkv = ColumnParallelLinear(place, [f"{prefix}{letter}_proj" for letter in "qkv"], spec.qkv_bias)
+        self.output = RowParallelLinear(place, prefix + "o_proj", spec.output_bias)
+        self.norms = [RmsNorm(place, prefix + name) for name in ("q_norm", "k_norm")] if spec.qk_norm else []
+        self.cache = place.empty(0, 0, 2, self.kv_heads, self.head_dim)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        return chain(self.qkv.parts(), *(norm.parts() for norm in self.norms), self.output.parts())
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * self.cache.element_size()
+
+    def allocate_cache(self, blocks: int, block_size: int) -> None:
+        self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.head_dim)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
+        heads = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.norms:
+            q, k = self.norms[0](q), self.norms[1](k)
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        else:
+            both = apply_rotary(heads[:, : self.heads + self.kv_heads], cos, sin)
+            q, k = both.split([self.heads, self.kv_heads], dim=1)
+        kv = torch.stack((k, v), dim=1)
+        scale = self.head_dim**-0.5
+        attended = paged_attention(q.contiguous(), kv, self.cache, batch, masks, self.window, scale)
+        return self.output(attended.flatten(1))

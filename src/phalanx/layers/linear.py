@@ -1,0 +1,50 @@
+"""Linear layers: column-parallel in, row-parallel out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from phalanx.kernels.gemm import Gemm
+from phalanx.layers.place import Place
+
+
+class ColumnParallelLinear:
+    """Several projections of one input as one product. Each rank computes its own output rows: nothing to exchange."""
+
+    def __init__(self, place: Place, names: Sequence[str], bias: bool) -> None:
+        self.names = names
+        self.rows = [place.share_of(f"{name}.weight")[0] for name in names]
+        columns = place.share_of(f"{names[0]}.weight")[1]
+        self.product = Gemm(place.empty(sum(self.rows), columns), place.empty(sum(self.rows)) if bias else None)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in zip(self.names, self.product.weight.split(self.rows), strict=True):
+            yield f"{name}.weight", weight
+        if self.product.bias is not None:
+            for name, bias in zip(self.names, self.product.bias.split(self.rows), strict=True):
+                yield f"{name}.bias", bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class RowParallelLinear:
+    """Each rank multiplies its own input columns; one all-reduce adds up the partial products, then the bias once."""
+
+    def __init__(self, place: Place, name: str, bias: bool) -> None:
+        self.name = name
+        self.group = place.group
+        rows, columns = place.share_of(f"{name}.weight")
+        self.product = Gemm(place.empty(rows, columns), None)
+        self.bias = place.empty(rows) if bias else None
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield f"{self.name}.weight", self.product.weight
+        if self.bias is not None:
+            yield f"{self.name}.bias", self.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.group.all_reduce(self.product(x))
+        return y if self.bias is None else y.add_(self.bias)

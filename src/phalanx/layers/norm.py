@@ -1,0 +1,23 @@
+"""RMSNorm, whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from phalanx.kernels.norm import rms_norm
+from phalanx.layers.place import Place
+
+
+class RmsNorm:
+    def __init__(self, place: Place, name: str) -> None:
+        self.name = name
+        self.weight = place.empty(*place.share_of(f"{name}.weight"))
+        self.eps = place.spec.norm_eps
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield f"{self.name}.weight", self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,36 @@
+"""Place: where a layer is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.fabric.group import Group
+from phalanx.spec import Layout, ModelSpec, Shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank's share of which model, talking to whom, in which dtype on which device."""
+
+    layout: Layout
+    group: Group
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.layout.spec
+
+    @property
+    def shard(self) -> Shard:
+        return self.layout.shards[self.group.rank]
+
+    def share_of(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's share of a checkpoint tensor."""
+        return self.layout.shape(self.spec.tensors[name], self.group.rank)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,267 @@
+"""LLM: a model in this process, for scripts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import msgspec
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from phalanx.engine.plan import TokenLogprobs
+from phalanx.engine.request import Request
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Output
+from phalanx.errors import ConfigError, RequestError
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.start import start_engine
+from phalanx.text.detokenizer import TextStream
+from phalanx.text.tokenizer import Tokenizer
+from phalanx.weights.checkpoint import locate
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer. `finish_reason` is 'stop' (end token, stop token or stop string) or 'length'."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answers to one prompt: `choices` has `n` of them, and the first one's fields stand here too."""
+
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.choices[0].cached_tokens
+
+
+@dataclass
+class _Answer:
+    """An answer in the making."""
+
+    request: Request
+    stream: TextStream | None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def to_choice(self) -> Choice:
+        assert self.finish_reason is not None
+        return Choice(
+            text="".join(self.text),
+            token_ids=self.request.output,
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs if self.request.params.logprobs is not None else None,
+            cached_tokens=self.request.cached_tokens or 0,
+        )
+
+
+class LLM:
+    """A model, sharded over `tp` ranks, that answers batches of prompts.
+
+        with LLM("Qwen/Qwen3-0.6B", tp=2) as llm:
+            print(llm.generate("The capital of France is", SamplingParams(temperature=0)).text)
+
+    Without a model name it is SmolLM2-135M-Instruct. Other keywords are those of `EngineConfig`.
+    """
+
+    def __init__(self, model: str | Path | None = None, tp: int = 1, progress: bool = True, **options: Any) -> None:
+        try:
+            config = EngineConfig(model=None if model is None else str(model), tp=tp, **options)
+        except TypeError as error:
+            raise ConfigError(
+                "bad_option", f"{error}.", f"Options are {', '.join(EngineConfig.__struct_fields__)}."
+            ) from None
+        self._progress = progress
+        path = locate(model)
+        self.tokenizer = Tokenizer.load(path)
+        with _bar(f"Loading {path.stem}, TP={tp}", DownloadColumn(), progress) as update:
+            self.engine = start_engine(config, path, update)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all ranks. Requests still running are lost."""
+        self.engine.close()
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, params: SamplingParams | None = None, salt: str | None = None
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        salt: str | None = None,
+    ) -> list[Generation]: ...
+
+    def generate(self, prompts: Any, params: Any = None, salt: str | None = None) -> Any:
+        """Answer one prompt (a string or token ids) with a Generation, or a list of prompts with a list of them.
+
+        `params` is for all prompts or a list with one each. Prompts with the same `salt` may share cached prefixes.
+        """
+        single = isinstance(prompts, str) or _is_token_ids(prompts)
+        batch = [prompts] if single else prompts
+        generations = self._run([self._encode(prompt) for prompt in batch], params, salt)
+        return generations[0] if single else generations
+
+    @overload
+    def chat(self, messages: Messages, params: SamplingParams | None = None, salt: str | None = None) -> Generation: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        salt: str | None = None,
+    ) -> list[Generation]: ...
+
+    def chat(self, messages: Any, params: Any = None, salt: str | None = None) -> Any:
+        """Answer a conversation through the model's chat template, or a list of conversations with a list."""
+        tokenizer = self._need_tokenizer("chat")
+        single = not messages or isinstance(messages[0], Mapping)
+        batch = [messages] if single else messages
+        generations = self._run([tokenizer.encode_chat(conversation) for conversation in batch], params, salt)
+        return generations[0] if single else generations
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: str | None,
+    ) -> list[Generation]:
+        each = _params_for(params, len(prompts))
+        for prompt, wanted in zip(prompts, each, strict=True):
+            self.engine.check(prompt, wanted)
+            if wanted.stop:
+                self._need_tokenizer("stop strings")
+        groups = [self._submit(prompt, wanted, salt) for prompt, wanted in zip(prompts, each, strict=True)]
+        answers = {answer.request.id: answer for group in groups for answer in group}
+        try:
+            self._drive(answers)
+        except BaseException:
+            for request_id in answers:
+                self.engine.cancel(request_id)
+            raise
+        return [
+            Generation(prompt, [answer.to_choice() for answer in group])
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _submit(self, prompt: list[int], params: SamplingParams, salt: str | None) -> list[_Answer]:
+        """The n answers to a prompt are requests of their own, with seeds of their own; the prefix cache joins them."""
+        answers = []
+        for index in range(params.n):
+            seed = None if params.seed is None else params.seed + index
+            request = self.engine.add(prompt, msgspec.structs.replace(params, n=1, seed=seed), salt)
+            stream = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
+            answers.append(_Answer(request, stream))
+        return answers
+
+    def _drive(self, answers: dict[int, _Answer]) -> None:
+        with _bar("Generating", MofNCompleteColumn(), self._progress and len(answers) > 1) as update:
+            left = len(answers)
+            while left:
+                for output in self.engine.step():
+                    if self._take(answers[output.request_id], output):
+                        left -= 1
+                        update(len(answers) - left, len(answers))
+
+    def _take(self, answer: _Answer, output: Output) -> bool:
+        """Book a token; True when the answer is complete."""
+        if answer.finish_reason is not None:
+            return False
+        if output.logprobs is not None:
+            answer.logprobs.append(output.logprobs)
+        answer.finish_reason = output.finish_reason
+        if answer.stream is not None and output.token is not None:
+            text, stopped = answer.stream.add(output.token)
+            answer.text.append(text)
+            if not stopped and output.finish_reason is not None:
+                text, stopped = answer.stream.finish()
+                answer.text.append(text)
+            if stopped:
+                self.engine.cancel(output.request_id)
+                answer.finish_reason = "stop"
+        return answer.finish_reason is not None
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self._need_tokenizer("text prompts").encode(prompt)
+
+    def _need_tokenizer(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                "no_tokenizer", f"This checkpoint has no tokenizer.json, so {purpose} cannot work.", "Give token ids."
+            )
+        return self.tokenizer
+
+
+def _is_token_ids(prompts: Sequence[Any]) -> bool:
+    return bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            "bad_parameter", f"{len(params)} sampling parameters for {count} prompts.", "Give one, or one a prompt."
+        )
+    return list(params)
+
+
+class _bar:
+    """A progress bar that callers move with (done, total); drawn only on a terminal, gone when finished."""
+
+    def __init__(self, title: str, counter: Any, shown: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), counter, TimeElapsedColumn())
+        self._progress = Progress(*columns, transient=True, disable=not shown)
+        self._title = title
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        task = self._progress.add_task(self._title, total=None)
+        return lambda done, total: self._progress.update(task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,86 @@
+"""The pre-norm decoder that llama, qwen2, qwen3, qwen3_moe and mixtral share; the spec says where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import AttentionBatch, Masks
+from phalanx.kernels.gemm import Gemm
+from phalanx.layers.attention import Attention
+from phalanx.layers.mlp import Experts, Mlp
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+from phalanx.layers.rotary import Rotary
+from phalanx.layers.vocabulary import Embedding, Head
+
+
+class DecoderLayer:
+    """Attention and MLP, each with a norm before and the residual around: two all-reduces."""
+
+    def __init__(self, place: Place, layer: int) -> None:
+        prefix = f"model.layers.{layer}."
+        self.attention_norm = RmsNorm(place, prefix + "input_layernorm")
+        self.attention = Attention(place, layer)
+        self.mlp_norm = RmsNorm(place, prefix + "post_attention_layernorm")
+        self.mlp = Experts(place, layer) if place.spec.is_sparse(layer) else Mlp(place, layer)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for part in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
+            yield from part.parts()
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, batch, masks)
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder:
+    """One rank's share of a decoder-only model. Built empty: `parts` names what has to be loaded."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.embedding = Embedding(place)
+        self.layers = [DecoderLayer(place, layer) for layer in range(place.spec.layers)]
+        self.norm = RmsNorm(place, "model.norm")
+        self.head = Head(place, self.embedding)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and, for each, the memory that this rank's share of it goes to."""
+        yield from self.embedding.parts()
+        for layer in self.layers:
+            yield from layer.parts()
+        yield from self.norm.parts()
+        yield from self.head.parts()
+
+    def products(self) -> Iterator[Gemm]:
+        for layer in self.layers:
+            yield from (layer.attention.qkv.product, layer.attention.output.product)
+            if isinstance(layer.mlp, Mlp):
+                yield from (layer.mlp.gate_up.product, layer.mlp.down.product)
+        yield self.head.product
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
+
+    def allocate_cache(self, max_positions: int, blocks: int, block_size: int) -> None:
+        """Make room for the keys and values of all sequences; `max_positions` bounds the length of one."""
+        self.block_size = block_size
+        self.rotary = Rotary(self.place, max_positions)
+        for layer in self.layers:
+            layer.attention.allocate_cache(blocks, block_size)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """Hidden states before the last norm, one row a token."""
+        masks = Masks(batch, self.block_size, self.place.dtype)
+        cos, sin = self.rotary(positions)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin, batch, masks)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, in float32, the same bits on every rank."""
+        return self.head(self.norm(hidden)).to(torch.float32)

@@ -1,0 +1,48 @@
+"""EngineConfig: everything an engine is started with, in one serialisable record."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.errors import ConfigError
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start an engine. None means: chosen from the model and the machine.
+
+    `model` is a folder, a GGUF file or a Hugging Face id; None is the default model. `kv_cache_memory` is bytes a rank.
+    """
+
+    model: str | None = None
+    tp: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    num_blocks: int | None = None
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            self._at_least_one(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_memory", "num_blocks"):
+            if getattr(self, name) is not None:
+                self._at_least_one(name, getattr(self, name))
+        self._one_of("dtype", self.dtype, DTYPES)
+        self._one_of("load_format", self.load_format, LOAD_FORMATS)
+        self._one_of("device", self.device, ("auto", "cpu", "cuda"))
+
+    def _at_least_one(self, name: str, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError("bad_option", f"{name} is {value!r}.", "It must be a whole number of at least 1.")
+
+    def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> None:
+        if value not in known:
+            raise ConfigError("bad_option", f"{name} is {value!r}.", f"Use one of {', '.join(known)}.")

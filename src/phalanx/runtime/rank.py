@@ -1,0 +1,109 @@
+"""Building one rank: its share of the model loaded, its KV cache sized."""
+
+from __future__ import annotations
+
+import msgspec
+import psutil
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.fabric.group import Group
+from phalanx.layers.place import Place
+from phalanx.models.decoder import Decoder
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.runner import TorchRunner
+from phalanx.spec import Layout, ModelSpec
+from phalanx.weights.checkpoint import Checkpoint
+from phalanx.weights.load import Progress, load_weights
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU_KV_SHARE = 0.25
+_CUDA_KV_SHARE = 0.9
+_CPU_PACK_SHARE = 0.25
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """What all ranks agree on once each knows its memory."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def pick_device(config: EngineConfig, rank: int) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if config.tp > found:
+        raise ConfigError("too_few_gpus", f"TP={config.tp}, but {found} GPUs are visible.", f"Use TP <= {found}.")
+    return torch.device("cuda", rank)
+
+
+def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, where half precision is slow or missing; the checkpoint's own dtype on a GPU."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else _DTYPES[spec.dtype]
+    return _DTYPES[config.dtype]
+
+
+def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress) -> Decoder:
+    """This rank's share of the model, with its weights in place."""
+    device = pick_device(config, group.rank)
+    place = Place(Layout(checkpoint.spec, config.tp), group, pick_dtype(config, checkpoint.spec, device), device)
+    model = Decoder(place)
+    reader = checkpoint.open_reader()
+    try:
+        load_weights(model, reader, progress)
+    finally:
+        reader.close()
+    if device.type == "cpu":
+        _pack(model, config.tp)
+    return model
+
+
+def _pack(model: Decoder, tp: int) -> None:
+    """Packed weights are a second copy: only where memory is plenty."""
+    size = sum(product.weight.nbytes for product in model.products())
+    if size * tp < _CPU_PACK_SHARE * psutil.virtual_memory().available:
+        for product in model.products():
+            product.pack()
+
+
+def blocks_that_fit(config: EngineConfig, model: Decoder) -> int:
+    """KV blocks this rank has memory for."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_cache_memory
+    if budget is None and model.place.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.place.device)
+        budget = int(free - (1 - _CUDA_KV_SHARE) * total)
+    elif budget is None:
+        budget = int(psutil.virtual_memory().available * _CPU_KV_SHARE / config.tp)
+    block_bytes = model.cache_bytes_per_token * config.block_size
+    blocks = budget // block_bytes
+    if blocks < 1:
+        raise ConfigError(
+            "kv_too_small",
+            f"{budget / 2**20:.0f} MiB are left for keys and values on rank {model.place.group.rank}; "
+            f"one block of {config.block_size} tokens takes {block_bytes / 2**20:.1f} MiB.",
+            "Raise kv_cache_memory, use more ranks or a smaller model.",
+        )
+    most = config.max_model_len or model.place.spec.max_positions
+    return min(blocks, config.max_num_seqs * -(-most // config.block_size))
+
+
+def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> Sizes:
+    """The smallest rank decides the blocks; a context that was not asked for shrinks to what they hold."""
+    num_blocks = min(blocks)
+    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
+        raise ConfigError(
+            "context_too_long",
+            f"max_model_len is {config.max_model_len}, but the model was made for {spec.max_positions} positions.",
+            f"Use at most {spec.max_positions}.",
+        )
+    room = num_blocks * config.block_size
+    return Sizes(num_blocks, config.max_model_len or min(spec.max_positions, room))
+
+
+def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
+    model.allocate_cache(sizes.max_model_len, sizes.num_blocks, config.block_size)
+    return TorchRunner(model, config.max_num_seqs, sizes.max_model_len)

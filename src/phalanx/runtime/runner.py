@@ -1,0 +1,63 @@
+"""TorchRunner: one rank's share of every step."""
+
+from __future__ import annotations
+
+from collections import deque
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.plan import StepPlan, StepResult
+from phalanx.models.decoder import Decoder
+from phalanx.runtime.batch import Batch
+from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow
+
+
+def digest(tokens: list[int]) -> int:
+    """A fingerprint of a step's tokens, by which ranks notice that they disagree."""
+    return crc32(str(tokens).encode())
+
+
+class TorchRunner:
+    """Runs steps on a shard of the model. Every rank samples the same tokens from the same gathered logits."""
+
+    depth = 1
+
+    def __init__(self, model: Decoder, slots: int, max_model_len: int) -> None:
+        self.model = model
+        self.batch = Batch(slots, max_model_len, model.block_size, model.place.device)
+        self.sampler = Sampler(model.place.spec.eos_token_ids)
+        self._launched: deque[tuple[int, list[SamplingRow], Sampled | None]] = deque()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        inputs = self.batch.prepare(plan)
+        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
+        rows = self._sampling_rows(plan)
+        self._launched.append((plan.step, rows, self._sample(hidden[inputs.sampled], rows) if rows else None))
+
+    def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
+        rows = []
+        for slot, start, count, sampled in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True):
+            occupant = self.batch.occupants[slot]
+            assert occupant is not None, f"slot {slot} was never admitted"
+            if sampled:
+                rows.append(SamplingRow(occupant, slot, start + count))
+        return rows
+
+    def _sample(self, hidden: Tensor, rows: list[SamplingRow]) -> Sampled:
+        pool = self.batch.tokens
+        sampled = self.sampler(self.model.logits(hidden), rows, pool)
+        pool[[row.slot for row in rows], [row.position for row in rows]] = sampled.tokens
+        return sampled
+
+    def collect(self) -> StepResult:
+        step, rows, sampled = self._launched.popleft()
+        if sampled is None:
+            return StepResult(step, [], [])
+        return StepResult(step, sampled.tokens.tolist(), sampled.read_logprobs(rows))
+
+    def close(self) -> None:
+        self._launched.clear()
+        self.model.place.group.close()

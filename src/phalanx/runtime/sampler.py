@@ -1,0 +1,151 @@
+"""Sampling: from logits to tokens, each row by its own parameters and its own random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.plan import TokenLogprobs
+from phalanx.runtime.batch import Occupant
+
+_MASK = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A random number in [0, 1) that depends on nothing but the request's seed and the position (splitmix64)."""
+    state = ((seed & _MASK) * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        state = ((state ^ (state >> shift)) * factor) & _MASK
+    return (state >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """A row that yields a token: who asked, and the position the token will have."""
+
+    occupant: Occupant
+    slot: int
+    position: int
+
+    @property
+    def produced(self) -> int:
+        return self.position - self.occupant.prompt_length
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens on the device, and log-probabilities where they were asked for: (sampled, top values, top ids)."""
+
+    tokens: Tensor
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+
+    def read_logprobs(self, rows: Sequence[SamplingRow]) -> list[TokenLogprobs | None]:
+        if self.logprobs is None:
+            return [None] * len(rows)
+        chosen, values, ids = (part.tolist() for part in self.logprobs)
+        read: list[TokenLogprobs | None] = []
+        for index, row in enumerate(rows):
+            wanted = row.occupant.params.logprobs
+            top = list(zip(ids[index], values[index], strict=True))[:wanted]
+            read.append(None if wanted is None else TokenLogprobs(chosen[index], top))
+        return read
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self._eos = list(eos_token_ids)
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow], history: Tensor) -> Sampled:
+        """One token a row. `history` is the token pool; `logits` is float32 and may be changed.
+
+        Log-probabilities are the model's own, before penalties, bias and temperature.
+        """
+        raw = torch.log_softmax(logits, -1) if any(row.occupant.params.logprobs is not None for row in rows) else None
+        self._hold_back_ends(logits, rows)
+        _add_bias(logits, rows)
+        _penalise(logits, rows, history)
+        tokens = logits.argmax(-1)
+        random = [index for index, row in enumerate(rows) if row.occupant.params.temperature > 0]
+        if random:
+            tokens[random] = _draw(logits[random], [rows[index] for index in random])
+        return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
+
+    def _hold_back_ends(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        for index, row in enumerate(rows):
+            params = row.occupant.params
+            if row.produced < params.min_tokens:
+                ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
+                logits[index, ends] = float("-inf")
+
+
+def _add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    for index, row in enumerate(rows):
+        bias = row.occupant.params.logit_bias
+        if bias:
+            logits[index, list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
+
+
+def _penalise(logits: Tensor, rows: Sequence[SamplingRow], history: Tensor) -> None:
+    """Repetition looks at prompt and output, presence and frequency at the output alone."""
+    for index, row in enumerate(rows):
+        params = row.occupant.params
+        if not params.penalised:
+            continue
+        seen = history[row.slot, : row.position]
+        repeated = logits[index, seen]
+        factor = params.repetition_penalty
+        logits[index, seen] = torch.where(repeated > 0, repeated / factor, repeated * factor)
+        counts = torch.bincount(seen[row.occupant.prompt_length :], minlength=logits.shape[1])
+        logits[index] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _column(rows: Sequence[SamplingRow], name: str, like: Tensor) -> Tensor:
+    values = [getattr(row.occupant.params, name) for row in rows]
+    return torch.tensor(values, device=like.device, dtype=torch.float32)[:, None]
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Scale by temperature, keep what min-p, top-k and top-p allow, in that order, and invert the cumulative sum.
+
+    Sorting is left out where no row asks for top-k or top-p, and is partial where every such row has a top-k.
+    """
+    logits = logits / _column(rows, "temperature", logits)
+    min_p = _column(rows, "min_p", logits)
+    if bool((min_p > 0).any()):
+        floor = logits.amax(-1, keepdim=True) + min_p.log()
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    ids = None
+    if any(row.occupant.params.top_k or row.occupant.params.top_p < 1.0 for row in rows):
+        logits, ids = _keep_top(logits, rows)
+    drawn = _invert(torch.softmax(logits, -1), [uniform(row.occupant.seed, row.position) for row in rows])
+    return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+
+
+def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+    """Logits sorted from the best down, -inf beyond top-k and top-p; and the token ids in that order."""
+    vocab = logits.shape[1]
+    limits = [row.occupant.params.top_k or vocab for row in rows]
+    values, ids = logits.topk(min(max(limits), vocab), dim=-1)
+    ranks = torch.arange(values.shape[1], device=logits.device)
+    values = values.masked_fill(ranks >= torch.tensor(limits, device=logits.device)[:, None], float("-inf"))
+    probabilities = torch.softmax(values, -1)
+    before = probabilities.cumsum(-1) - probabilities
+    return values.masked_fill(before >= _column(rows, "top_p", logits), float("-inf")), ids
+
+
+def _invert(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
+    """The first column whose cumulative probability exceeds the draw; never one of probability zero."""
+    cumulative = probabilities.double().cumsum(-1)
+    targets = torch.tensor(draws, dtype=torch.float64, device=probabilities.device)[:, None] * cumulative[:, -1:]
+    columns = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probabilities.shape[1] - 1)
+    possible = probabilities.gather(1, columns) > 0
+    return torch.where(possible, columns, probabilities.argmax(-1, keepdim=True))[:, 0]
+
+
+def _logprobs_of(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
+    most = max(row.occupant.params.logprobs or 0 for row in rows)
+    values, ids = raw.topk(most, dim=-1)
+    return raw.gather(1, tokens[:, None])[:, 0], values, ids

@@ -1,0 +1,44 @@
+"""Starts an engine: from a config to something that takes requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.plan import Runner
+from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.fabric.group import Solo
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.executor import LocalExecutor
+from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_runner
+from phalanx.runtime.runner import TorchRunner
+from phalanx.spec import Layout
+from phalanx.weights.checkpoint import Checkpoint
+from phalanx.weights.load import Progress
+
+
+def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> Engine:
+    """Load the model on every rank and put a scheduler in front. What cannot work is refused before weights load."""
+    spec = Checkpoint(model_path, config.load_format).spec
+    Layout(spec, config.tp)
+    runner: Runner
+    if config.tp == 1:
+        runner, sizes = _start_alone(config, model_path, progress)
+    else:
+        executor = LocalExecutor(config, model_path, progress)
+        runner, sizes = executor, executor.sizes
+    pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    try:
+        return Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
+    except Exception:
+        runner.close()
+        raise
+
+
+def _start_alone(config: EngineConfig, model_path: Path, progress: Progress) -> tuple[TorchRunner, Sizes]:
+    checkpoint = Checkpoint(model_path, config.load_format)
+    model = load_model(config, checkpoint, Solo(), progress)
+    sizes = agree_on_sizes(config, checkpoint.spec, [blocks_that_fit(config, model)])
+    return make_runner(config, model, sizes), sizes

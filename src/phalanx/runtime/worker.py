@@ -1,0 +1,92 @@
+"""A rank other than 0: started by the engine as `python -m phalanx.runtime.worker`, ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from phalanx.errors import PhalanxError
+from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.runtime.messages import (
+    Assignment,
+    Done,
+    Failure,
+    Ready,
+    encode,
+    failure_file,
+    orders_address,
+    reports_address,
+    unpack_plan,
+    unpack_sizes,
+)
+from phalanx.runtime.rank import blocks_that_fit, load_model, make_runner
+from phalanx.runtime.runner import digest
+from phalanx.weights.checkpoint import Checkpoint
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        _serve(assignment)
+    except BaseException as error:
+        _report_failure(assignment, error)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """The engine holds the other end of standard input; it closes when the engine ends, however it ends."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _serve(assignment: Assignment) -> None:
+    folder, rank, config = Path(assignment.folder), assignment.rank, assignment.config
+    torch.set_num_threads(assignment.threads)
+    context = zmq.Context()
+    orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    orders.connect(orders_address(folder, rank))
+    reports.connect(reports_address(folder))
+
+    group = GlooGroup(rank, config.tp)
+    checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
+    model = load_model(config, checkpoint, group, progress=lambda done, total: None)
+    reports.send(encode(Ready(rank, blocks_that_fit(config, model))))
+    sizes = unpack_sizes(orders.recv_multipart())
+    group.connect(folder)
+    runner = make_runner(config, model, sizes)
+
+    step = 0
+    while True:
+        step += 1
+        runner.launch(unpack_plan(orders.recv_multipart(), expected_step=step))
+        reports.send(encode(Done(rank, step, digest(runner.collect().tokens))))
+
+
+def _report_failure(assignment: Assignment, error: BaseException) -> None:
+    known = error.to_dict() if isinstance(error, PhalanxError) else {}
+    failure = Failure(
+        assignment.rank,
+        f"{type(error).__name__}: {error}",
+        traceback.format_exc(),
+        isinstance(error, FabricError),
+        **known,
+    )
+    path = failure_file(Path(assignment.folder), assignment.rank)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(msgspec.json.encode(failure))
+    unfinished.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Layout: which part of every tensor belongs to which rank. Plain arithmetic for loader, layers and planner alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from phalanx.errors import LayoutError
+from phalanx.spec.model import ModelSpec, Split, Tensor
+
+ALIGNED_UNITS = (64, 32, 16)
+
+
+def deal(units: int, ranks: int) -> list[range]:
+    """Whole units to ranks, in order and as evenly as they go: the first ranks get one more when it does not divide."""
+    share, extra = divmod(units, ranks)
+    starts = [rank * share + min(rank, extra) for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def deal_elements(elements: int, unit: int, ranks: int) -> list[range]:
+    """Elements dealt in units; where the last unit is short, the rank that owns it owns fewer elements."""
+    shares = deal(-(-elements // unit), ranks)
+    return [range(min(share.start * unit, elements), min(share.stop * unit, elements)) for share in shares]
+
+
+def aligned_unit(elements: int, ranks: int) -> int:
+    """The unit of a dimension without blocks: among aligned ones with the smallest top share, the largest."""
+    candidates = [unit for unit in ALIGNED_UNITS if elements % unit == 0] or [1]
+    return min(candidates, key=lambda unit: (-(-elements // unit // ranks) * unit, -unit))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank owns: ranges of heads, of FFN columns and of vocabulary rows."""
+
+    rank: int
+    query_heads: range
+    kv_heads: range
+    ffn: range
+    expert_ffn: range
+    vocab: range
+
+
+class Layout:
+    """Deals a model to `tp` ranks in whole units: KV-head groups, FP8 blocks, aligned column groups.
+
+    Shares may differ by one unit. Where there are more ranks than KV heads, a KV head is held by several ranks, which
+    share its query heads. A rank may own no FFN block (6 blocks over 8 ranks), but every rank owns a query head.
+    """
+
+    def __init__(self, spec: ModelSpec, tp: int) -> None:
+        self.spec = spec
+        self.tp = tp
+        self._check()
+        block = spec.block_fp8.block if spec.block_fp8 else None
+        heads = self._deal_heads()
+        ffn = deal_elements(spec.intermediate, block or aligned_unit(spec.intermediate, tp), tp)
+        inner = spec.moe.intermediate if spec.moe else 0
+        expert_ffn = deal_elements(inner, block or aligned_unit(inner, tp), tp)
+        vocab = deal_elements(spec.vocab, aligned_unit(spec.vocab, tp), tp)
+        self.shards = tuple(Shard(rank, *heads[rank], ffn[rank], expert_ffn[rank], vocab[rank]) for rank in range(tp))
+
+    @property
+    def kv_unit(self) -> int:
+        """KV heads dealt together: one, or as many as fill whole FP8 blocks."""
+        unit = 1
+        while self.spec.block_fp8 and unit * self.spec.head_dim % self.spec.block_fp8.block:
+            unit += 1
+        return unit
+
+    def _check(self) -> None:
+        if self.tp < 1:
+            raise LayoutError("bad_tp", f"TP is {self.tp}.", "It must be at least 1.")
+        most, what = self.spec.heads, f"{self.spec.heads} query heads"
+        if self.kv_unit > 1:
+            most = -(-self.spec.kv_heads // self.kv_unit)
+            what = (
+                f"{most} groups of {self.kv_unit} KV heads (head_dim {self.spec.head_dim} "
+                f"fills an FP8 block only together)"
+            )
+        if self.tp > most:
+            raise LayoutError("tp_too_large", f"TP={self.tp}, but the model has {what} to deal.", f"Use TP <= {most}.")
+
+    def _deal_heads(self) -> list[tuple[range, range]]:
+        group, kv_heads = self.spec.query_group, self.spec.kv_heads
+        if self.tp <= kv_heads:
+            shares = deal_elements(kv_heads, self.kv_unit, self.tp)
+            return [(range(kv.start * group, kv.stop * group), kv) for kv in shares]
+        dealt = []
+        for head, holders in enumerate(deal(self.tp, kv_heads)):
+            for query in deal(group, len(holders)):
+                query_heads = range(head * group + query.start, head * group + query.stop)
+                dealt.append((query_heads, range(head, head + 1)))
+        return dealt
+
+    def owned(self, split: Split, rank: int) -> range:
+        """Elements of a dimension of this kind that the rank owns."""
+        shard, head_dim = self.shards[rank], self.spec.head_dim
+        if split in ("query", "kv"):
+            heads = shard.query_heads if split == "query" else shard.kv_heads
+            return range(heads.start * head_dim, heads.stop * head_dim)
+        return {"ffn": shard.ffn, "expert_ffn": shard.expert_ffn, "vocab": shard.vocab}[split]
+
+    def slices(self, tensor: Tensor, rank: int) -> tuple[slice, ...]:
+        """The part of a checkpoint tensor that the rank reads."""
+        parts = [slice(0, size) for size in tensor.shape]
+        if tensor.split is not None:
+            owned = self.owned(tensor.split, rank)
+            parts[tensor.axis] = slice(owned.start, owned.stop)
+        return tuple(parts)
+
+    def shape(self, tensor: Tensor, rank: int) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.slices(tensor, rank))
+
+    def weight_bytes(self, rank: int, number_format: str) -> int:
+        """Bytes of the weights this rank holds."""
+        return sum(
+            self.spec.tensor_bytes(tensor, self.shape(tensor, rank), number_format)
+            for tensor in self.spec.tensors.values()
+        )
+
+    def kv_bytes_per_token(self, rank: int, number_format: str = "bf16") -> int:
+        """Bytes of keys and values this rank keeps of one token."""
+        held = len(self.shards[rank].kv_heads)
+        return self.spec.kv_bytes_per_token(number_format) * held // self.spec.kv_heads

@@ -1,0 +1,89 @@
+"""Tokens to text while they come, and the end of it at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.text.tokenizer import Tokenizer
+
+_UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    """Decodes a growing list of tokens piece by piece.
+
+    A token's text can depend on the one before (spaces) and can end inside a character (bytes). So each piece is
+    decoded together with the piece before it, and held back while it ends in an unfinished character. Tokens up to
+    `_emitted` are out; those from `_context` on are decoded again for what they say about the next.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._context = 0
+        self._emitted = 0
+
+    def add(self, token: int) -> str:
+        """The text this token completes; empty while a character is unfinished."""
+        self._tokens.append(token)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """What was held back, unfinished as it is."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        known = self._tokenizer.decode(self._tokens[self._context : self._emitted])
+        longer = self._tokenizer.decode(self._tokens[self._context :])
+        if len(longer) <= len(known) or (longer.endswith(_UNFINISHED) and not final):
+            return ""
+        self._context, self._emitted = self._emitted, len(self._tokens)
+        return longer[len(known) :]
+
+
+class StopStrings:
+    """Cuts a growing text at the first stop string, and holds back any end that could begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def add(self, piece: str) -> tuple[str, bool]:
+        """Text that is safe to show, and whether a stop string was met (it and what follows are dropped)."""
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of the text that is a beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class TextStream:
+    """From tokens to the text a client sees."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """New text, and whether a stop string ended it."""
+        return self._stops.add(self._detokenizer.add(token))
+
+    def finish(self) -> tuple[str, bool]:
+        """All that was held back. A stop string can still be met in the last bytes."""
+        text, stopped = self._stops.add(self._detokenizer.finish())
+        return (text, True) if stopped else (text + self._stops.finish(), False)

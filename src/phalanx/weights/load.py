@@ -1,0 +1,75 @@
+"""Fills a rank's share of a model from a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.models.decoder import Decoder
+from phalanx.spec import Layout
+from phalanx.spec.model import Tensor as TensorSpec
+from phalanx.weights.reader import Reader, Slices
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes loaded so far and in all."""
+
+_NAMED_IN_ERROR = 3
+
+
+def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
+    """Stream this rank's slices from the files into the model, one tensor at a time; nothing else is read."""
+    layout, rank = model.place.layout, model.place.group.rank
+    check_tensors(layout, reader)
+    targets = list(model.parts())
+    total, done = sum(target.nbytes for _, target in targets), 0
+    for name, target in targets:
+        if target.numel():
+            tensor = layout.spec.tensors[name]
+            target.copy_(_read(reader, layout, tensor, layout.slices(tensor, rank)))
+        done += target.nbytes
+        progress(done, total)
+
+
+def check_tensors(layout: Layout, reader: Reader) -> None:
+    """Refuse a checkpoint that lacks a tensor or has one of another shape, before anything is read."""
+    tensors = layout.spec.tensors.values()
+    missing = [tensor.name for tensor in tensors if reader.shape(tensor.name) is None]
+    if missing:
+        named = ", ".join(missing[:_NAMED_IN_ERROR])
+        more = f" and {len(missing) - _NAMED_IN_ERROR} more" if len(missing) > _NAMED_IN_ERROR else ""
+        raise CheckpointError(
+            "missing_tensor",
+            f"The checkpoint lacks {len(missing)} of {len(layout.spec.tensors)} tensors: {named}{more}.",
+            "Download the whole checkpoint, or check that config.json belongs to it.",
+        )
+    for tensor in tensors:
+        found = reader.shape(tensor.name)
+        if found != tensor.shape:
+            raise CheckpointError(
+                "misshapen_tensor",
+                f"{tensor.name} has shape {list(found or ())}, but the configuration makes it {list(tensor.shape)}.",
+                "Check that config.json belongs to these weights.",
+            )
+
+
+def _read(reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> Tensor:
+    values = reader.read(tensor.name, slices)
+    scales = f"{tensor.name}_scale_inv"
+    if layout.spec.block_fp8 is None or not tensor.is_linear or reader.shape(scales) is None:
+        return values
+    return dequantise_blocks(values, reader, scales, slices, layout.spec.block_fp8.block)
+
+
+def dequantise_blocks(values: Tensor, reader: Reader, scales: str, slices: Slices, block: int) -> Tensor:
+    """Block-FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
+    whole = reader.shape(scales)
+    assert whole is not None
+    tiles = tuple(slice(part.start // block, -(-part.stop // block)) for part in slices)
+    grid = reader.read(scales, tiles).float()
+    for axis, part in enumerate(slices):
+        tile = torch.arange(part.start, part.stop) // block - part.start // block
+        grid = grid.index_select(axis, tile)
+    return values.float() * grid

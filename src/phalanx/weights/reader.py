@@ -1,0 +1,100 @@
+"""Readers hand out slices of tensors by their Hugging Face names: from safetensors files, or made up."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.spec import ModelSpec
+
+Slices = tuple[slice, ...]
+
+
+class Reader(Protocol):
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None where there is no such tensor."""
+        ...
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """A part of a tensor, in the dtype it is stored in; no other part is read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SafetensorsReader:
+    """Slices from the safetensors files of a folder, memory-mapped: only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._holder: dict[str, Any] = {}
+        for path in _safetensors_files(folder):
+            try:
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    "broken_file", f"{path} cannot be read: {error}.", "Download the file again."
+                ) from None
+            self._holder |= dict.fromkeys(file.keys(), file)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        file = self._holder.get(name)
+        return tuple(file.get_slice(name).get_shape()) if file is not None else None
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        return self._holder[name].get_slice(name)[slices]
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names if "/" not in name]
+        missing = [path.name for path in files if not path.exists()]
+        if missing:
+            raise CheckpointError(
+                "missing_file", f"{folder} lacks {', '.join(missing)}.", "Download the whole checkpoint."
+            )
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"only {pickles[0]}, a pickle, which is never opened" if pickles else "none"
+        raise CheckpointError(
+            "no_weights",
+            f"{folder} should hold *.safetensors; found {found}.",
+            "Use the safetensors version of the model, or load_format='dummy' for random weights.",
+        )
+    return files
+
+
+class DummyReader:
+    """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._spec.tensors.get(name)
+        return tensor.shape if tensor else None
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        shape = [part.stop - part.start for part in slices]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        seed = crc32(f"{name} {[part.start for part in slices]}".encode())
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(0.02)
+
+    def close(self) -> None:
+        return None
