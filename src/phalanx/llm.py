@@ -212,7 +212,7 @@ class LLM:
         if output.logprobs is not None:
             answer.logprobs.append(output.logprobs)
         answer.finish_reason = output.finish_reason
-        if answer.stream is not None and output.token is not None:
+        if answer.stream is not None:
             text, stopped = answer.stream.add(output.token)
             answer.text.append(text)
             if not stopped and output.finish_reason is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -13,6 +12,8 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKENS = 256
+COUNT_LIMIT = 2**31
 SEED_LIMIT = 2**63
 
 
@@ -43,10 +44,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_CHOICES)
-        _whole("max_tokens", self.max_tokens, 1, None, optional=True)
-        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _whole("max_tokens", self.max_tokens, 1, COUNT_LIMIT, optional=True)
+        _whole("min_tokens", self.min_tokens, 0, COUNT_LIMIT if self.max_tokens is None else self.max_tokens)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _whole("top_k", self.top_k, 0, None)
+        _whole("top_k", self.top_k, 0, COUNT_LIMIT)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
@@ -54,31 +55,53 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _of_type("ignore_eos", self.ignore_eos, bool)
+        _of_type("logit_bias", self.logit_bias, dict)
+        _of_type("stop", self.stop, list)
+        _of_type("stop_token_ids", self.stop_token_ids, list)
+        _whole("stop_token_ids entries", len(self.stop_token_ids), 0, MAX_STOP_TOKENS)
         _whole("logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
         for token, bias in self.logit_bias.items():
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         _whole("stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
-        if "" in self.stop:
-            raise RequestError("bad_parameter", "stop holds an empty string.", "Give strings of one character or more.")
+        for text in self.stop:
+            _stop_string(text)
 
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _whole(name: str, value: Any, low: int, high: int | None, optional: bool = False) -> None:
+def _of_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError("bad_parameter", f"{name} is {value!r}.", f"It must be a {kind.__name__}.")
+
+
+def _stop_string(text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError("bad_parameter", f"stop holds {text!r}.", "Give strings of one character or more.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError("bad_parameter", f"stop holds {text!r}, half a character.", "Give whole characters.")
+
+
+def _whole(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError("bad_parameter", f"{name} is {value!r}.", "It must be a whole number.")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError("bad_parameter", f"{name} is {value}.", f"It must be {bounds}.")
+    if not low <= value <= high:
+        raise RequestError("bad_parameter", f"{name} is {_shown(value)}.", f"It must be from {low} to {high}.")
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError("bad_parameter", f"{name} is {value!r}.", "It must be a number.")
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError("bad_parameter", f"{name} is {value}.", f"It must be {bounds}.")
+        raise RequestError("bad_parameter", f"{name} is {_shown(value)}.", f"It must be {bounds}.")
+
+
+def _shown(value: float) -> str:
+    """A number as text; one too long to read is named by its size."""
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return f"a number of {value.bit_length()} bits" if huge else str(value)

@@ -23,10 +23,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Output:
-    """One new token of a request, or its end without one (cancelled)."""
+    """One new token of a request, and why it ends if it does."""
 
     request_id: int
-    token: int | None
+    token: int
     logprobs: TokenLogprobs | None
     finish_reason: str | None
 
@@ -68,6 +68,8 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = ()) -> None:
+        if min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) < 1:
+            raise ConfigError("bad_limits", f"Nothing can run under {limits}.", "Every limit must be at least 1.")
         if pool.blocks_for(limits.max_model_len) > pool.num_blocks:
             room = pool.num_blocks * pool.block_size
             raise ConfigError(

@@ -13,6 +13,14 @@ from phalanx.spec.model import BlockFp8, ModelSpec, Moe, Rope
 
 Config = Mapping[str, Any]
 
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "qwen3_moe": {"sliding_window": 4096},
+    "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+}
+"""What a family means by a field it leaves out, where that is not what the others mean."""
+
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -32,7 +40,9 @@ def read_config(source: Config | str | Path) -> ModelSpec:
             f"The configuration says hidden_act {config['hidden_act']!r}.",
             f"Phalanx runs {family} models with 'silu'.",
         )
-    return FAMILIES[family](config)
+    return FAMILIES[family](
+        _DEFAULTS.get(family, {}) | {key: value for key, value in config.items() if value is not None}
+    )
 
 
 def _read_json(path: Path) -> Config:
@@ -72,15 +82,11 @@ def _qwen3(config: Config) -> ModelSpec:
 
 def _qwen3_moe(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    experts = _count(config, "num_experts", "num_local_experts")
-    sparse = (
-        layer
-        for layer in range(_count(config, "num_hidden_layers"))
-        if layer not in dense and experts > 0 and (layer + 1) % step == 0
-    )
+    step, dense = _count(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers", ())
+    layers = range(_count(config, "num_hidden_layers"))
+    sparse = (layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
     moe = Moe(
-        experts=experts,
+        experts=_count(config, "num_experts", "num_local_experts"),
         experts_per_token=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "moe_intermediate_size"),
         renormalise=bool(config.get("norm_topk_prob", False)),
@@ -115,9 +121,9 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
 
 def _decoder(config: Config, **family: Any) -> ModelSpec:
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    if kv_heads < 1 or heads % kv_heads:
+    kv_heads = _count(config, "num_key_value_heads", default=heads)
+    head_dim = _count(config, "head_dim", default=hidden // heads)
+    if heads % kv_heads:
         raise ModelError(
             "bad_heads",
             f"{heads} query heads do not share {kv_heads} KV heads evenly.",
@@ -145,13 +151,15 @@ def _decoder(config: Config, **family: Any) -> ModelSpec:
     )
 
 
-def _count(config: Config, *names: str) -> int:
+def _count(config: Config, *names: str, default: int | None = None) -> int:
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if value is not None:
             raise ModelError("bad_config", f"{name} is {value!r}.", "It must be a positive whole number.")
+    if default is not None:
+        return default
     raise ModelError("bad_config", f"The configuration has no {names[0]}.", "Is this a causal language model's config?")
 
 
@@ -185,7 +193,12 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
 
 def _rope(config: Config, head_dim: int, max_positions: int) -> Rope:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
-    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    scaling: dict[str, Any] = {}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        found = config.get(spelling, {})
+        if not isinstance(found, Mapping):
+            raise ModelError("bad_config", f"{spelling} is {found!r}.", "It must be an object.")
+        scaling |= found
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
     partial = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
@@ -197,6 +210,10 @@ def _rope(config: Config, head_dim: int, max_positions: int) -> Rope:
             "unsupported_rope",
             f"The configuration asks for rope type {kind!r}.",
             "Phalanx runs default, linear, llama3 and yarn.",
+        )
+    if not isinstance(scaling.get("factor"), int | float):
+        raise ModelError(
+            "bad_config", f"rope type {kind!r} comes with factor {scaling.get('factor')!r}.", "It must be a number."
         )
     factor = float(scaling["factor"])
     original = int(scaling.get("original_max_position_embeddings") or max_positions)

@@ -1,0 +1,128 @@
+"""What must hold in the scheduler's books at any time, and what a request must answer whoever shares its batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.request import Phase, Request
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits, Output, Scheduler
+
+from .checking_runner import CheckingRunner, next_token
+
+VOCAB = 7
+EOS = 0
+
+
+def make_engine(
+    *,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    max_model_len: int = 64,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    depth: int = 1,
+    prefix_caching: bool = True,
+    vocab: int = VOCAB,
+) -> tuple[Engine, CheckingRunner]:
+    limits = Limits(max_num_seqs, budget, max_model_len)
+    runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth)
+    scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,))
+    return Engine(scheduler, runner, vocab), runner
+
+
+def greedy(max_tokens: int | None, *, seed: int = 0, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+
+
+def answer_alone(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, vocab: int = VOCAB
+) -> tuple[list[int], str]:
+    """The answer and its finish reason when there is no engine at all, only the model and the stopping rules."""
+    assert params.seed is not None
+    tokens = list(prompt)
+    while True:
+        token = next_token(tokens, params.seed, vocab)
+        tokens.append(token)
+        answer = tokens[len(prompt) :]
+        stops = {EOS, *params.stop_token_ids} if not params.ignore_eos else set(params.stop_token_ids)
+        if token in stops and len(answer) >= params.min_tokens:
+            return answer, "stop"
+        if len(answer) == params.max_tokens or len(tokens) == max_model_len:
+            return answer, "length"
+
+
+def run(engine: Engine, most_steps: int = 10_000) -> list[Output]:
+    """Step until there is no work, with the books checked after each step."""
+    outputs: list[Output] = []
+    for _ in range(most_steps):
+        if not engine.has_work:
+            return outputs
+        outputs += engine.step()
+        check_books(engine.scheduler)
+    raise AssertionError(f"still {len(engine.scheduler.requests)} requests after {most_steps} steps")
+
+
+def check_answer(request: Request, max_model_len: int, vocab: int = VOCAB) -> None:
+    prompt = request.tokens[: request.prompt_length]
+    assert (request.output, request.finish_reason) == answer_alone(prompt, request.params, max_model_len, vocab)
+
+
+def check_books(scheduler: Scheduler) -> None:
+    _check_places(scheduler)
+    _check_blocks(scheduler)
+    for request in scheduler.requests.values():
+        assert 0 <= request.computed <= request.length
+        assert len(request.tokens) < scheduler.limits.max_model_len
+        assert request.length <= scheduler.limits.max_model_len
+
+
+def check_empty(scheduler: Scheduler) -> None:
+    """No request, and nothing kept back from the next one."""
+    check_books(scheduler)
+    assert not scheduler.requests
+    assert scheduler.in_flight == 0
+    assert scheduler.pool.available == scheduler.pool.num_blocks
+    assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+
+
+def _check_places(scheduler: Scheduler) -> None:
+    """Each request is in one place; those that run are older than those that wait; each slot has one owner or none."""
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    ids = [request.id for request in running + waiting]
+    assert ids == sorted(set(ids)), f"not in order of arrival: {ids}"
+    assert sorted(scheduler.requests) == ids
+    assert all(request.phase is Phase.RUNNING for request in running)
+    for request in waiting:
+        assert request.phase is Phase.WAITING
+        assert request.slot is None
+        assert (request.computed, request.registered_blocks, request.cache_parent) == (0, 0, request.salt)
+    assert len(running) <= scheduler.limits.max_num_seqs
+    slots = [request.slot for request in running] + scheduler._free_slots
+    assert sorted(slot for slot in slots if slot is not None) == list(range(scheduler.limits.max_num_seqs))
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    """Each block is free, idle or held; as many references as holders; only cached blocks are shared, within a salt."""
+    pool, size = scheduler.pool, scheduler.pool.block_size
+    assert not any(request.blocks for request in scheduler.waiting), "a waiting request holds blocks"
+    holders: Counter[int] = Counter(block for request in scheduler.running for block in request.blocks)
+    assert pool.references == [holders[block] for block in range(pool.num_blocks)]
+    assert sorted([*pool._free, *pool._idle, *holders]) == list(range(pool.num_blocks))
+    assert pool.available == pool.num_blocks - len(holders)
+    cached = [block for block in range(pool.num_blocks) if pool.cache is not None and block in pool.cache]
+    assert set(pool._idle) <= set(cached)
+    assert not set(pool._free) & set(cached)
+    content: dict[int, tuple[str | None, list[int]]] = {}
+    for request in scheduler.running:
+        assert len(set(request.blocks)) == len(request.blocks)
+        assert len(request.blocks) >= pool.blocks_for(request.computed)
+        for index, block in enumerate(request.blocks):
+            if holders[block] > 1:
+                assert block in cached, f"block {block} is shared and not in the prefix cache"
+                assert (index + 1) * size <= request.computed, f"block {block} is shared and not full"
+                prefix = (request.salt, request.tokens[: (index + 1) * size])
+                assert content.setdefault(block, prefix) == prefix, f"block {block} has two contents"

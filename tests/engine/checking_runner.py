@@ -1,0 +1,178 @@
+"""A runner for tests that behaves like a rank and trusts nothing.
+
+It knows of a request only what the plans carried, keeps a simulated KV cache that says of every place which prefix was
+computed there, and checks on each launch that every row reads exactly the keys and values of its own tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import msgspec
+
+from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.plan import Admission, StepPlan, StepResult
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits
+
+
+def next_token(history: Sequence[int], seed: int, vocab: int) -> int:
+    """The token that follows `history`: it depends on every token before it, on the seed and on nothing else."""
+    return crc32(array("q", [seed, *history]).tobytes()) % vocab
+
+
+@dataclass
+class Slot:
+    """What a rank keeps of the request in one slot."""
+
+    prompt_length: int
+    tokens: list[int]
+    seed: int
+    params: SamplingParams
+    table: list[int]
+    computed: int
+
+
+@dataclass(frozen=True)
+class Row:
+    slot: int
+    start: int
+    count: int
+    sampled: bool
+    new_blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class CheckingRunner:
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_size: int,
+        vocab: int,
+        depth: int = 1,
+        price: Callable[[StepPlan], float] = lambda plan: 1.0,
+    ) -> None:
+        self.depth = depth
+        self.limits = limits
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab = vocab
+        self.slots: dict[int, Slot] = {}
+        self.plans: list[StepPlan] = []
+        self.in_flight = 0
+        self._inner = ModelledRunner(price, lambda slot, position: self._sampled[0][slot, position], depth)
+        self._sampled: deque[dict[tuple[int, int], int]] = deque()
+        self._prefix_numbers: dict[tuple[int, int], int] = {}
+        self._kv: dict[tuple[int, int], int] = {}
+
+    @property
+    def clock(self) -> float:
+        return self._inner.clock
+
+    def launch(self, plan: StepPlan) -> None:
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        assert self.in_flight < self.depth, f"{self.in_flight} steps in flight, depth is {self.depth}"
+        assert plan.step == len(self.plans) + 1, f"step {plan.step} after step {len(self.plans)}"
+        rows = self._rows(plan)
+        self._admit(plan.admissions, rows)
+        for row in rows:
+            self._take(row, fresh=any(row.slot == admission.slot for admission in plan.admissions))
+        self._write(rows)
+        for row in rows:
+            self._read(row)
+        self._sampled.append({(row.slot, row.end): self._sample(row.slot) for row in rows if row.sampled})
+        self.plans.append(plan)
+        self.in_flight += 1
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        assert self.in_flight > 0, "nothing to collect"
+        self.in_flight -= 1
+        result = self._inner.collect()
+        self._sampled.popleft()
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _rows(self, plan: StepPlan) -> list[Row]:
+        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, plan.new_blocks, strict=True)
+        rows = [Row(*column) for column in columns]
+        singles = [row.count == 1 for row in rows]
+        assert rows, "an empty step"
+        assert singles == sorted(singles, reverse=True), f"rows of one token come first: {plan.counts}"
+        assert all(row.count > 0 for row in rows), f"a row without tokens: {plan.counts}"
+        assert len(set(plan.slots)) == len(rows) <= self.limits.max_num_seqs, f"slots {plan.slots}"
+        assert all(0 <= slot < self.limits.max_num_seqs for slot in plan.slots), f"slots {plan.slots}"
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in one step"
+        return rows
+
+    def _admit(self, admissions: list[Admission], rows: list[Row]) -> None:
+        slots = [admission.slot for admission in admissions]
+        assert len(set(slots)) == len(slots), f"slots admitted twice: {slots}"
+        by_slot = {row.slot: row for row in rows}
+        for admission in admissions:
+            row = by_slot[admission.slot]
+            tokens = list(admission.tokens)
+            assert 0 < admission.prompt_length <= len(tokens), "an admission brings its whole prompt"
+            assert row.start % self.block_size == 0, f"a cached prefix of {row.start} tokens is not whole blocks"
+            assert row.start < len(tokens), "at least the last token is computed"
+            self.slots[admission.slot] = Slot(
+                admission.prompt_length, tokens, admission.seed, admission.params, [], row.start
+            )
+
+    def _take(self, row: Row, fresh: bool) -> None:
+        slot = self.slots[row.slot]
+        slot.table += row.new_blocks
+        assert all(0 <= block < self.num_blocks for block in row.new_blocks), f"no such block: {row.new_blocks}"
+        assert len(set(slot.table)) == len(slot.table), f"slot {row.slot} has a block twice: {slot.table}"
+        assert row.start == slot.computed, f"slot {row.slot} starts at {row.start}, {slot.computed} are computed"
+        assert row.end <= len(slot.tokens), f"slot {row.slot} computes to {row.end} of {len(slot.tokens)} tokens"
+        assert row.end <= self.limits.max_model_len, f"slot {row.slot} computes beyond the context"
+        assert row.sampled == (row.end == len(slot.tokens)), f"slot {row.slot} samples in the middle, or not at its end"
+        needed = -(-(len(slot.tokens) if fresh else row.end) // self.block_size)
+        assert len(slot.table) >= needed, f"slot {row.slot} has {len(slot.table)} blocks of {needed}"
+        slot.computed = row.end
+
+    def _write(self, rows: list[Row]) -> None:
+        written: set[tuple[int, int]] = set()
+        for row in rows:
+            slot = self.slots[row.slot]
+            prefixes = self._prefixes(slot.tokens[: row.end])
+            for position in range(row.start, row.end):
+                place = self._place(slot, position)
+                assert place not in written, f"two rows write block {place[0]} at {place[1]} in one step"
+                written.add(place)
+                self._kv[place] = prefixes[position]
+
+    def _read(self, row: Row) -> None:
+        """All rows have written by now: within a layer, a step stores its keys and values before it attends."""
+        slot = self.slots[row.slot]
+        for position, prefix in enumerate(self._prefixes(slot.tokens[: row.end])):
+            place = self._place(slot, position)
+            assert place in self._kv, f"slot {row.slot} reads block {place[0]} at {place[1]}, never written"
+            assert self._kv[place] == prefix, f"slot {row.slot} reads another prefix at position {position}"
+
+    def _sample(self, number: int) -> int:
+        slot = self.slots[number]
+        slot.tokens.append(next_token(slot.tokens, slot.seed, self.vocab))
+        return slot.tokens[-1]
+
+    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
+        return slot.table[position // self.block_size], position % self.block_size
+
+    def _prefixes(self, tokens: Sequence[int]) -> list[int]:
+        """A number for each prefix; two prefixes have the same number only if they are equal token by token."""
+        numbers, parent = [], 0
+        for token in tokens:
+            parent = self._prefix_numbers.setdefault((parent, token), len(self._prefix_numbers) + 1)
+            numbers.append(parent)
+        return numbers

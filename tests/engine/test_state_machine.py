@@ -1,0 +1,175 @@
+"""Any order of arrivals, cancellations and steps keeps the books, and every request gets the answer it gets alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from phalanx.engine.request import Phase, Request
+from phalanx.engine.sampling import SamplingParams
+
+from .books import EOS, VOCAB, answer_alone, check_books, check_empty, make_engine
+
+SHARED = [1 + index % (VOCAB - 1) for index in range(30)]
+token_ids = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Mostly a piece of one long text from its beginning, then a few tokens of its own."""
+    head = draw(st.sampled_from([0, 4, 8, 8, 12, 12, 16, 23]))
+    return SHARED[:head] + draw(st.lists(token_ids, min_size=0 if head else 1, max_size=3))
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.none() | st.integers(1, 24))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(4, max_tokens or 4))),
+        seed=draw(st.integers(0, 3)),
+        stop_token_ids=draw(st.lists(token_ids, max_size=1)),
+        ignore_eos=draw(st.sampled_from([True, True, False])),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[Request] = []
+        self.read: defaultdict[int, list[int]] = defaultdict(list)
+        self.ended: dict[int, str] = {}
+        self.broken = False
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        max_model_len=st.integers(8, 28),
+        spare_blocks=st.integers(0, 5),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 20),
+        depth=st.integers(1, 3),
+        prefix_caching=st.booleans(),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_model_len: int,
+        spare_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        depth: int,
+        prefix_caching: bool,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.engine, self.runner = make_engine(
+            max_num_seqs=max_num_seqs,
+            budget=budget,
+            max_model_len=max_model_len,
+            num_blocks=-(-max_model_len // block_size) + spare_blocks,
+            block_size=block_size,
+            depth=depth,
+            prefix_caching=prefix_caching,
+        )
+
+    @precondition(lambda self: len(self.added) < 12)
+    @rule(prompt=prompts(), params=sampling_params(), salt=st.sampled_from([None, None, None, "a", "b"]))
+    def add(self, prompt: list[int], params: SamplingParams, salt: str | None) -> None:
+        self.added.append(self.engine.add(prompt[: self.max_model_len - 1], params, salt))
+
+    @precondition(lambda self: len(self.added) < 12)
+    @rule(params=sampling_params(), length=st.integers(1, 24), count=st.integers(2, 4))
+    def add_the_same_prompt_often(self, params: SamplingParams, length: int, count: int) -> None:
+        prompt = SHARED[: min(length, self.max_model_len - 1)]
+        self.step(2)
+        self.added += [self.engine.add(prompt, params) for _ in range(count)]
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def cancel_any(self, data: st.DataObject) -> None:
+        self._cancel(data.draw(st.sampled_from(self.added)))
+
+    @precondition(lambda self: self.added and self.engine.scheduler.running)
+    @rule(data=st.data(), count=st.integers(0, 4))
+    def cancel_a_running_one(self, data: st.DataObject, count: int) -> None:
+        self._cancel(data.draw(st.sampled_from(self.engine.scheduler.running)))
+        self.step(count)
+
+    @precondition(lambda self: self.added and self._preempted())
+    @rule(data=st.data())
+    def cancel_a_preempted_one(self, data: st.DataObject) -> None:
+        self._cancel(data.draw(st.sampled_from(self._preempted())))
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if self.added:
+            check_books(self.engine.scheduler)
+
+    @invariant()
+    def what_was_read_is_what_is_booked(self) -> None:
+        for request in self.added:
+            assert self.read[request.id] == request.output
+            assert (request.finish_reason is None) == (request.phase is not Phase.FINISHED)
+            assert (request.phase is Phase.FINISHED) == (request.id not in self.engine.scheduler.requests)
+
+    def teardown(self) -> None:
+        """The oldest request moves on in each step, so all of them end within a number of steps known beforehand."""
+        if not self.added or self.broken:
+            return
+        bound = 4 * self.max_model_len * len(self.added)
+        for _ in range(bound):
+            if not self.engine.has_work:
+                break
+            self._step()
+            check_books(self.engine.scheduler)
+        assert not self.engine.has_work, f"requests starve: not done after {bound} steps"
+        check_empty(self.engine.scheduler)
+        for request in self.added:
+            self._check_answer(request)
+
+    def _check_answer(self, request: Request) -> None:
+        answer, reason = answer_alone(request.tokens[: request.prompt_length], request.params, self.max_model_len)
+        if request.finish_reason == "cancelled":
+            assert request.output == answer[: len(request.output)]
+            assert request.id not in self.ended
+        else:
+            assert (request.output, request.finish_reason) == (answer, reason)
+            assert self.ended[request.id] == reason
+        assert EOS not in request.output[request.params.min_tokens : -1] or request.params.ignore_eos
+
+    def _preempted(self) -> list[Request]:
+        return [request for request in self.engine.scheduler.waiting if request.preemptions]
+
+    def _cancel(self, request: Request) -> None:
+        pool, held = self.engine.scheduler.pool, request.blocks
+        alone = [block for block in held if pool.references[block] == 1]
+        available, live = pool.available, request.phase is not Phase.FINISHED
+        assert self.engine.cancel(request.id) is live
+        assert pool.available == available + (len(alone) if live else 0)
+        assert not self.engine.cancel(request.id)
+
+    def _step(self) -> None:
+        self.broken = True
+        outputs = self.engine.step()
+        self.broken = False
+        for output in outputs:
+            assert output.token is not None
+            assert output.request_id not in self.ended, "a token after the end"
+            self.read[output.request_id].append(output.token)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output.finish_reason
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=400,
+    stateful_step_count=25,
+    deadline=None,
+)
