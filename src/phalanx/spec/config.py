@@ -40,9 +40,8 @@ def read_config(source: Config | str | Path) -> ModelSpec:
             f"The configuration says hidden_act {config['hidden_act']!r}.",
             f"Phalanx runs {family} models with 'silu'.",
         )
-    return FAMILIES[family](
-        _DEFAULTS.get(family, {}) | {key: value for key, value in config.items() if value is not None}
-    )
+    given = {key: value for key, value in config.items() if value is not None}
+    return FAMILIES[family](_DEFAULTS.get(family, {}) | given)
 
 
 def _read_json(path: Path) -> Config:
