@@ -79,7 +79,8 @@ def _of_type(name: str, value: Any, kind: type) -> None:
 
 def _stop_string(text: Any) -> None:
     if not isinstance(text, str) or not text:
-        raise RequestError("bad_parameter", f"stop holds {text!r}.", "Give strings of one character or more.")
+        found = repr(text) if text != "" else "an empty string"
+        raise RequestError("bad_parameter", f"stop holds {found}.", "Give strings of one character or more.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise RequestError("bad_parameter", f"stop holds {text!r}, half a character.", "Give whole characters.")
 
@@ -103,5 +104,6 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 
 def _shown(value: float) -> str:
     """A number as text; one too long to read is named by its size."""
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return f"a number of {value.bit_length()} bits" if huge else str(value)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
