@@ -1,0 +1,94 @@
+"""Two all-reduces a layer and no more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.plan import Admission, StepPlan
+from phalanx.engine.sampling import SamplingParams
+from phalanx.fabric.group import Solo
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import Sizes, load_model, make_runner
+from phalanx.weights.checkpoint import Checkpoint
+from tests.conftest import Reference
+
+
+class CountingGroup(Solo):
+    """Alone, but counted: claims two ranks' worth of talk without changing a number."""
+
+    def __init__(self) -> None:
+        self.reduced: list[tuple[int, ...]] = []
+        self.gathered = 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.reduced.append(tuple(tensor.shape))
+        return tensor
+
+    def all_gather_columns(self, tensor: Tensor, widths: object) -> Tensor:
+        self.gathered += 1
+        return tensor
+
+
+def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(reference: Reference) -> None:
+    group, config = CountingGroup(), EngineConfig(max_num_seqs=2)
+    model = load_model(config, Checkpoint(reference.folder), group, progress=lambda done, total: None)
+    runner = make_runner(config, model, Sizes(num_blocks=8, max_model_len=64))
+    prompt = reference.prompts[2]
+    admission = Admission(0, len(prompt), prompt, 0, SamplingParams(temperature=0))
+    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [True], [[0, 1]]))
+    spec = model.place.spec
+    assert group.reduced == [(len(prompt), spec.hidden)] * (2 * spec.layers)
+    assert group.gathered == 1
+    runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [True], [[]]))
+    assert len(group.reduced) == 4 * spec.layers
+    assert runner.collect().tokens == reference.continuations[2][:1]
+    assert runner.collect().tokens == reference.continuations[2][1:2]
+
+
+def test_the_bias_after_a_row_parallel_product_counts_once(tmp_path_factory: object) -> None:
+    """Two ranks' partial products with a bias: the sum has it once, not twice."""
+    from phalanx.layers.linear import RowParallelLinear
+    from phalanx.layers.place import Place
+    from phalanx.spec import Layout, ModelSpec
+
+    spec = ModelSpec.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 64,
+            "max_position_embeddings": 8,
+            "mlp_bias": True,
+        }
+    )
+    weight, bias, x = torch.randn(8, 32), torch.randn(8), torch.randn(3, 32)
+
+    class Half(Solo):
+        size = 2
+        other = torch.zeros(())
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank  # type: ignore[misc]
+
+        def all_reduce(self, tensor: Tensor) -> Tensor:
+            return tensor + self.other
+
+    layout = Layout(spec, 2)
+    partials, layers = [], []
+    for rank in range(2):
+        group = Half(rank)
+        layer = RowParallelLinear(
+            Place(layout, group, torch.float32, torch.device("cpu")), "model.layers.0.mlp.down_proj", bias=True
+        )
+        owned = layout.owned("ffn", rank)
+        layer.product.weight.copy_(weight[:, owned.start : owned.stop])
+        assert layer.bias is not None
+        layer.bias.copy_(bias)
+        partials.append(x[:, owned.start : owned.stop] @ layer.product.weight.T)
+        layers.append((layer, group, x[:, owned.start : owned.stop]))
+    for rank, (layer, group, share) in enumerate(layers):
+        group.other = partials[1 - rank]
+        torch.testing.assert_close(layer(share), x @ weight.T + bias)

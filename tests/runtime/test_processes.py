@@ -1,0 +1,152 @@
+"""Ranks as processes: they disagree, raise or die loudly, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.plan import StepPlan
+from phalanx.errors import EngineDeadError, PhalanxError
+from phalanx.runtime import executor
+from phalanx.runtime.executor import LocalExecutor
+from phalanx.runtime.messages import pack_plan
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PROMPT = list(range(1, 9))
+
+
+def ranks_of(llm: LLM) -> dict[int, int]:
+    """Process ids of the ranks beside this one."""
+    runner = llm.engine.runner
+    assert isinstance(runner, LocalExecutor)
+    return {rank: process.pid for rank, process in runner.workers.processes.items()}
+
+
+def gone(pids: list[int], within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def run_until_death(llm: LLM) -> tuple[EngineDeadError, float]:
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError) as caught:
+        llm.generate(PROMPT, LONG)
+    return caught.value, time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_within_five_seconds(tiny_llama: Path) -> None:
+    with LLM(tiny_llama, tp=3, progress=False) as llm:
+        pids = ranks_of(llm)
+        llm.engine.add(PROMPT, LONG)
+        for _ in range(5):
+            llm.engine.step()
+        os.kill(pids[2], signal.SIGKILL)
+        error, took = run_until_death(llm)
+        assert error.code == "rank_died"
+        assert "Rank 2 was killed by signal 9" in error.found
+        assert took < 5
+        assert gone(list(pids.values()))
+        with pytest.raises(EngineDeadError, match="Rank 2"):
+            llm.generate(PROMPT, LONG)
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> None:
+    """A damaged plan: rank 1 refuses it, and its own traceback reaches the caller."""
+    with LLM(tiny_llama, tp=3, progress=False) as llm:
+        pids, runner = ranks_of(llm), llm.engine.runner
+        assert isinstance(runner, LocalExecutor)
+        checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [False], [[]]))
+        runner.workers._orders[1].send_multipart([checksum, body[:-1] + b"\x00"])
+        error, took = run_until_death(llm)
+        assert error.code == "rank_failed"
+        assert "Rank 1 raised ValueError: the plan of step 1 arrived damaged" in error.found
+        assert "in unpack_plan" in error.found
+        assert took < 5
+        assert gone(list(pids.values()))
+
+
+def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "digest", lambda tokens: 0)
+    with LLM(tiny_llama, tp=2, progress=False) as llm:
+        error, _ = run_until_death(llm)
+        assert error.code == "rank_disagrees"
+        assert "Rank 1 sampled other tokens than rank 0 in step 1" in error.found
+        assert gone(list(ranks_of(llm).values()))
+
+
+def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_llama, tp=2, progress=False) as llm:
+        pids, runner = ranks_of(llm), llm.engine.runner
+        assert isinstance(runner, LocalExecutor)
+        monkeypatch.setattr(runner.runner.model, "logits", lambda hidden: 1 / 0)
+        error, _ = run_until_death(llm)
+        assert "Rank 0 raised ZeroDivisionError" in error.found
+        assert gone(list(pids.values()))
+
+
+def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
+    with LLM(tiny_llama, tp=2, progress=False) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, LocalExecutor)
+        pids, folder = list(ranks_of(llm).values()), runner.workers.folder
+        assert folder.stat().st_mode & 0o077 == 0
+    assert gone(pids)
+    assert not folder.exists()
+
+
+def test_no_rank_outlives_a_parent_killed_outright(tiny_llama: Path) -> None:
+    script = (
+        "import sys, time\nfrom phalanx import LLM\n"
+        "llm = LLM(sys.argv[1], tp=2, progress=False)\n"
+        "print(llm.engine.runner.workers.processes[1].pid, flush=True)\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    assert psutil.pid_exists(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert gone([worker])
+
+
+def test_a_script_may_end_without_closing(tiny_llama: Path) -> None:
+    script = (
+        "import sys\nfrom phalanx import LLM\n"
+        "llm = LLM(sys.argv[1], tp=2, progress=False)\n"
+        "print(llm.engine.runner.workers.processes[1].pid)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tiny_llama)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert gone([int(done.stdout)])
+
+
+def test_two_engines_live_in_one_process(tiny_llama: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(tiny_llama, tp=2, progress=False) as first, LLM(tiny_llama, tp=2, progress=False) as second:
+        answers = [llm.generate(PROMPT, params).token_ids for llm in (first, second, first)]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_rank_that_cannot_start_says_why(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 loads well, rank 1 finds no memory for a single block: its own words come back."""
+    from phalanx.runtime.config import EngineConfig
+    from phalanx.runtime.start import start_engine
+
+    monkeypatch.setattr(executor, "blocks_that_fit", lambda config, model: 100)
+    config = EngineConfig(tp=2, kv_cache_memory=16)
+    with pytest.raises(PhalanxError) as caught:
+        start_engine(config, tiny_llama, progress=lambda done, total: None)
+    assert caught.value.code == "kv_too_small"
+    assert "rank 1" in str(caught.value)

@@ -1,0 +1,77 @@
+"""The command line as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx import __version__
+from phalanx.cli import app
+
+run = CliRunner().invoke
+
+
+def test_version_and_help() -> None:
+    assert run(app, ["--version"]).output.strip() == f"phalanx {__version__}"
+    assert "generate" in run(app, ["--help"]).output
+
+
+def test_help_does_not_import_torch() -> None:
+    script = (
+        "import sys; from phalanx.cli import app; import phalanx.spec, phalanx.engine.core, phalanx.engine.modelled; "
+        "assert not {'torch', 'transformers', 'numpy', 'zmq'} & sys.modules.keys(), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_generate_prints_the_answer(tiny_llama: Path) -> None:
+    result = run(app, ["generate", str(tiny_llama), "--prompt-ids", "1,2,3", "--max-tokens", "5", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    assert len(answer["token_ids"]) == 5
+    assert answer["prompt_tokens"] == 3
+    assert answer["finish_reason"] == "length"
+
+
+def test_generate_over_two_ranks_gives_the_same(tiny_llama: Path) -> None:
+    command = ["generate", str(tiny_llama), "--prompt-ids", "1,2,3", "--max-tokens", "5", "--json"]
+    one, two = run(app, command), run(app, [*command, "--tp", "2"])
+    assert json.loads(one.output) == json.loads(two.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--prompt", "x", "--chat", "y"], "exactly one of"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere is neither a folder"),
+        (["generate", "MODEL", "--prompt", "x"], "Give token ids"),
+        (["generate", "MODEL", "--prompt-ids", "1,b"], "Write token ids as 1,2,3"),
+        (["generate", "MODEL", "--prompt-ids", "1", "--tp", "10"], "Use TP <= 9"),
+        (["generate", "MODEL", "--prompt-ids", "1", "--top-p", "0"], "top_p is 0.0"),
+        (["bench", "offline", "MODEL", "--cases", "8x16"], "Write BATCHxINPUTxOUTPUT"),
+    ],
+)
+def test_a_mistake_is_explained_without_a_traceback(tiny_llama: Path, arguments: list[str], words: str) -> None:
+    result = run(app, [str(tiny_llama) if word == "MODEL" else word for word in arguments])
+    assert result.exit_code == 1
+    assert words in result.output.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_bench_offline_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    cases = "1x16x4,3x8x2"
+    result = run(app, ["bench", "offline", str(tiny_llama), "--cases", cases, "--repeats", "1", "--json", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "of limit" in result.output
+    record = json.loads(output.read_text())
+    assert [row["case"] for row in record["results"]] == cases.split(",")
+    for row in record["results"]:
+        assert row["prefill_tok_s"] > 0
+        assert row["decode_tok_s"] == pytest.approx(int(row["case"][0]) / row["tpot_ms"] * 1e3)
+        assert 0 < row["decode_share"] < 1
