@@ -178,7 +178,7 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_only(tiny: LLM) -> None:
         lambda: tiny.chat([{"role": "user", "content": "hello"}]),
         lambda: tiny.generate([1], SamplingParams(stop=["x"])),
     ):
-        with pytest.raises(RequestError, match="no tokenizer.json"):
+        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
             attempt()
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_started_is_refused_before_weights_load(tiny_llama: Path,
         LLM(tiny_llama, max_model_len=1024, progress=False)
     with pytest.raises(ConfigError, match="holds 32 tokens, but one sequence may have 64"):
         LLM(tiny_llama, max_model_len=64, num_blocks=2, progress=False)
-    with pytest.raises(ConfigError, match="bad_option|Options are"):
+    with pytest.raises(ConfigError, match=r"max_sequences.*Options are"):
         LLM(tiny_llama, max_sequences=3, progress=False)
     with pytest.raises(ConfigError, match="dtype is 'fp64'"):
         LLM(tiny_llama, dtype="fp64", progress=False)
