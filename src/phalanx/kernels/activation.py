@@ -5,8 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels import cpu
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension."""
+    """silu(first half) * second half of each row."""
+    if cpu.runs(gate_up) and gate_up.is_contiguous():
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        cpu.call("silu_and_mul", gate_up, out, rows, width)
+        return out
+    return silu_and_mul_torch(gate_up)
+
+
+def silu_and_mul_torch(gate_up: Tensor) -> Tensor:
+    """The definition."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

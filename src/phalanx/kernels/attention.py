@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels import cpu
+
 
 @dataclass(frozen=True)
 class DecodeRows:
@@ -77,36 +79,49 @@ def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, batch: AttentionBatch, masks: Masks, window: int | None, scale: float
+    qkv: Tensor, heads: int, cache: Tensor, batch: AttentionBatch, masks: Masks, window: int | None, scale: float
 ) -> Tensor:
-    """Write the new keys and values, then attend.
+    """Attend with the query heads of qkv, [tokens, heads + 2 * kv_heads, head_dim], whose keys and values are cached.
 
-    q is [tokens, heads, head_dim], kv [tokens, 2, kv_heads, head_dim] and the cache
-    [blocks, block_size, 2, kv_heads, head_dim].
-    All writes come before any read, so a sequence may use a prefix that another one computes in the same step.
+    All writes to the cache come before any read, so a sequence may use a prefix that another one computes in the same
+    step.
     """
-    cache.flatten(0, 1).index_copy_(0, batch.write_to, kv)
-    out = torch.empty_like(q)
+    out = qkv.new_empty(qkv.shape[0], heads, qkv.shape[2])
     if batch.decode is not None:
         rows = batch.decode.positions.shape[0]
-        out[:rows] = _decode(q[:rows], cache, batch.decode, masks.decode(window), scale)
+        decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows])
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, window)
-        seen = kv[span] if mask is None else _gather(cache, row)
-        out[span] = _prefill(q[span], seen, mask, scale)
+        kv = qkv[span, heads:].unflatten(1, (2, -1)) if mask is None else _gather(cache, row)
+        out[span] = _prefill(qkv[span, :heads], kv, mask, scale)
     return out
 
 
-def _decode(q: Tensor, cache: Tensor, rows: DecodeRows, mask: Tensor, scale: float) -> Tensor:
-    """The query heads of a group stand where a longer query would: one product a KV head."""
+def decode_attention(
+    q: Tensor, cache: Tensor, rows: DecodeRows, masks: Masks, window: int | None, scale: float, out: Tensor
+) -> None:
+    """One new token a sequence, [rows, heads, head_dim], against all of its cached keys and values, into `out`."""
+    count, heads, head_dim = q.shape
+    if cpu.runs(q):
+        block_size, kv_heads = cache.shape[1], cache.shape[3]
+        table, sizes = rows.block_table, (block_size, heads, kv_heads, head_dim)
+        cpu.call(
+            "decode_attention",
+            *(q, cache, table, rows.positions, out),
+            *(count, q.stride(0), table.shape[1], *sizes, window or 0, scale),
+        )
+    else:
+        out.copy_(decode_attention_torch(q, cache, rows, masks.decode(window), scale))
+
+
+def decode_attention_torch(q: Tensor, cache: Tensor, rows: DecodeRows, mask: Tensor, scale: float) -> Tensor:
+    """The definition. The query heads of a group stand where a longer query would: one product a KV head."""
     count, heads, head_dim = q.shape
     kv = cache.index_select(0, rows.block_table.flatten()).view(count, -1, *cache.shape[2:])
-    k, v = kv.unbind(2)
-    grouped = q.view(count, k.shape[2], -1, head_dim)
-    attended = F.scaled_dot_product_attention(
-        grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
-    )
+    k, v = (part.transpose(1, 2) for part in kv.unbind(2))
+    grouped = q.reshape(count, k.shape[1], -1, head_dim)
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return attended.reshape(count, heads, head_dim)
 
 

@@ -1,14 +1,27 @@
-"""RMSNorm."""
+"""RMSNorm, with the residual added on the way in."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels import cpu
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension; the mean is taken in float32."""
-    if x.dtype == weight.dtype and x.element_size() == 4:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place."""
+    if cpu.runs(x) and x.is_contiguous():
+        out = torch.empty_like(x)
+        cpu.call("add_rms_norm", x, residual, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
+        return out
+    return add_rms_norm_torch(x, residual, weight, eps)
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The definition: weight * h / sqrt(mean(h^2) + eps), the mean taken in float32."""
+    h = x if residual is None else residual.add_(x)
+    if h.dtype == torch.float32:
+        return F.rms_norm(h, weight.shape, weight, eps)
+    wide = h.float()
+    return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(h.dtype)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from phalanx.kernels import cpu
 from phalanx.spec import Rope
 
 
@@ -53,10 +54,33 @@ def rotary_table(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+def rotate_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, write_to: Tensor, cache: Tensor, heads: int, kv_heads: int
+) -> None:
+    """Rotate the query and key heads of qkv in place, then write keys and values to their places in the cache.
+
+    qkv is [tokens, heads + 2 * kv_heads, head_dim], the cache [blocks, block_size, 2, kv_heads, head_dim]; `write_to`
+    is each token's place in the flattened cache.
+    """
+    if cpu.runs(qkv) and qkv.is_contiguous():
+        tokens, _, head_dim = qkv.shape
+        cpu.call("rotate_and_store", qkv, cos, sin, write_to, cache, tokens, heads, kv_heads, head_dim, cos.shape[-1])
+    else:
+        rotate_and_store_torch(qkv, cos, sin, write_to, cache, heads, kv_heads)
+
+
+def rotate_and_store_torch(
+    qkv: Tensor, cos: Tensor, sin: Tensor, write_to: Tensor, cache: Tensor, heads: int, kv_heads: int
+) -> None:
+    """The definition."""
+    rotated = qkv[:, : heads + kv_heads]
+    rotated.copy_(apply_rotary(rotated, cos, sin))
+    cache.flatten(0, 1).index_copy_(0, write_to, qkv[:, heads:].unflatten(1, (2, kv_heads)))
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dimensions of each head. x is [tokens, heads, head_dim], cos and sin [tokens, 1, rotary_dim]."""
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((apply_rotary(x[..., :width], cos, sin), x[..., width:]), -1)
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.addcmul(x * cos, swapped, sin)
+    return torch.addcmul(x * cos, x.roll(width // 2, dims=-1), sin)

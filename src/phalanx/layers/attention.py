@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, Masks, paged_attention
-from phalanx.kernels.rotary import apply_rotary
+from phalanx.kernels.rotary import rotate_and_store
 from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
@@ -19,6 +18,7 @@ class Attention:
     def __init__(self, place: Place, layer: int) -> None:
         spec, prefix = place.spec, f"model.layers.{layer}.self_attn."
         self.head_dim = spec.head_dim
+        self.scale = spec.head_dim**-0.5
         self.heads, self.kv_heads = len(place.shard.query_heads), len(place.shard.kv_heads)
         self.window = spec.window(layer)
         self.qkv = ColumnParallelLinear(place, [f"{prefix}{letter}_proj" for letter in "qkv"], spec.qkv_bias)
@@ -37,15 +37,11 @@ class Attention:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.head_dim)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
-        heads = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.norms:
-            q, k = self.norms[0](q), self.norms[1](k)
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        else:
-            both = apply_rotary(heads[:, : self.heads + self.kv_heads], cos, sin)
-            q, k = both.split([self.heads, self.kv_heads], dim=1)
-        kv = torch.stack((k, v), dim=1)
-        scale = self.head_dim**-0.5
-        attended = paged_attention(q.contiguous(), kv, self.cache, batch, masks, self.window, scale)
+            q, k, _ = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            q.copy_(self.norms[0](q))
+            k.copy_(self.norms[1](k))
+        rotate_and_store(qkv, cos, sin, batch.write_to, self.cache, self.heads, self.kv_heads)
+        attended = paged_attention(qkv, self.heads, self.cache, batch, masks, self.window, self.scale)
         return self.output(attended.flatten(1))

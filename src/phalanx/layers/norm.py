@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.norm import add_rms_norm
 from phalanx.layers.place import Place
 
 
@@ -19,5 +19,6 @@ class RmsNorm:
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self.name}.weight", self.weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of x, or of x + residual, which is then kept in `residual`."""
+        return add_rms_norm(x, residual, self.weight, self.eps)

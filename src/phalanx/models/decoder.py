@@ -31,9 +31,14 @@ class DecoderLayer:
         for part in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
             yield from part.parts()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, batch, masks)
-        return x.add_(self.mlp(self.mlp_norm(x)))
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output as what it adds and what it adds it to; the next norm does the sum."""
+        normed = self.attention_norm(x, residual)
+        residual = x if residual is None else residual
+        attended = self.attention(normed, cos, sin, batch, masks)
+        return self.mlp(self.mlp_norm(attended, residual)), residual
 
 
 class Decoder:
@@ -76,10 +81,10 @@ class Decoder:
         """Hidden states before the last norm, one row a token."""
         masks = Masks(batch, self.block_size, self.place.dtype)
         cos, sin = self.rotary(positions)
-        x = self.embedding(tokens)
+        x, residual = self.embedding(tokens), None
         for layer in self.layers:
-            x = layer(x, cos, sin, batch, masks)
-        return x
+            x, residual = layer(x, residual, cos, sin, batch, masks)
+        return x if residual is None else residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in float32, the same bits on every rank."""

@@ -12,6 +12,7 @@ from phalanx.engine.plan import TokenLogprobs
 from phalanx.runtime.batch import Occupant
 
 _MASK = 2**64 - 1
+_GREEDY_BELOW = 1e-5
 
 
 def uniform(seed: int, position: int) -> float:
@@ -68,7 +69,7 @@ class Sampler:
         _add_bias(logits, rows)
         _penalise(logits, rows, history)
         tokens = logits.argmax(-1)
-        random = [index for index, row in enumerate(rows) if row.occupant.params.temperature > 0]
+        random = [index for index, row in enumerate(rows) if row.occupant.params.temperature >= _GREEDY_BELOW]
         if random:
             tokens[random] = _draw(logits[random], [rows[index] for index in random])
         return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
@@ -110,30 +111,34 @@ def _column(rows: Sequence[SamplingRow], name: str, like: Tensor) -> Tensor:
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Scale by temperature, keep what min-p, top-k and top-p allow, in that order, and invert the cumulative sum.
 
-    Sorting is left out where no row asks for top-k or top-p, and is partial where every such row has a top-k.
+    The sum runs over the whole vocabulary in its own order: a row's token does not depend on what other rows ask for.
     """
     logits = logits / _column(rows, "temperature", logits)
     min_p = _column(rows, "min_p", logits)
     if bool((min_p > 0).any()):
         floor = logits.amax(-1, keepdim=True) + min_p.log()
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    ids = None
     if any(row.occupant.params.top_k or row.occupant.params.top_p < 1.0 for row in rows):
-        logits, ids = _keep_top(logits, rows)
-    drawn = _invert(torch.softmax(logits, -1), [uniform(row.occupant.seed, row.position) for row in rows])
-    return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+        logits = _keep_top(logits, rows)
+    return _invert(torch.softmax(logits, -1), [uniform(row.occupant.seed, row.position) for row in rows])
 
 
-def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-    """Logits sorted from the best down, -inf beyond top-k and top-p; and the token ids in that order."""
+def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """-inf for what lies below the k-th best logit, then for what lies below the last one that top-p needs.
+
+    Both cut by value: tokens that tie with the last one kept are kept. Sorting goes only as deep as the largest top-k.
+    """
     vocab = logits.shape[1]
-    limits = [row.occupant.params.top_k or vocab for row in rows]
-    values, ids = logits.topk(min(max(limits), vocab), dim=-1)
-    ranks = torch.arange(values.shape[1], device=logits.device)
-    values = values.masked_fill(ranks >= torch.tensor(limits, device=logits.device)[:, None], float("-inf"))
-    probabilities = torch.softmax(values, -1)
+    limits = [min(row.occupant.params.top_k or vocab, vocab) for row in rows]
+    best = logits.topk(max(limits), dim=-1).values
+    last = torch.tensor(limits, device=logits.device)[:, None] - 1
+    kept = logits.masked_fill(logits < best.gather(1, last), float("-inf"))
+    if all(row.occupant.params.top_p == 1.0 for row in rows):
+        return kept
+    probabilities = (best - kept.logsumexp(-1, keepdim=True)).exp()
     before = probabilities.cumsum(-1) - probabilities
-    return values.masked_fill(before >= _column(rows, "top_p", logits), float("-inf")), ids
+    needed = (before < _column(rows, "top_p", logits)).sum(-1, keepdim=True).clamp_(min=1) - 1
+    return kept.masked_fill(kept < best.gather(1, needed), float("-inf"))
 
 
 def _invert(probabilities: Tensor, draws: Sequence[float]) -> Tensor:

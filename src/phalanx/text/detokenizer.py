@@ -42,7 +42,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a growing text at the first stop string, and holds back any end that could begin one."""
+    """Cuts a growing text at the stop string that is complete first, and holds back any end that could begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -51,10 +51,10 @@ class StopStrings:
     def add(self, piece: str) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string was met (it and what follows are dropped)."""
         text = self._held + piece
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from phalanx.errors import ModelError, RequestError
@@ -74,10 +75,17 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
             f"{file.path.name} has a tokenizer of kind {fields.get('tokenizer.ggml.model')!r}.",
             "Phalanx reads byte-level BPE ('gpt2') from GGUF; for others use the safetensors version of the model.",
         )
+    missing = {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges")} - fields.keys()
+    if missing:
+        raise ModelError(
+            "unsupported_tokenizer", f"{file.path.name} lacks {', '.join(sorted(missing))}.", "Use another GGUF file."
+        )
     words, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    raw = RawTokenizer(BPE({word: index for index, word in enumerate(words)}, merges))
-    raw.pre_tokenizer, raw.normalizer = _splitting(fields.get("tokenizer.ggml.pre", "default"))
+    rules = fields.get("tokenizer.ggml.pre", "default")
+    vocabulary = {word: index for index, word in enumerate(words)}
+    raw = RawTokenizer(BPE(vocabulary, merges, ignore_merges=rules == "llama-bpe"))
+    raw.pre_tokenizer, raw.normalizer = _splitting(rules)
     raw.decoder = ByteLevelDecoder()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         chosen = [word for word, its_kind in zip(words, kinds, strict=True) if its_kind == kind]
@@ -88,6 +96,9 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         for name, key in names.items()
         if f"tokenizer.ggml.{key}" in fields
     }
+    if fields.get("tokenizer.ggml.add_bos_token", rules == "llama-bpe") and "bos_token" in named:
+        bos = named["bos_token"]
+        raw.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])])
     template = fields.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template, **named)
 

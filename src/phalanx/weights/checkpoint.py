@@ -7,7 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from phalanx.errors import ConfigError, ModelError
+from phalanx.errors import CheckpointError, ConfigError, ModelError
 from phalanx.spec import ModelSpec
 from phalanx.weights.gguf_file import GgufFile, GgufReader
 from phalanx.weights.reader import DummyReader, Reader, SafetensorsReader
@@ -37,7 +37,12 @@ def _folder_spec(folder: Path) -> ModelSpec:
     generation = folder / "generation_config.json"
     if not generation.exists():
         return spec
-    ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+    try:
+        ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "broken_file", f"{generation} is not readable: {error}.", "Download the file again, or remove it."
+        ) from None
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *ends))))
 

@@ -49,6 +49,15 @@ class _Stored:
     kind: GGMLQuantizationType
     offset: int
 
+    @property
+    def row_bytes(self) -> int:
+        per_block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // per_block * block_bytes
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
 
 class GgufFile:
     """The header of a GGUF file, which every rank reads. The package's own reader takes seconds over a vocabulary."""
@@ -58,7 +67,7 @@ class GgufFile:
         try:
             with path.open("rb") as file:
                 self._read_header(file)
-        except (OSError, struct.error, UnicodeDecodeError, KeyError, ValueError) as error:
+        except (OSError, struct.error, KeyError, ValueError, MemoryError, OverflowError) as error:
             raise CheckpointError(
                 "broken_file", f"{path} is no readable GGUF file: {error!r}.", "Download it again."
             ) from None
@@ -80,6 +89,9 @@ class GgufFile:
             self.tensors[name] = _Stored(tuple(reversed(shape)), GGMLQuantizationType(kind), offset)
         alignment = self.fields.get("general.alignment", 32)
         self.data_start = -(-file.tell() // alignment) * alignment
+        needed, size = (stored.offset + stored.bytes for stored in self.tensors.values()), self.path.stat().st_size
+        if self.data_start + max(needed, default=-self.data_start) > size:
+            raise ValueError(f"its tensors reach beyond its {size} bytes")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field of the file's own architecture, such as `block_count`."""
@@ -94,6 +106,10 @@ class GgufFile:
                 "unsupported_rope",
                 f"{self.path.name} stretches its rope by a table of factors (rope_freqs.weight).",
                 "Use the safetensors version of this model.",
+            )
+        if "token_embd.weight" not in self.tensors:
+            raise CheckpointError(
+                "missing_tensor", f"{self.path.name} has no token_embd.weight.", "Is this a causal language model?"
             )
         heads = self.get("attention.head_count")
         scaling: dict[str, Any] = {"rope_theta": self.get("rope.freq_base", 10000.0)}
@@ -169,31 +185,32 @@ class GgufReader:
             return None
         return stored.shape if expert is None else stored.shape[1:]
 
+    def is_fp8(self, name: str) -> bool:
+        return False
+
     def read(self, name: str, slices: Slices) -> Tensor:
         stored, expert = self._find(name)
         assert stored is not None
-        rows = self._quantised_rows(stored, expert)[slices[0]]
-        parts = [
-            dequantize(rows[first : first + _ROWS_AT_ONCE], stored.kind)[(..., *slices[1:])]
-            for first in range(0, max(len(rows), 1), _ROWS_AT_ONCE)
-        ]
-        values = np.concatenate(parts).astype(np.float32, copy=False)
+        if any(part.start == part.stop for part in slices):
+            return torch.empty([part.stop - part.start for part in slices])
+        rows, (part, *columns) = self._quantised_rows(stored, expert), slices
+        if not columns:
+            values = dequantize(rows, stored.kind)[0, part].astype(np.float32)
+        else:
+            starts = range(part.start, part.stop, _ROWS_AT_ONCE)
+            pieces = (rows[start : min(start + _ROWS_AT_ONCE, part.stop)] for start in starts)
+            values = np.concatenate([dequantize(piece, stored.kind)[:, columns[0]] for piece in pieces])
         if self._interleaved and re.search(r"\.(q|k)_proj\.", name):
             pairs = values.reshape(-1, self._head_dim // 2, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         return torch.from_numpy(np.ascontiguousarray(values))
 
     def _quantised_rows(self, stored: _Stored, expert: int | None) -> np.ndarray:
-        """The raw bytes, one row an array row, of the tensor or of one expert's matrix in it."""
-        per_block, block_bytes = GGML_QUANT_SIZES[stored.kind]
-        width = stored.shape[-1] // per_block * block_bytes
+        """The raw bytes of the tensor, or of one expert's matrix in it, by rows; a vector is a single row."""
         start = self._file.data_start + stored.offset
-        size = prod(stored.shape[:-1]) * width
-        raw = self._bytes[start : start + size]
-        if len(stored.shape) == 1:
-            return _as_numbers(raw, stored.kind)
-        rows = raw.reshape(*stored.shape[:-1], width)
-        return _as_numbers(rows if expert is None else rows[expert], stored.kind)
+        rows = self._bytes[start : start + stored.bytes].reshape(*stored.shape[:-1], stored.row_bytes)
+        rows = rows if expert is None else rows[expert]
+        return _as_numbers(np.atleast_2d(rows), stored.kind)
 
     def _find(self, name: str) -> tuple[_Stored | None, int | None]:
         stem, _, leaf = name.rpartition(".")

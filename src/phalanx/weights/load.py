@@ -46,27 +46,35 @@ def check_tensors(layout: Layout, reader: Reader) -> None:
             "Download the whole checkpoint, or check that config.json belongs to it.",
         )
     for tensor in tensors:
-        found = reader.shape(tensor.name)
-        if found != tensor.shape:
-            raise CheckpointError(
-                "misshapen_tensor",
-                f"{tensor.name} has shape {list(found or ())}, but the configuration makes it {list(tensor.shape)}.",
-                "Check that config.json belongs to these weights.",
-            )
+        _check_shape(reader, tensor.name, tensor.shape)
+        if reader.is_fp8(tensor.name):
+            block = layout.spec.block_fp8.block if layout.spec.block_fp8 else 1
+            _check_shape(reader, _scales_of(tensor.name), tuple(-(-size // block) for size in tensor.shape))
+
+
+def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
+    found = reader.shape(name)
+    if found != shape:
+        raise CheckpointError(
+            "misshapen_tensor",
+            f"{name} has shape {list(found) if found else 'none'}, but the configuration makes it {list(shape)}.",
+            "Check that config.json belongs to these weights.",
+        )
+
+
+def _scales_of(name: str) -> str:
+    return f"{name}_scale_inv"
 
 
 def _read(reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> Tensor:
     values = reader.read(tensor.name, slices)
-    scales = f"{tensor.name}_scale_inv"
-    if layout.spec.block_fp8 is None or not tensor.is_linear or reader.shape(scales) is None:
+    if layout.spec.block_fp8 is None or not reader.is_fp8(tensor.name):
         return values
-    return dequantise_blocks(values, reader, scales, slices, layout.spec.block_fp8.block)
+    return dequantise_blocks(values, reader, _scales_of(tensor.name), slices, layout.spec.block_fp8.block)
 
 
 def dequantise_blocks(values: Tensor, reader: Reader, scales: str, slices: Slices, block: int) -> Tensor:
     """Block-FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
-    whole = reader.shape(scales)
-    assert whole is not None
     tiles = tuple(slice(part.start // block, -(-part.stop // block)) for part in slices)
     grid = reader.read(scales, tiles).float()
     for axis, part in enumerate(slices):

@@ -23,6 +23,10 @@ class Reader(Protocol):
         """The whole tensor's shape; None where there is no such tensor."""
         ...
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether the tensor is stored as e4m3, which means something only with its scales."""
+        ...
+
     def read(self, name: str, slices: Slices) -> Tensor:
         """A part of a tensor, in the dtype it is stored in; no other part is read."""
         ...
@@ -49,6 +53,9 @@ class SafetensorsReader:
         file = self._holder.get(name)
         return tuple(file.get_slice(name).get_shape()) if file is not None else None
 
+    def is_fp8(self, name: str) -> bool:
+        return self._holder[name].get_slice(name).get_dtype() == "F8_E4M3"
+
     def read(self, name: str, slices: Slices) -> Tensor:
         return self._holder[name].get_slice(name)[slices]
 
@@ -59,8 +66,7 @@ class SafetensorsReader:
 def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names if "/" not in name]
+        files = [folder / name for name in _files_in_index(index) if "/" not in name]
         missing = [path.name for path in files if not path.exists()]
         if missing:
             raise CheckpointError(
@@ -79,6 +85,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
+def _files_in_index(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError("broken_file", f"{index} is no index: {error!r}.", "Download the file again.") from None
+
+
 class DummyReader:
     """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank."""
 
@@ -88,6 +101,9 @@ class DummyReader:
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._spec.tensors.get(name)
         return tensor.shape if tensor else None
+
+    def is_fp8(self, name: str) -> bool:
+        return False
 
     def read(self, name: str, slices: Slices) -> Tensor:
         shape = [part.stop - part.start for part in slices]

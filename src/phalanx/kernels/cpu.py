@@ -1,0 +1,76 @@
+"""The C kernels of cpu.c, compiled once for this machine. Where there is no compiler, torch does the work instead."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("cpu.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_POINTER, _INDEX, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_float
+_SIGNATURES = {
+    "add_rms_norm": [_POINTER] * 4 + [_INDEX] * 2 + [_FLOAT],
+    "silu_and_mul": [_POINTER] * 2 + [_INDEX] * 2,
+    "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
+    "decode_attention": [_POINTER] * 5 + [_INDEX] * 8 + [_FLOAT],
+    "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 3,
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, from the cache folder or made now (about a second); None where that cannot be."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _compiled(compiler: str) -> Path:
+    """Linked with torch's own OpenMP, so that both use one pool of threads."""
+    openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*")))
+    key = repr((_SOURCE.read_bytes(), _FLAGS, openmp, compiler, platform.platform(), _cpu_model()))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+    target = folder / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = Path(scratch) / target.name
+            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh), *openmp[:1], "-lm"]
+            subprocess.run(command, check=True, capture_output=True)
+            fresh.rename(target)
+    return target
+
+
+def _cpu_model() -> str:
+    """Which processor this is: a home folder may be shared by machines of several kinds."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return str(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def runs(tensor: Tensor) -> bool:
+    """Whether the C kernels take tensors like this one."""
+    return tensor.is_cpu and tensor.dtype is torch.float32 and library() is not None
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call a kernel; tensors go as addresses, so they must be laid out as the kernel expects."""
+    getattr(library(), name)(*[value.data_ptr() if type(value) is Tensor else value for value in arguments])

@@ -1,0 +1,128 @@
+"""The C kernels compute what their torch definitions define, in float64 where torch can."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels import cpu
+from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
+from phalanx.kernels.attention import AttentionBatch, DecodeRows, Masks, decode_attention, decode_attention_torch
+from phalanx.kernels.gemm import SKINNY, Gemm, skinny_gemm
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
+from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+pytestmark = needs_compiler
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"))
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert not found.isnan().any()
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
+    assert error < 1e-6, float(error)
+
+
+def test_they_are_compiled_here() -> None:
+    assert cpu.library() is not None
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 5), (40, 1024), (7, 77)])
+def test_add_rms_norm(rows: int, width: int) -> None:
+    x, residual, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
+    total = (x + residual).double()
+    wanted = add_rms_norm_torch(total, None, weight.double(), 1e-5)
+    close(add_rms_norm(x, residual, weight, 1e-5), wanted)
+    assert torch.equal(residual, total.float())
+    close(add_rms_norm(x, None, weight, 1e-5), add_rms_norm_torch(x.double(), None, weight.double(), 1e-5))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (5, 3), (33, 130)])
+def test_silu_and_mul(rows: int, width: int) -> None:
+    gate_up = torch.randn(rows, 2 * width) * 4
+    gate_up[0, 0], gate_up[-1, 1] = 200.0, -200.0
+    close(silu_and_mul(gate_up), silu_and_mul_torch(gate_up.double()))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 36, 36), (2, 2, 32, 16)])
+def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
+    tokens = 5
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim)
+    cos, sin = torch.randn(tokens, 1, rotary), torch.randn(tokens, 1, rotary)
+    write_to = torch.tensor([3, 0, 17, 9, 23])
+    cache, twin, other = torch.zeros(6, 4, 2, kv_heads, head_dim), qkv.clone(), torch.zeros(6, 4, 2, kv_heads, head_dim)
+    rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads)
+    rotate_and_store_torch(twin, cos, sin, write_to, other, heads, kv_heads)
+    close(qkv, twin)
+    close(cache, other)
+    assert (cache.flatten(0, 1).abs().sum((1, 2, 3)) > 0).nonzero().flatten().tolist() == sorted(write_to.tolist())
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 36), (8, 8, 20), (6, 2, 128)])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
+    lengths = torch.tensor([0, 1, 15, 16, 17, 50])
+    rows, width = len(lengths), 50 // block_size + 1
+    cache = torch.randn(rows * width + 3, block_size, 2, kv_heads, head_dim)
+    table = torch.randperm(len(cache))[: rows * width].view(rows, width)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim) * 3
+    decode = DecodeRows(table, lengths)
+    masks = Masks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
+    out, scale = poisoned(rows, heads, head_dim), head_dim**-0.5
+    decode_attention(qkv[:, :heads], cache, decode, masks, window, scale, out)
+    wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(window), scale)
+    close(out, wanted)
+
+
+@pytest.mark.parametrize("rows", SKINNY)
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (3, 5), (130, 7), (64, 1)])
+def test_skinny_gemm(rows: int, inputs: int, outputs: int) -> None:
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    close(skinny_gemm(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
+    close(skinny_gemm(x, weight, None), F.linear(x.double(), weight.double()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_product_is_the_same_whichever_kernel_runs_it(rows: int, packed: bool) -> None:
+    product = Gemm(torch.randn(96, 144), torch.randn(96))
+    if packed:
+        product.pack()
+    x = torch.randn(rows, 144)
+    assert product.bias is not None
+    close(product(x), F.linear(x.double(), product.weight.double(), product.bias.double()))
+
+
+def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    by_c = add_rms_norm(x, None, weight, 1e-5)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    cpu.library.cache_clear()
+    try:
+        assert cpu.library() is None
+        assert not cpu.runs(x)
+        close(add_rms_norm(x, None, weight, 1e-5), by_c)
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()
+
+
+def test_a_compiler_that_fails_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
+    cpu.library.cache_clear()
+    try:
+        assert cpu.library() is None
+        assert list(tmp_path.rglob("*.so")) == []
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()

@@ -1,0 +1,130 @@
+"""Block-FP8 checkpoints: every element times the scale of its tile, whatever part of the matrix a rank holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.spec import Layout, ModelSpec
+from phalanx.weights.checkpoint import Checkpoint
+from phalanx.weights.load import dequantise_blocks, load_weights
+from phalanx.weights.reader import SafetensorsReader
+from tests.weights.conftest import COMMON, Config, Tensors, build, random_tensors, save_folder
+
+BLOCK = 128
+QUANTISED: Config = {
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": BLOCK,
+    "num_hidden_layers": 1,
+}
+CONFIGS: dict[str, Config] = {
+    "five blocks": COMMON | QUANTISED | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 5 * BLOCK},
+    "short last blocks": COMMON | QUANTISED | {"model_type": "qwen2", "hidden_size": 200, "intermediate_size": 600},
+    "one KV head": COMMON
+    | QUANTISED
+    | {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 1},
+    "half-block heads": COMMON
+    | QUANTISED
+    | {
+        "model_type": "llama",
+        "hidden_size": 160,
+        "intermediate_size": 300,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "experts": COMMON
+    | QUANTISED
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3 * BLOCK,
+    },
+}
+
+
+def quantise(spec: ModelSpec) -> tuple[Tensors, Tensors]:
+    """A checkpoint with every linear layer in e4m3 and random scales, and what it means, by a plain loop."""
+    stored: Tensors = {}
+    meant: Tensors = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, values in random_tensors(spec).items():
+        stored[name] = meant[name] = values
+        if spec.tensors[name].is_linear:
+            rows, columns = values.shape
+            scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), generator=generator) + 0.01
+            stored[name] = (values * 100).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+            meant[name] = dequantise_plainly(stored[name], scales)
+    return stored, meant
+
+
+def dequantise_plainly(weight: Tensor, scales: Tensor) -> Tensor:
+    values = weight.float()
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            tile = values[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            tile *= scales[row, column]
+    return values
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_rank_dequantises_its_part_bit_for_bit(tmp_path: Path, name: str, size: int) -> None:
+    spec = ModelSpec.from_config(CONFIGS[name])
+    stored, meant = quantise(spec)
+    reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
+    covered = dict.fromkeys(meant, 0)
+    for rank in range(size):
+        model = build(spec, rank, size)
+        load_weights(model, reader, lambda done, total: None)
+        for part_name, part in model.parts():
+            slices = Layout(spec, size).slices(spec.tensors[part_name], rank)
+            assert torch.equal(part, meant[part_name][slices]), part_name
+            covered[part_name] += part.numel()
+    assert all(covered[part_name] >= values.numel() for part_name, values in meant.items())
+
+
+@pytest.mark.parametrize("rows", [(0, 300), (0, 128), (128, 256), (256, 300), (100, 290), (127, 129)])
+@pytest.mark.parametrize("columns", [(0, 400), (384, 400), (5, 6), (130, 250)])
+def test_a_slice_may_begin_anywhere_in_a_tile(tmp_path: Path, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    weight, scales = torch.randn(300, 400).to(torch.float8_e4m3fn), torch.rand(3, 4) + 0.1
+    reader = SafetensorsReader(save_folder(tmp_path, {}, {"w": weight, "w_scale_inv": scales}))
+    slices = (slice(*rows), slice(*columns))
+    found = dequantise_blocks(reader.read("w", slices), reader, "w_scale_inv", slices, BLOCK)
+    assert torch.equal(found, dequantise_plainly(weight, scales)[slices])
+
+
+def test_a_module_that_was_not_converted_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Without a scale beside it, a weight in bf16 is what it says."""
+    config = CONFIGS["five blocks"]
+    spec = ModelSpec.from_config(config)
+    stored, _ = quantise(spec)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    del stored[f"{name}_scale_inv"]
+    stored[name] = torch.randn(spec.tensors[name].shape).to(torch.bfloat16)
+    model = build(spec, 0, 1)
+    load_weights(model, SafetensorsReader(save_folder(tmp_path, config, stored)), lambda done, total: None)
+    assert torch.equal(dict(model.parts())[name], stored[name].float())
+
+
+@pytest.mark.parametrize("fault", ["no scale", "a row too few"])
+def test_a_weight_without_its_scales_is_refused(tmp_path: Path, fault: str) -> None:
+    """An e4m3 weight means nothing without its scales."""
+    config = CONFIGS["five blocks"]
+    stored, _ = quantise(ModelSpec.from_config(config))
+    scales = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    grid = stored.pop(scales)
+    if fault != "no scale":
+        stored[scales] = grid[:-1].clone()
+    checkpoint = Checkpoint(save_folder(tmp_path, config, stored))
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale_inv"):
+        load_weights(build(checkpoint.spec, 0, 1), checkpoint.open_reader(), lambda done, total: None)
