@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-cuda lint clean
 
 demo: $(VENV)/.serve
 	$(BIN)/phalanx generate --tp 2 --chat "What is the capital of France, and what is it famous for?"
 
 test: $(VENV)/.dev lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-cuda: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m cuda
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 80,
     },
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are only seen by the tests marked `cuda`, run by `pytest -m cuda`: all others mean the CPU."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @dataclass(frozen=True)
