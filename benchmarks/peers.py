@@ -128,7 +128,7 @@ def export_default_model(folder: Path) -> None:
     from phalanx.weights.checkpoint import Checkpoint, locate
 
     checkpoint = Checkpoint(locate(None))
-    spec, reader = checkpoint.spec, checkpoint.open_reader()
+    spec, reader = checkpoint.spec, checkpoint.open_reader(torch.device("cpu"))
     whole = {name: tuple(slice(0, size) for size in tensor.shape) for name, tensor in spec.tensors.items()}
     save_file({name: reader.read(name, slices) for name, slices in whole.items()}, folder / "model.safetensors")
     config = {

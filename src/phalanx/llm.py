@@ -20,7 +20,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
 from phalanx.text.detokenizer import TextStream
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.weights.checkpoint import locate
+from phalanx.weights.checkpoint import locate, model_name
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -105,7 +105,7 @@ class LLM:
         self._progress = progress
         path = locate(model)
         self.tokenizer = Tokenizer.load(path)
-        with _bar(f"Loading {path.stem}, TP={tp}", DownloadColumn(), progress) as update:
+        with _Bar(f"Loading {model_name(path)}, TP={tp}", DownloadColumn(), progress) as update:
             self.engine = start_engine(config, path, update)
 
     def __enter__(self) -> LLM:
@@ -197,7 +197,7 @@ class LLM:
         return answers
 
     def _drive(self, answers: dict[int, _Answer]) -> None:
-        with _bar("Generating", MofNCompleteColumn(), self._progress and len(answers) > 1) as update:
+        with _Bar("Generating", MofNCompleteColumn(), self._progress and len(answers) > 1) as update:
             left = len(answers)
             while left:
                 for output in self.engine.step():
@@ -250,7 +250,7 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
     return list(params)
 
 
-class _bar:
+class _Bar:
     """A progress bar that callers move with (done, total); drawn only on a terminal, gone when finished."""
 
     def __init__(self, title: str, counter: Any, shown: bool) -> None:

@@ -72,6 +72,15 @@ def test_the_batch_above_was_under_pressure(reference: Reference) -> None:
         assert pool.available == pool.num_blocks
 
 
+def test_the_next_step_may_be_launched_before_this_one_is_read(reference: Reference) -> None:
+    """Two steps deep, tokens pass from step to step in the device token pool alone, under preemption too."""
+    limits = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160}
+    with LLM(reference.folder, progress=False, max_num_seqs=6, **limits) as llm:
+        llm.engine.runner.depth = 2
+        answers = llm.generate(reference.prompts, GREEDY)
+        assert [answer.token_ids for answer in answers] == reference.continuations
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_cached_and_uncached_answers_are_the_same(reference: Reference, caching: bool) -> None:
     with LLM(reference.folder, progress=False, prefix_caching=caching, max_num_seqs=8) as llm:

@@ -22,6 +22,9 @@ from tests.weights.conftest import CONFIGS, Tensors, build, random_tensors, save
 SIZES = [1, 2, 3, 4, 5]
 
 
+CPU = torch.device("cpu")
+
+
 class CountingReader:
     """Notes every read that passes through."""
 
@@ -131,7 +134,7 @@ def test_a_rank_reads_its_own_slices_and_nothing_else(tmp_path: Path, name: str,
 def test_progress_counts_the_bytes_of_the_share() -> None:
     spec = ModelSpec.from_config(CONFIGS["qwen3"])
     model, seen = build(spec, 1, 3), list[tuple[int, int]]()
-    load_weights(model, DummyReader(spec), lambda done, total: seen.append((done, total)))
+    load_weights(model, DummyReader(spec, CPU), lambda done, total: seen.append((done, total)))
     own = sum(part.nbytes for _, part in model.parts())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (own, own)
@@ -215,8 +218,8 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
 def test_dummy_weights_are_the_same_wherever_they_are_held() -> None:
     """Deterministic; whole tensors and shared KV heads alike on every rank; norms one, all else small."""
     spec = ModelSpec.from_config(CONFIGS["qwen2"])
-    reassemble([load(spec, DummyReader(spec), rank, 5) for rank in range(5)])
-    once, again = (dict(load(spec, DummyReader(spec)).parts()) for _ in range(2))
+    reassemble([load(spec, DummyReader(spec, CPU), rank, 5) for rank in range(5)])
+    once, again = (dict(load(spec, DummyReader(spec, CPU)).parts()) for _ in range(2))
     for name, part in once.items():
         assert torch.equal(part, again[name])
         if "norm" in name:
@@ -224,6 +227,6 @@ def test_dummy_weights_are_the_same_wherever_they_are_held() -> None:
         else:
             assert 0.01 < part.std() < 0.03
     assert len({part.flatten()[0].item() for name, part in once.items() if "norm" not in name}) > 10
-    assert DummyReader(spec).shape("lm_head.weight") == (80, 64)
-    assert DummyReader(spec).shape("nonsense") is None
-    assert prod(DummyReader(spec).read("lm_head.weight", (slice(8, 24), slice(0, 64))).shape) == 16 * 64
+    assert DummyReader(spec, CPU).shape("lm_head.weight") == (80, 64)
+    assert DummyReader(spec, CPU).shape("nonsense") is None
+    assert prod(DummyReader(spec, CPU).read("lm_head.weight", (slice(8, 24), slice(0, 64))).shape) == 16 * 64

@@ -23,7 +23,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import start_engine
 from phalanx.spec import ModelSpec
-from phalanx.weights.checkpoint import Checkpoint, locate
+from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,38 @@ class Result:
     decode_share: float
 
 
+@dataclass(frozen=True)
+class Work:
+    """The bytes and FLOPs one device must at least move: the model's, in elements of this many bytes, shared evenly."""
+
+    spec: ModelSpec
+    element: int
+    devices: int
+
+    def of_prefill(self, case: Case) -> tuple[float, float]:
+        """Every prompt token passes all layers, but only the last one the head. Bytes do not count here."""
+        head = 2 * self.spec.vocab * self.spec.hidden
+        layers = self.spec.flops_per_token(context=(case.inputs + 1) // 2) - head
+        return 0, case.batch * (case.inputs * layers + head) / self.devices
+
+    def of_decode_step(self, case: Case) -> tuple[float, float]:
+        """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
+        context = case.inputs + case.outputs // 2
+        cached = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * case.batch * context
+        moved = (self._weights_read(case.batch) + cached) * self.element
+        return moved / self.devices, case.batch * self.spec.flops_per_token(context) / self.devices
+
+    def _weights_read(self, batch: int) -> float:
+        """Of the embedding only a few rows; of the experts those that at least one token is routed to, on average."""
+        spec = self.spec
+        looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden
+        if spec.moe is None:
+            return spec.parameters - looked_up
+        routed = sum(tensor.elements for tensor in spec.tensors.values() if tensor.expert)
+        missed = (1 - spec.moe.experts_per_token / spec.moe.experts) ** batch
+        return spec.parameters - looked_up - routed * missed
+
+
 def run_cases(
     model: str | None, cases: str, tp: int, dtype: str, load_format: str, repeats: int, output: Path | None
 ) -> list[Result]:
@@ -84,20 +116,22 @@ def run_cases(
     )
     spec = Checkpoint(path, load_format).spec
     device = pick_device(config, 0)
+    dtype_used = pick_dtype(config, spec, device)
     with console.status("Measuring the machine"):
-        ceilings = measure_ceilings(device, pick_dtype(config, spec, device))
+        ceilings = measure_ceilings(device, dtype_used)
+    work = Work(spec, dtype_used.itemsize, devices=tp if device.type == "cuda" else 1)
     began = time.perf_counter()
-    with console.status(f"Loading {path.stem}, TP={tp}"):
+    with console.status(f"Loading {model_name(path)}, TP={tp}"):
         engine = start_engine(config, path, progress=lambda done, total: None)
     loaded = time.perf_counter() - began
     try:
         results = []
         for case in parsed:
             with console.status(f"Running {case}"):
-                results.append(_summarise(case, _time_case(engine, case, repeats), spec, config, ceilings))
+                results.append(_summarise(case, _time_case(engine, case, repeats), work, ceilings))
     finally:
         engine.close()
-    console.print(_table(f"{path.stem}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
+    console.print(_table(f"{model_name(path)}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
     if output is not None:
         output.write_text(json.dumps(_record(path, config, loaded, ceilings, results), indent=1) + "\n")
     return results
@@ -124,45 +158,16 @@ def _run(engine: Engine, case: Case, outputs: int, seed: int) -> float:
     return time.perf_counter() - start
 
 
-def _summarise(case: Case, timing: Timing, spec: ModelSpec, config: EngineConfig, ceilings: Ceilings) -> Result:
-    element = 4 if ceilings.device.startswith("CPU") or config.dtype == "fp32" else 2
-    devices = 1 if ceilings.device.startswith("CPU") else config.tp
+def _summarise(case: Case, timing: Timing, work: Work, ceilings: Ceilings) -> Result:
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     return Result(
         case=str(case),
         prefill_tok_s=case.batch * case.inputs / timing.first,
-        prefill_share=_prefill_limit(case, spec, ceilings) / devices / timing.first,
+        prefill_share=ceilings.seconds(*work.of_prefill(case)) / timing.first,
         tpot_ms=tpot * 1e3,
         decode_tok_s=case.batch / tpot,
-        decode_share=_decode_limit(case, spec, element, ceilings) / devices / tpot,
+        decode_share=ceilings.seconds(*work.of_decode_step(case)) / tpot,
     )
-
-
-def _prefill_limit(case: Case, spec: ModelSpec, ceilings: Ceilings) -> float:
-    """Every prompt token passes all layers, but only the last one the head."""
-    head = 2 * spec.vocab * spec.hidden
-    layers = spec.flops_per_token(context=(case.inputs + 1) // 2) - head
-    return ceilings.seconds(0, case.batch * (case.inputs * layers + head))
-
-
-def _decode_limit(case: Case, spec: ModelSpec, element: int, ceilings: Ceilings) -> float:
-    """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
-    context = case.inputs + case.outputs // 2
-    keys_and_values = case.batch * context * spec.kv_bytes_per_token("fp32") * element // 4
-    return ceilings.seconds(
-        _weights_read(spec, case.batch) * element + keys_and_values,
-        case.batch * spec.flops_per_token(context),
-    )
-
-
-def _weights_read(spec: ModelSpec, batch: int) -> float:
-    """Of the embedding only the tokens' rows; of the experts those that at least one token is routed to, on average."""
-    looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden
-    if spec.moe is None:
-        return spec.parameters - looked_up
-    routed = sum(tensor.elements for tensor in spec.tensors.values() if tensor.expert)
-    missed = (1 - spec.moe.experts_per_token / spec.moe.experts) ** batch
-    return spec.parameters - looked_up - routed * missed
 
 
 def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
@@ -189,7 +194,7 @@ def _record(
     path: Path, config: EngineConfig, loaded: float, ceilings: Ceilings, results: list[Result]
 ) -> dict[str, object]:
     return {
-        "model": path.stem,
+        "model": model_name(path),
         "tp": config.tp,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "phalanx": __version__,

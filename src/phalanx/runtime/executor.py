@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections import deque
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -52,7 +52,6 @@ class Workers:
     def __init__(self, config: EngineConfig, model_path: Path, threads: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
         self.processes: dict[int, Process] = {}
-        self.last_seen: dict[int, float] = {}
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
         self._reports.bind(reports_address(self.folder))
@@ -83,9 +82,7 @@ class Workers:
     def receive(self, timeout_ms: int) -> Ready | Done | None:
         """The next report, or None. A rank that has died raises."""
         if self._reports.poll(timeout_ms):
-            report = report_decoder.decode(self._reports.recv())
-            self.last_seen[report.rank] = time.monotonic()
-            return report
+            return report_decoder.decode(self._reports.recv())
         if any(process.poll() is not None for process in self.processes.values()):
             raise FabricError("a rank has died")
         return None
@@ -136,14 +133,11 @@ class LocalExecutor:
     which rank it was and why; so does every later call.
     """
 
-    depth = 1
-
     def __init__(self, config: EngineConfig, model_path: Path, progress: Progress) -> None:
         self._threads_before = torch.get_num_threads()
         threads = max(1, (os.cpu_count() or 1) // config.tp)
         self._dead: EngineDeadError | None = None
-        self._digests: dict[int, int] = {}
-        self._steps: deque[int] = deque()
+        self._digests: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._group = GlooGroup(0, config.tp)
         self.workers = Workers(config, model_path, threads)
         torch.set_num_threads(threads)
@@ -166,6 +160,7 @@ class LocalExecutor:
         self.workers.send([encode(sizes)])
         self._group.connect(self.workers.folder)
         self.runner = make_runner(config, model, sizes)
+        self.depth = self.runner.depth
         return sizes
 
     def launch(self, plan: StepPlan) -> None:
@@ -180,7 +175,7 @@ class LocalExecutor:
         self._check_alive()
         try:
             result = self.runner.collect()
-            self._digests[result.step] = digest(result.tokens)
+            self._compare(Done(0, result.step, digest(result.tokens)))
             while (report := self.workers.receive(0)) is not None:
                 self._compare(report)
         except Exception as error:
@@ -188,13 +183,14 @@ class LocalExecutor:
         return result
 
     def _compare(self, report: Ready | Done) -> None:
-        """Ranks report steps in order, so a step is settled when the slowest has reported it."""
+        """Once every rank has reported a step, hold their tokens against rank 0's."""
         assert isinstance(report, Done)
-        mine = self._digests.get(report.step)
-        if mine is not None and mine != report.digest:
-            raise _Disagreement(report.rank, report.step)
-        settled = report.step - 16
-        self._digests.pop(settled, None)
+        digests = self._digests[report.step]
+        digests[report.rank] = report.digest
+        if len(digests) == self._group.size:
+            for rank, found in self._digests.pop(report.step).items():
+                if found != digests[0]:
+                    raise _Disagreement(rank, report.step)
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -50,7 +50,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progr
     device = pick_device(config, group.rank)
     place = Place(Layout(checkpoint.spec, config.tp), group, pick_dtype(config, checkpoint.spec, device), device)
     model = Decoder(place)
-    reader = checkpoint.open_reader()
+    reader = checkpoint.open_reader(device)
     try:
         load_weights(model, reader, progress)
     finally:

@@ -20,12 +20,15 @@ def digest(tokens: list[int]) -> int:
 
 
 class TorchRunner:
-    """Runs steps on a shard of the model. Every rank samples the same tokens from the same gathered logits."""
+    """Runs steps on a shard of the model. Every rank samples the same tokens from the same gathered logits.
 
-    depth = 1
+    On a GPU, whose work is queued, it goes two steps deep: the next step is launched before the tokens of this one are
+    read.
+    """
 
     def __init__(self, model: Decoder, slots: int, max_model_len: int) -> None:
         self.model = model
+        self.depth = 2 if model.place.device.type == "cuda" else 1
         self.batch = Batch(slots, max_model_len, model.block_size, model.place.device)
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[tuple[int, list[SamplingRow], Sampled | None]] = deque()

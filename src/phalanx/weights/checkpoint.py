@@ -7,6 +7,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import torch
+
 from phalanx.errors import CheckpointError, ConfigError, ModelError
 from phalanx.spec import ModelSpec
 from phalanx.weights.gguf_file import GgufFile, GgufReader
@@ -25,9 +27,10 @@ class Checkpoint:
         self._load_format = load_format
         self.spec = GgufFile(path).spec() if self.is_gguf else _folder_spec(path)
 
-    def open_reader(self) -> Reader:
+    def open_reader(self, device: torch.device) -> Reader:
+        """A reader of the files, or of random weights made on the device itself."""
         if self._load_format == "dummy":
-            return DummyReader(self.spec)
+            return DummyReader(self.spec, device)
         return GgufReader(self.path) if self.is_gguf else SafetensorsReader(self.path)
 
 
@@ -45,6 +48,11 @@ def _folder_spec(folder: Path) -> ModelSpec:
         ) from None
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *ends))))
+
+
+def model_name(path: Path) -> str:
+    """What to call a located model in front of people."""
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def locate(model: str | Path | None) -> Path:

@@ -95,8 +95,9 @@ def _files_in_index(index: Path) -> list[str]:
 class DummyReader:
     """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec
+        self._random = torch.Generator(device)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._spec.tensors.get(name)
@@ -108,9 +109,9 @@ class DummyReader:
     def read(self, name: str, slices: Slices) -> Tensor:
         shape = [part.stop - part.start for part in slices]
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        seed = crc32(f"{name} {[part.start for part in slices]}".encode())
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(0.02)
+            return torch.ones(shape, device=self._random.device)
+        self._random.manual_seed(crc32(f"{name} {[part.start for part in slices]}".encode()))
+        return torch.randn(shape, generator=self._random, device=self._random.device).mul_(0.02)
 
     def close(self) -> None:
         return None

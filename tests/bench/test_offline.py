@@ -1,0 +1,63 @@
+"""Cases and the least work they need, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.bench.machine import Ceilings
+from phalanx.bench.offline import Case, Work
+from phalanx.errors import ConfigError
+from phalanx.spec import ModelSpec
+
+SHAPE = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("text", ["8x16", "0x1x2", "1x1x1", "axbxc", "1x2x3x4", ""])
+def test_what_is_no_case_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="BATCHxINPUTxOUTPUT"):
+        Case.parse(text)
+
+
+def test_a_decode_step_reads_the_weights_and_the_cached_tokens() -> None:
+    """Per layer: q 64, k and v 32 each, o 64, MLP 3 x 128, norms 16; then a norm of 8 and a head of 800."""
+    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
+    matrices = 2 * (64 + 32 + 32 + 64 + 3 * 128)
+    weights = matrices + 2 * 16 + 8 + 800
+    case = Case.parse("3x10x4")
+    moved, flops = Work(spec, element=2, devices=1).of_decode_step(case)
+    cached = 3 * 12 * 2 * (2 * 2 * 2)
+    assert moved == (weights + cached) * 2
+    attention = 4 * 2 * 12 * 8
+    assert flops == 3 * (2 * weights + attention)
+    assert Work(spec, element=2, devices=2).of_decode_step(case) == (moved / 2, flops / 2)
+
+
+def test_a_prompt_passes_the_head_once() -> None:
+    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
+    _, flops = Work(spec, element=4, devices=1).of_prefill(Case.parse("2x9x2"))
+    layers = 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 2 * 16 + 8) + 4 * 2 * 5 * 8
+    assert flops == 2 * (9 * layers + 1600)
+
+
+def test_of_the_experts_only_those_in_use_are_read() -> None:
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    spec = ModelSpec.from_config(SHAPE | {"model_type": "mixtral"} | moe)
+    one, _ = Work(spec, element=1, devices=1).of_decode_step(Case.parse("1x2x2"))
+    many, _ = Work(spec, element=1, devices=1).of_decode_step(Case.parse("200x2x2"))
+    experts = 2 * 4 * 3 * 128
+    cached_for_one = 3 * 2 * 8
+    assert many - one == pytest.approx(experts / 2 + 199 * cached_for_one)
+
+
+def test_the_limit_is_whichever_takes_longer() -> None:
+    ceilings = Ceilings("a machine", bytes_per_s=10.0, flops_per_s=100.0)
+    assert ceilings.seconds(20, 100) == 2.0
+    assert ceilings.seconds(20, 1000) == 10.0
