@@ -10,6 +10,10 @@ from phalanx.kernels import cpu
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half of each row."""
+    if gate_up.is_cuda:
+        from phalanx.kernels import gpu
+
+        return gpu.silu_and_mul(gate_up)
     if cpu.runs(gate_up) and gate_up.is_contiguous():
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)

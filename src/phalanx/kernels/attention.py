@@ -103,7 +103,11 @@ def decode_attention(
 ) -> None:
     """One new token a sequence, [rows, heads, head_dim], against all of its cached keys and values, into `out`."""
     count, heads, head_dim = q.shape
-    if cpu.runs(q):
+    if q.is_cuda:
+        from phalanx.kernels import gpu
+
+        gpu.decode_attention(q, cache, rows.block_table, rows.positions, window, scale, out)
+    elif cpu.runs(q):
         block_size, kv_heads = cache.shape[1], cache.shape[3]
         table, sizes = rows.block_table, (block_size, heads, kv_heads, head_dim)
         cpu.call(

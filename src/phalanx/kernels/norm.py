@@ -11,6 +11,10 @@ from phalanx.kernels import cpu
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place."""
+    if x.is_cuda:
+        from phalanx.kernels import gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
     if cpu.runs(x) and x.is_contiguous():
         out = torch.empty_like(x)
         cpu.call("add_rms_norm", x, residual, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)

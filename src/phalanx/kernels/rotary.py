@@ -62,7 +62,11 @@ def rotate_and_store(
     qkv is [tokens, heads + 2 * kv_heads, head_dim], the cache [blocks, block_size, 2, kv_heads, head_dim]; `write_to`
     is each token's place in the flattened cache.
     """
-    if cpu.runs(qkv) and qkv.is_contiguous():
+    if qkv.is_cuda:
+        from phalanx.kernels import gpu
+
+        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads)
+    elif cpu.runs(qkv) and qkv.is_contiguous():
         tokens, _, head_dim = qkv.shape
         cpu.call("rotate_and_store", qkv, cos, sin, write_to, cache, tokens, heads, kv_heads, head_dim, cos.shape[-1])
     else:

@@ -71,11 +71,15 @@ class Decoder:
         return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
 
     def allocate_cache(self, max_positions: int, blocks: int, block_size: int) -> None:
-        """Make room for the keys and values of all sequences; `max_positions` bounds the length of one."""
+        """Make room for the keys and values of all sequences; `max_positions` bounds the length of one.
+
+        One block more than asked for stays spare, for rows that only fill up a batch.
+        """
         self.block_size = block_size
+        self.spare_block = blocks
         self.rotary = Rotary(self.place, max_positions)
         for layer in self.layers:
-            layer.attention.allocate_cache(blocks, block_size)
+            layer.attention.allocate_cache(blocks + 1, block_size)
 
     def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states before the last norm, one row a token."""

@@ -35,22 +35,23 @@ class Batch:
     """The device token pool and the block tables.
 
     `tokens[slot, position]` holds prompts from admission on and sampled tokens from the step that made them, so the
-    next step can be launched before anyone on the host has seen them.
+    next step can be launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose
+    table points at a block that no request owns: rows that only fill up a batch go there.
     """
 
-    def __init__(self, slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_model_len: int, block_size: int, spare_block: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
-        self.tokens = torch.zeros(slots, max_model_len + 1, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(slots, -(-max_model_len // block_size), dtype=torch.int64, device=device)
+        self.spare_slot = slots
+        self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(slots + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
+        self._tables[slots] = spare_block
         self._table_lengths = [0] * slots
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        for admission in plan.admissions:
-            self._admit(admission)
-        for slot, blocks in zip(plan.slots, plan.new_blocks, strict=True):
-            self._extend_table(slot, blocks)
+        """Take in what is new in the plan and lay its rows out as tensors."""
+        self.update(plan)
         slots = torch.tensor(plan.slots, device=self.device)
         starts = torch.tensor(plan.starts, device=self.device)
         counts = torch.tensor(plan.counts, device=self.device)
@@ -65,6 +66,24 @@ class Batch:
         )
         sampled = (first_row + counts - 1)[torch.tensor(plan.samples, device=self.device)]
         return StepInputs(self.tokens[slot_of, positions], positions, attention, sampled)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in new requests and new blocks."""
+        for admission in plan.admissions:
+            self._admit(admission)
+        for slot, blocks in zip(plan.slots, plan.new_blocks, strict=True):
+            self._extend_table(slot, blocks)
+
+    def decode_inputs(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, AttentionBatch]:
+        """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
+        tables = self._tables[slots]
+        block = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
+        attention = AttentionBatch(
+            write_to=block * self.block_size + positions % self.block_size,
+            decode=DecodeRows(tables, positions),
+            prefills=[],
+        )
+        return self.tokens[slots, positions], attention
 
     def _admit(self, admission: Admission) -> None:
         tokens = torch.tensor(admission.tokens, device=self.device)

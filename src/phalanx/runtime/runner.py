@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.engine.plan import StepPlan, StepResult
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
+from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow
 
 
@@ -29,16 +30,22 @@ class TorchRunner:
     def __init__(self, model: Decoder, slots: int, max_model_len: int) -> None:
         self.model = model
         self.depth = 2 if model.place.device.type == "cuda" else 1
-        self.batch = Batch(slots, max_model_len, model.block_size, model.place.device)
+        self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
+        self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[tuple[int, list[SamplingRow], Sampled | None]] = deque()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        inputs = self.batch.prepare(plan)
-        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
+        if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
+            self.batch.update(plan)
+            logits = self.graphs.run(plan)
+        else:
+            inputs = self.batch.prepare(plan)
+            hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)[inputs.sampled]
+            logits = self.model.logits(hidden) if any(plan.samples) else hidden
         rows = self._sampling_rows(plan)
-        self._launched.append((plan.step, rows, self._sample(hidden[inputs.sampled], rows) if rows else None))
+        self._launched.append((plan.step, rows, self._sample(logits, rows) if rows else None))
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows = []
@@ -49,9 +56,9 @@ class TorchRunner:
                 rows.append(SamplingRow(occupant, slot, start + count))
         return rows
 
-    def _sample(self, hidden: Tensor, rows: list[SamplingRow]) -> Sampled:
+    def _sample(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
         pool = self.batch.tokens
-        sampled = self.sampler(self.model.logits(hidden), rows, pool)
+        sampled = self.sampler(logits, rows, pool)
         pool[[row.slot for row in rows], [row.position for row in rows]] = sampled.tokens
         return sampled
 

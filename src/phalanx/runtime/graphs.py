@@ -1,0 +1,70 @@
+"""Decode steps as CUDA graphs: the whole model in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.plan import StepPlan
+from phalanx.models.decoder import Decoder
+from phalanx.runtime.batch import Batch
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes to capture: small ones close together, then every 16."""
+    return sorted({size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most} | {most})
+
+
+class DecodeGraphs:
+    """One graph a batch size, captured when first needed; a batch runs in the next larger one.
+
+    A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
+    leaves the logits in a fixed place until the next replay. Rows beyond the batch point at the spare slot.
+    """
+
+    def __init__(self, model: Decoder, batch: Batch) -> None:
+        self._model = model
+        self._batch = batch
+        self._sizes = graph_sizes(batch.spare_slot)
+        self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
+        self._positions = torch.zeros_like(self._slots)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def serve(model: Decoder) -> bool:
+        """Whether this model can be captured: one rank on a GPU, and no routing that the host takes part in."""
+        place = model.place
+        return place.device.type == "cuda" and place.group.size == 1 and place.spec.moe is None
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Logits of a plan whose rows have one token each, one row a row."""
+        rows = len(plan.slots)
+        size = next(size for size in self._sizes if size >= rows)
+        padding = size - rows
+        where = torch.tensor(
+            [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding], pin_memory=True
+        )
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        self._slots[:size].copy_(where[0], non_blocking=True)
+        self._positions[:size].copy_(where[1], non_blocking=True)
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:rows]
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Run once so that every kernel is compiled, then record. Both runs touch the spare slot only."""
+        self._slots[:size] = self._batch.spare_slot
+        self._positions[:size] = 0
+        self._forward(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self._forward(size)
+        return graph, logits
+
+    def _forward(self, size: int) -> Tensor:
+        positions = self._positions[:size]
+        tokens, attention = self._batch.decode_inputs(self._slots[:size], positions)
+        return self._model.logits(self._model(tokens, positions, attention))
