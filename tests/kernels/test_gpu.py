@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
 from phalanx.kernels.attention import AttentionBatch, DecodeRows, Masks, decode_attention, decode_attention_torch
+from phalanx.kernels.gemm import Gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
 
@@ -82,3 +84,27 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, window: int 
     decode_attention(qkv[:, :heads], cache, decode, masks, window, scale, out)
     wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(window), scale)
     close(out, wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1, 3), (7, 5000), (1030, 96)])
+def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    product = Gemm(randn(outputs, inputs, dtype=dtype), randn(outputs, dtype=dtype))
+    x = randn(1, inputs, dtype=dtype)
+    assert product.bias is not None
+    close(product(x), F.linear(x.double(), product.weight.double(), product.bias.double()))
+
+
+def test_a_cache_of_more_than_two_billion_elements() -> None:
+    """Places beyond 32 bits: the last blocks of a 4.6 GB cache."""
+    blocks, rows, heads, kv_heads, head_dim = 70_000, 3, 16, 8, 128
+    cache = torch.zeros(blocks, 16, 2, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+    cos, sin = torch.ones(rows, 1, head_dim, device="cuda"), torch.zeros(rows, 1, head_dim, device="cuda")
+    table = torch.arange(blocks - rows, blocks, device="cuda")[:, None]
+    rotate_and_store(qkv, cos.bfloat16(), sin.bfloat16(), table[:, 0] * 16, cache, heads, kv_heads)
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    decode, out = DecodeRows(table, positions), torch.empty(rows, heads, head_dim, device="cuda").bfloat16()
+    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.bfloat16)
+    decode_attention(qkv[:, :heads], cache, decode, masks, None, 1.0, out)
+    close(out, qkv[:, heads + kv_heads :].repeat_interleave(2, dim=1))

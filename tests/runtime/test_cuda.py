@@ -30,3 +30,14 @@ def test_seeded_sampling_works_on_a_gpu(reference: Reference) -> None:
         first, second = (llm.generate(reference.prompts[2], params).token_ids for _ in range(2))
         assert first == second
         assert len(llm.generate(reference.prompts, penalties)) == len(reference.prompts)
+
+
+def test_many_sequences_of_many_lengths_run_in_padded_graphs(reference: Reference) -> None:
+    """Batches between the captured sizes, shrinking as requests end, beside sampled ones: tokens as when alone."""
+    lengths = (40, 7, 64, 23, 50, 3, 31)
+    greedy = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in lengths]
+    noise = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", max_model_len=160, max_num_seqs=24) as llm:
+        answers = llm.generate(reference.prompts * 2, greedy + [noise] * len(reference.prompts))
+    for answer, wanted, length in zip(answers, reference.continuations, lengths, strict=False):
+        assert answer.token_ids == wanted[:length]

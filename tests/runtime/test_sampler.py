@@ -213,9 +213,9 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     rows = [a_row(logprobs=count, min_tokens=9, **changed) for count in (5, None, 0, 20)]
     sampled = sample(logits, rows, [1, 2, 3])
     expected = torch.log_softmax(logits, -1)
-    read = sampled.read_logprobs(rows)
+    _, read = sampled.read(rows)
     assert read[1] is None
-    assert sample(logits[1], rows[1:2]).read_logprobs(rows[1:2]) == [None]
+    assert sample(logits[1], rows[1:2]).read(rows[1:2])[1] == [None]
     for index, count in ((0, 5), (2, 0), (3, 20)):
         found, best = read[index], expected[index].topk(count)
         assert found is not None

@@ -15,8 +15,9 @@ SKINNY = range(2, 17)
 class Gemm:
     """y = x @ weight.T + bias.
 
-    On a CPU, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which then need not be
-    rearranged at every call. One row alone is a matrix-vector product, which reads the plain weight at memory speed.
+    On a GPU a single row has a kernel of its own. On a CPU it is the library's, which reads the plain weight at memory
+    speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which then
+    need not be rearranged at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -29,6 +30,10 @@ class Gemm:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.shape[0] == 1 and self.weight.numel():
+            from phalanx.kernels import gpu
+
+            return gpu.matrix_vector(x, self.weight, self.bias)
         if x.shape[0] in SKINNY and cpu.runs(x):
             return skinny_gemm(x, self.weight, self.bias)
         if self._packed is None or x.shape[0] == 1:

@@ -19,7 +19,8 @@ class DecodeGraphs:
     """One graph a batch size, captured when first needed; a batch runs in the next larger one.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
-    leaves the logits in a fixed place until the next replay. Rows beyond the batch point at the spare slot.
+    leaves the logits in a fixed place until the next replay. It also puts the likeliest tokens into the token pool,
+    which is all that greedy requests need. Rows beyond the batch point at the spare slot.
     """
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
@@ -28,7 +29,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     @staticmethod
@@ -37,8 +38,8 @@ class DecodeGraphs:
         place = model.place
         return place.device.type == "cuda" and place.group.size == 1 and place.spec.moe is None
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Logits of a plan whose rows have one token each, one row a row."""
+    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Logits and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
         padding = size - rows
@@ -49,11 +50,11 @@ class DecodeGraphs:
             self._graphs[size] = self._capture(size)
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, logits = self._graphs[size]
+        graph, logits, likeliest = self._graphs[size]
         graph.replay()
-        return logits[:rows]
+        return logits[:rows], likeliest[:rows]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Run once so that every kernel is compiled, then record. Both runs touch the spare slot only."""
         self._slots[:size] = self._batch.spare_slot
         self._positions[:size] = 0
@@ -61,10 +62,13 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._forward(size)
-        return graph, logits
+            logits, likeliest = self._forward(size)
+        return graph, logits, likeliest
 
-    def _forward(self, size: int) -> Tensor:
-        positions = self._positions[:size]
-        tokens, attention = self._batch.decode_inputs(self._slots[:size], positions)
-        return self._model.logits(self._model(tokens, positions, attention))
+    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
+        slots, positions = self._slots[:size], self._positions[:size]
+        tokens, attention = self._batch.decode_inputs(slots, positions)
+        logits = self._model.logits(self._model(tokens, positions, attention))
+        likeliest = logits.argmax(-1)
+        self._batch.tokens[slots, positions + 1] = likeliest
+        return logits, likeliest

@@ -37,15 +37,26 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
+        sampled: Sampled | None
         if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
-            self.batch.update(plan)
-            logits = self.graphs.run(plan)
+            sampled, rows = self._replay(plan, self.graphs)
         else:
-            inputs = self.batch.prepare(plan)
-            hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)[inputs.sampled]
-            logits = self.model.logits(hidden) if any(plan.samples) else hidden
+            sampled, rows = self._forward(plan)
+        self._launched.append((plan.step, rows, sampled.start_reading() if sampled is not None else None))
+
+    def _forward(self, plan: StepPlan) -> tuple[Sampled | None, list[SamplingRow]]:
+        inputs = self.batch.prepare(plan)
+        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
         rows = self._sampling_rows(plan)
-        self._launched.append((plan.step, rows, self._sample(logits, rows) if rows else None))
+        return self._sample(self.model.logits(hidden[inputs.sampled]), rows) if rows else None, rows
+
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> tuple[Sampled, list[SamplingRow]]:
+        self.batch.update(plan)
+        rows = self._sampling_rows(plan)
+        logits, likeliest = graphs.run(plan)
+        if all(row.wants_the_likeliest for row in rows):
+            return Sampled(likeliest, None), rows
+        return self._sample(logits, rows), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows = []
@@ -66,7 +77,7 @@ class TorchRunner:
         step, rows, sampled = self._launched.popleft()
         if sampled is None:
             return StepResult(step, [], [])
-        return StepResult(step, sampled.tokens.tolist(), sampled.read_logprobs(rows))
+        return StepResult(step, *sampled.read(rows))
 
     def close(self) -> None:
         self._launched.clear()

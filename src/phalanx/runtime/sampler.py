@@ -35,24 +35,44 @@ class SamplingRow:
     def produced(self) -> int:
         return self.position - self.occupant.prompt_length
 
+    @property
+    def wants_the_likeliest(self) -> bool:
+        """Greedy, with nothing that changes or reports the logits."""
+        params = self.occupant.params
+        plain = not params.penalised and not params.logit_bias and self.produced >= params.min_tokens
+        return plain and params.temperature < _GREEDY_BELOW and params.logprobs is None
+
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens on the device, and log-probabilities where they were asked for: (sampled, top values, top ids)."""
+    """Tokens, and log-probabilities where they were asked for: (sampled, top values, top ids)."""
 
     tokens: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+    arrived: torch.cuda.Event | None = None
 
-    def read_logprobs(self, rows: Sequence[SamplingRow]) -> list[TokenLogprobs | None]:
+    def start_reading(self) -> Sampled:
+        """A copy on its way to the host behind the step that made it, and ahead of the next one."""
+        if not self.tokens.is_cuda:
+            return self
+        tokens = self.tokens.to("cpu", non_blocking=True)
+        parts = None if self.logprobs is None else tuple(part.to("cpu", non_blocking=True) for part in self.logprobs)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Sampled(tokens, parts, arrived)  # type: ignore[arg-type]
+
+    def read(self, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
         if self.logprobs is None:
-            return [None] * len(rows)
+            return self.tokens.tolist(), [None] * len(rows)
         chosen, values, ids = (part.tolist() for part in self.logprobs)
         read: list[TokenLogprobs | None] = []
         for index, row in enumerate(rows):
             wanted = row.occupant.params.logprobs
             top = list(zip(ids[index], values[index], strict=True))[:wanted]
             read.append(None if wanted is None else TokenLogprobs(chosen[index], top))
-        return read
+        return self.tokens.tolist(), read
 
 
 class Sampler:
