@@ -57,6 +57,8 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progr
         reader.close()
     if device.type == "cpu":
         _pack(model, config.tp)
+    else:
+        torch.cuda.synchronize(device)
     return model
 
 
