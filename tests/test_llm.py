@@ -77,6 +77,10 @@ def test_n_answers_share_the_prompt_and_differ(tiny: LLM) -> None:
     assert [choice.cached_tokens for choice in tiny.generate(prompt, SamplingParams(n=2)).choices] == [32, 32]
 
 
+def test_the_largest_seed_has_successors(tiny: LLM) -> None:
+    assert len(tiny.generate([1, 2], SamplingParams(seed=2**63 - 1, n=3, max_tokens=2)).choices) == 3
+
+
 def test_a_seed_fixes_the_answer_whoever_shares_the_batch(tiny: LLM) -> None:
     seeded = SamplingParams(seed=11, temperature=1.2, top_p=0.95, max_tokens=32)
     noise = SamplingParams(temperature=1.5, max_tokens=20)
@@ -98,6 +102,29 @@ def test_a_stop_string_ends_the_text_before_it(smol: LLM) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
     assert len(cut.token_ids) < len(whole.token_ids)
+    assert books_balance(smol)
+
+
+def test_a_stream_tells_the_same_text_in_pieces(smol: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, stop=["."])
+    prompt = smol.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    pieces = list(smol.stream(prompt, params))
+    assert len(pieces) > 3
+    assert "".join(pieces) == smol.generate(prompt, params).text == "The capital of France is Paris"
+    assert books_balance(smol)
+
+
+def test_a_stream_may_be_left_and_may_share_the_engine(smol: LLM) -> None:
+    alone = smol.generate("The moon is", GREEDY).text
+    stream = smol.stream("The moon is", GREEDY)
+    first = next(stream)
+    assert smol.generate("One, two,", GREEDY).text
+    assert first + "".join(stream) == alone
+    with pytest.raises(RequestError, match="no tokens"):
+        smol.stream([], GREEDY)
+    left = smol.stream("The moon is", GREEDY)
+    next(left)
+    left.close()
     assert books_balance(smol)
 
 

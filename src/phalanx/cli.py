@@ -89,10 +89,16 @@ def generate(
 
         with LLM(model, tp=tp, max_model_len=max_model_len, dtype=dtype, load_format=load_format) as llm:
             if chat is not None:
-                answer = llm.chat([{"role": "user", "content": chat}], params)
+                question: str | list[int] = llm.encode_chat([{"role": "user", "content": chat}])
             else:
-                answer = llm.generate(prompt if prompt is not None else _token_ids(prompt_ids or ""), params)
-        print(json.dumps(_as_dict(answer)) if as_json else answer.text or _as_dict(answer)["token_ids"])
+                question = prompt if prompt is not None else _token_ids(prompt_ids or "")
+            if as_json or llm.tokenizer is None:
+                answer = llm.generate(question, params)
+                print(json.dumps(_as_dict(answer)) if as_json else answer.token_ids)
+            else:
+                for piece in llm.stream(question, params):
+                    print(piece, end="", flush=True)
+                print()
 
 
 def _token_ids(text: str) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from phalanx.engine.plan import TokenLogprobs
 from phalanx.engine.request import Request
-from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.sampling import SEED_LIMIT, SamplingParams
 from phalanx.engine.scheduler import Output
 from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
@@ -103,6 +104,7 @@ class LLM:
                 "bad_option", f"{error}.", f"Options are {', '.join(EngineConfig.__struct_fields__)}."
             ) from None
         self._progress = progress
+        self._answers: dict[int, _Answer] = {}
         path = locate(model)
         self.tokenizer = Tokenizer.load(path)
         with _Bar(f"Loading {model_name(path)}, TP={tp}", DownloadColumn(), progress) as update:
@@ -156,11 +158,36 @@ class LLM:
 
     def chat(self, messages: Any, params: Any = None, salt: str | None = None) -> Any:
         """Answer a conversation through the model's chat template, or a list of conversations with a list."""
-        tokenizer = self._need_tokenizer("chat")
         single = not messages or isinstance(messages[0], Mapping)
         batch = [messages] if single else messages
-        generations = self._run([tokenizer.encode_chat(conversation) for conversation in batch], params, salt)
+        generations = self._run([self.encode_chat(conversation) for conversation in batch], params, salt)
         return generations[0] if single else generations
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """A conversation as the token ids of a prompt, by the model's chat template."""
+        return self._need_tokenizer("chat").encode_chat(messages)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, salt: str | None = None) -> Iterator[str]:
+        """Answer one prompt piece by piece, as text comes. Leaving the loop early ends the request.
+
+        For a conversation, give `llm.encode_chat(messages)`. With `n` above 1 only the first answer is made.
+        """
+        tokens, params = self._encode(prompt), msgspec.structs.replace(params or SamplingParams(), n=1)
+        self._need_tokenizer("streaming text")
+        self._check(tokens, params)
+        return self._tell(tokens, params, salt)
+
+    def _tell(self, tokens: list[int], params: SamplingParams, salt: str | None) -> Iterator[str]:
+        (answer,) = self._submit(tokens, params, salt)
+        with self._dropped_at_the_end([answer]):
+            told = 0
+            while answer.finish_reason is None or told < len(answer.text):
+                if told == len(answer.text):
+                    self._step()
+                piece = "".join(answer.text[told:])
+                told = len(answer.text)
+                if piece:
+                    yield piece
 
     def _run(
         self,
@@ -170,58 +197,67 @@ class LLM:
     ) -> list[Generation]:
         each = _params_for(params, len(prompts))
         for prompt, wanted in zip(prompts, each, strict=True):
-            self.engine.check(prompt, wanted)
-            if wanted.stop:
-                self._need_tokenizer("stop strings")
+            self._check(prompt, wanted)
         groups = [self._submit(prompt, wanted, salt) for prompt, wanted in zip(prompts, each, strict=True)]
-        answers = {answer.request.id: answer for group in groups for answer in group}
-        try:
-            self._drive(answers)
-        except BaseException:
-            for request_id in answers:
-                self.engine.cancel(request_id)
-            raise
+        answers = [answer for group in groups for answer in group]
+        with (
+            self._dropped_at_the_end(answers),
+            _Bar("Generating", MofNCompleteColumn(), self._progress and len(answers) > 1) as update,
+        ):
+            while not all(answer.finish_reason for answer in answers):
+                self._step()
+                update(sum(answer.finish_reason is not None for answer in answers), len(answers))
         return [
             Generation(prompt, [answer.to_choice() for answer in group])
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        self.engine.check(prompt, params)
+        if params.stop:
+            self._need_tokenizer("stop strings")
+
     def _submit(self, prompt: list[int], params: SamplingParams, salt: str | None) -> list[_Answer]:
         """The n answers to a prompt are requests of their own, with seeds of their own; the prefix cache joins them."""
         answers = []
         for index in range(params.n):
-            seed = None if params.seed is None else params.seed + index
+            seed = params.seed if params.seed is None or index == 0 else (params.seed + index) % SEED_LIMIT
             request = self.engine.add(prompt, msgspec.structs.replace(params, n=1, seed=seed), salt)
             stream = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
-            answers.append(_Answer(request, stream))
+            self._answers[request.id] = _Answer(request, stream)
+            answers.append(self._answers[request.id])
         return answers
 
-    def _drive(self, answers: dict[int, _Answer]) -> None:
-        with _Bar("Generating", MofNCompleteColumn(), self._progress and len(answers) > 1) as update:
-            left = len(answers)
-            while left:
-                for output in self.engine.step():
-                    if self._take(answers[output.request_id], output):
-                        left -= 1
-                        update(len(answers) - left, len(answers))
+    @contextmanager
+    def _dropped_at_the_end(self, answers: list[_Answer]) -> Iterator[None]:
+        """However it ends, by an error or by a caller who listens no longer: nothing of these requests stays behind."""
+        try:
+            yield
+        finally:
+            for answer in answers:
+                self.engine.cancel(answer.request.id)
+                del self._answers[answer.request.id]
 
-    def _take(self, answer: _Answer, output: Output) -> bool:
-        """Book a token; True when the answer is complete."""
-        if answer.finish_reason is not None:
-            return False
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._answers:
+                self._take(self._answers[output.request_id], output)
+
+    def _take(self, answer: _Answer, output: Output) -> None:
+        """Book a token. A stop string may end the answer before the engine would."""
         if output.logprobs is not None:
             answer.logprobs.append(output.logprobs)
         answer.finish_reason = output.finish_reason
-        if answer.stream is not None:
-            text, stopped = answer.stream.add(output.token)
+        if answer.stream is None:
+            return
+        text, stopped = answer.stream.add(output.token)
+        answer.text.append(text)
+        if not stopped and output.finish_reason is not None:
+            text, stopped = answer.stream.finish()
             answer.text.append(text)
-            if not stopped and output.finish_reason is not None:
-                text, stopped = answer.stream.finish()
-                answer.text.append(text)
-            if stopped:
-                self.engine.cancel(output.request_id)
-                answer.finish_reason = "stop"
-        return answer.finish_reason is not None
+        if stopped:
+            self.engine.cancel(output.request_id)
+            answer.finish_reason = "stop"
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

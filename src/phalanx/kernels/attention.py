@@ -109,7 +109,7 @@ def decode_attention(
         gpu.decode_attention(q, cache, rows.block_table, rows.positions, window, scale, out)
     elif cpu.runs(q):
         block_size, kv_heads = cache.shape[1], cache.shape[3]
-        table, sizes = rows.block_table, (block_size, heads, kv_heads, head_dim)
+        table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
         cpu.call(
             "decode_attention",
             *(q, cache, table, rows.positions, out),
