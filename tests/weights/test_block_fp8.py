@@ -127,4 +127,6 @@ def test_a_weight_without_its_scales_is_refused(tmp_path: Path, fault: str) -> N
         stored[scales] = grid[:-1].clone()
     checkpoint = Checkpoint(save_folder(tmp_path, config, stored))
     with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale_inv"):
-        load_weights(build(checkpoint.spec, 0, 1), checkpoint.open_reader(), lambda done, total: None)
+        load_weights(
+            build(checkpoint.spec, 0, 1), checkpoint.open_reader(torch.device("cpu")), lambda done, total: None
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import torch
 
 from phalanx.errors import ModelError
 from phalanx.spec import ModelSpec
@@ -26,7 +27,7 @@ def test_without_a_name_it_is_the_default_model() -> None:
     spec = Checkpoint(path).spec
     assert (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.vocab) == (30, 576, 9, 3, 49152)
     assert spec.tied_embeddings
-    assert isinstance(Checkpoint(path).open_reader(), GgufReader)
+    assert isinstance(Checkpoint(path).open_reader(torch.device("cpu")), GgufReader)
 
 
 def test_folders_and_files_are_found_by_their_paths(tmp_path: Path) -> None:
@@ -69,8 +70,8 @@ def test_end_tokens_of_the_generation_config_are_added(
 
 def test_the_load_format_chooses_the_reader(tmp_path: Path) -> None:
     save_folder(tmp_path, CONFIGS["llama"], random_tensors(ModelSpec.from_config(CONFIGS["llama"])))
-    assert isinstance(Checkpoint(tmp_path).open_reader(), SafetensorsReader)
-    assert isinstance(Checkpoint(tmp_path, "dummy").open_reader(), DummyReader)
+    assert isinstance(Checkpoint(tmp_path).open_reader(torch.device("cpu")), SafetensorsReader)
+    assert isinstance(Checkpoint(tmp_path, "dummy").open_reader(torch.device("cpu")), DummyReader)
 
 
 LOAD_A_SHARE = """
@@ -101,7 +102,7 @@ def watch() -> None:
 watcher = threading.Thread(target=watch)
 watcher.start()
 model = Decoder(Place(Layout(checkpoint.spec, 4), GlooGroup(1, 4), torch.float32, torch.device("cpu")))
-load_weights(model, checkpoint.open_reader(), lambda done, total: None)
+load_weights(model, checkpoint.open_reader(torch.device("cpu")), lambda done, total: None)
 done.set()
 watcher.join()
 print(sum(part.nbytes for _, part in model.parts()), max(peak, anonymous()) - before)

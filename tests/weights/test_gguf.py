@@ -136,7 +136,7 @@ def test_a_gguf_file_has_the_spec_and_the_tensors_of_its_checkpoint(tmp_path: Pa
     assert found.norm_eps == pytest.approx(spec.norm_eps)
     assert dataclasses.replace(found, norm_eps=spec.norm_eps) == spec
     assert found.tensors == spec.tensors
-    reader = Checkpoint(path).open_reader()
+    reader = Checkpoint(path).open_reader(torch.device("cpu"))
     for tensor in spec.tensors.values():
         assert reader.shape(tensor.name) == tensor.shape
         whole = reader.read(tensor.name, tuple(slice(0, size) for size in tensor.shape))
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
 
 def assert_broken(path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        Checkpoint(path).open_reader()
+        Checkpoint(path).open_reader(torch.device("cpu"))
     assert error.value.code == "broken_file"
     assert str(path) in error.value.found
 

@@ -157,7 +157,7 @@ def refused(folder: Path, code: str) -> CheckpointError:
 
     def attempt() -> None:
         checkpoint = Checkpoint(folder)
-        load(checkpoint.spec, CountingReader(checkpoint.open_reader(), reads))
+        load(checkpoint.spec, CountingReader(checkpoint.open_reader(torch.device("cpu")), reads))
 
     with pytest.raises(CheckpointError) as error:
         attempt()
