@@ -15,7 +15,7 @@ from tests.conftest import Reference
 
 
 class CountingGroup(Solo):
-    """Alone, but counted: claims two ranks' worth of talk without changing a number."""
+    """A group of one that counts what it is asked to exchange."""
 
     def __init__(self) -> None:
         self.reduced: list[tuple[int, ...]] = []
@@ -46,7 +46,7 @@ def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(reference: R
     assert runner.collect().tokens == reference.continuations[2][1:2]
 
 
-def test_the_bias_after_a_row_parallel_product_counts_once(tmp_path_factory: object) -> None:
+def test_the_bias_after_a_row_parallel_product_counts_once() -> None:
     """Two ranks' partial products with a bias: the sum has it once, not twice."""
     from phalanx.layers.linear import RowParallelLinear
     from phalanx.layers.place import Place
