@@ -68,7 +68,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
         pids, runner = ranks_of(llm), llm.engine.runner
         assert isinstance(runner, LocalExecutor)
         checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [False], [[]]))
-        runner.workers._orders[1].send_multipart([checksum, body[:-1] + b"\x00"])
+        runner.workers._orders[1].send(checksum, body[:-1] + b"\x00")
         error, took = run_until_death(llm)
         assert error.code == "rank_failed"
         assert "Rank 1 raised ValueError: the plan of step 1 arrived damaged" in error.found

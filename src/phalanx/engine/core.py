@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 
-from phalanx.engine.plan import Runner
+import msgspec
+
+from phalanx.engine.plan import Runner, StepResult
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output, Scheduler
 from phalanx.errors import RequestError
+
+
+class Totals(msgspec.Struct, array_like=True):
+    """What an engine has done since it started: steps, the tokens they computed, and their seconds by part."""
+
+    steps: int = 0
+    tokens: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    device_s: float = 0.0
+    all_reduce_s: float = 0.0
+    sample_s: float = 0.0
+
+    def add(self, result: StepResult) -> None:
+        times = result.times
+        self.launch_s += times.launch
+        self.device_s += times.device
+        self.all_reduce_s += times.all_reduce
+        self.sample_s += times.sample
+
+
+def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max_model_len: int) -> None:
+    """Refuse what cannot be served, before it is in the books."""
+    if not prompt:
+        raise RequestError("empty_prompt", "The prompt has no tokens.", "Give at least one token.")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"The prompt has {len(prompt)} tokens, the context is {max_model_len} and the answer needs at least one.",
+            f"Shorten the prompt to {max_model_len - 1} tokens or raise max_model_len.",
+        )
+    for what, ids in (
+        ("The prompt", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", list(params.logit_bias)),
+    ):
+        _check_ids(what, ids, vocab)
+
+
+def _check_ids(what: str, ids: Sequence[int], vocab: int) -> None:
+    for index, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            raise RequestError(
+                "token_out_of_range",
+                f"{what} holds {token!r} at index {index}; the vocabulary has {vocab} tokens.",
+                f"Token ids are whole numbers from 0 to {vocab - 1}.",
+            )
 
 
 class Engine:
@@ -19,6 +69,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.vocab = vocab
+        self.totals = Totals()
         self._next_id = 0
 
     @property
@@ -26,28 +77,7 @@ class Engine:
         return bool(self.scheduler.requests) or self.scheduler.in_flight > 0
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what cannot be served, before it is in the books."""
-        limit = self.scheduler.limits.max_model_len
-        if not prompt:
-            raise RequestError("empty_prompt", "The prompt has no tokens.", "Give at least one token.")
-        if len(prompt) >= limit:
-            raise RequestError(
-                "prompt_too_long",
-                f"The prompt has {len(prompt)} tokens, the context is {limit} and the answer needs at least one.",
-                f"Shorten the prompt to {limit - 1} tokens or raise max_model_len.",
-            )
-        self._check_ids("The prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", list(params.logit_bias))
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        for index, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab:
-                raise RequestError(
-                    "token_out_of_range",
-                    f"{what} holds {token!r} at index {index}; the vocabulary has {self.vocab} tokens.",
-                    f"Token ids are whole numbers from 0 to {self.vocab - 1}.",
-                )
+        check_request(prompt, params, self.vocab, self.scheduler.limits.max_model_len)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, salt: str | None = None) -> Request:
         """Queue a request. `salt` keeps its cached prefixes apart from those of other salts."""
@@ -63,12 +93,18 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step; read the oldest one when the runner is full or nothing could be launched."""
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
+        self.totals.schedule_s += time.perf_counter() - began
         if plan is not None:
+            self.totals.steps += 1
+            self.totals.tokens += plan.num_tokens
             self.runner.launch(plan)
         due = self.scheduler.in_flight
         if due and (plan is None or due >= self.runner.depth):
-            return self.scheduler.apply(self.runner.collect())
+            result = self.runner.collect()
+            self.totals.add(result)
+            return self.scheduler.apply(result)
         return []
 
     def close(self) -> None:

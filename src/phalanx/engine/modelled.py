@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.engine.plan import StepPlan, StepResult
+from phalanx.engine.plan import Beat, StepPlan, StepResult
 
 
 class ModelledRunner:
@@ -35,6 +35,9 @@ class ModelledRunner:
         rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
         tokens = [self._token(slot, start + count) for slot, start, count, sampled in rows if sampled]
         return StepResult(plan.step, tokens, [None] * len(tokens))
+
+    def beats(self) -> list[Beat]:
+        return []
 
     def close(self) -> None:
         self._launched.clear()

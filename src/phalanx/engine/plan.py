@@ -46,12 +46,33 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]]
 
 
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens.
+
+    On a GPU, `device` holds the collectives too: they run inside the same graph.
+    """
+
+    launch: float = 0.0
+    device: float = 0.0
+    all_reduce: float = 0.0
+    sample: float = 0.0
+
+
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """The sampled tokens of a step, one for each row with `samples`, in row order."""
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    times: StepTimes = StepTimes()
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's sign of life: the step it is in or was in last, and for how long it has been busy with it."""
+
+    rank: int
+    step: int
+    busy_s: float
 
 
 class Runner(Protocol):
@@ -63,6 +84,10 @@ class Runner(Protocol):
 
     def collect(self) -> StepResult:
         """The result of the oldest step launched and not yet collected."""
+        ...
+
+    def beats(self) -> list[Beat]:
+        """Signs of life of the ranks in other processes since the last call. May be called from another thread."""
         ...
 
     def close(self) -> None: ...

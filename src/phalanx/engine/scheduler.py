@@ -86,6 +86,9 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs))
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._step = 0
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
 
     @property
     def in_flight(self) -> int:
@@ -191,6 +194,8 @@ class Scheduler:
         request.registered_blocks, request.cache_parent = len(cached), parent
         if request.cached_tokens is None:
             request.cached_tokens = request.computed
+            self.prefix_queries += len(request.tokens)
+            self.prefix_hits += request.computed
         return True
 
     def _advance(self, rows: _Rows, request: Request, count: int, new_blocks: list[int]) -> None:
@@ -230,6 +235,7 @@ class Scheduler:
         request.computed = 0
         request.registered_blocks, request.cache_parent = 0, request.salt
         request.preemptions += 1
+        self.preemptions += 1
         self.waiting.appendleft(request)
 
     def _finish(self, request: Request, reason: str) -> None:

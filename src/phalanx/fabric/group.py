@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +24,8 @@ class FabricError(RuntimeError):
 class Group(Protocol):
     rank: int
     size: int
+    seconds: float
+    """Spent in collectives so far, by the host's clock."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank."""
@@ -39,6 +43,7 @@ class Solo:
 
     rank = 0
     size = 1
+    seconds = 0.0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -56,6 +61,7 @@ class GlooGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.seconds = 0.0
 
     def connect(self, folder: Path) -> None:
         """Meet the other ranks through a private folder. Every rank must come."""
@@ -70,10 +76,8 @@ class GlooGroup:
             raise FabricError(str(error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        try:
+        with self._collective():
             self._group.allreduce([tensor]).wait()
-        except RuntimeError as error:
-            raise FabricError(str(error)) from error
         return tensor
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
@@ -81,11 +85,19 @@ class GlooGroup:
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        try:
+        with self._collective():
             self._group.allgather([gathered], [padded]).wait()
+        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
         except RuntimeError as error:
             raise FabricError(str(error)) from error
-        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         self.__dict__.pop("_group", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -18,15 +19,18 @@ import torch
 import zmq
 
 import phalanx
-from phalanx.engine.plan import StepPlan, StepResult
+from phalanx.engine.plan import Beat, StepPlan, StepResult
 from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import (
     Assignment,
     Done,
     Failure,
     Ready,
+    beat_decoder,
+    beats_address,
     encode,
     failure_file,
     orders_address,
@@ -53,14 +57,14 @@ class Workers:
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
         self.processes: dict[int, Process] = {}
         self._context = zmq.Context()
-        self._reports = self._context.socket(zmq.PULL)
-        self._reports.bind(reports_address(self.folder))
-        self._orders: dict[int, zmq.Socket[bytes]] = {}
+        token = secrets.token_hex(16)
+        self._reports = Receiver(self._context, reports_address(self.folder), token)
+        self._beats = Receiver(self._context, beats_address(self.folder), token)
+        self._orders: dict[int, Sender] = {}
         self._finalizer = weakref.finalize(self, _clean_up, self.processes, self.folder, self._context)
         for rank in range(1, config.tp):
-            self._orders[rank] = self._context.socket(zmq.PUSH)
-            self._orders[rank].bind(orders_address(self.folder, rank))
-            self._spawn(Assignment(config, str(model_path), rank, str(self.folder), threads))
+            self._orders[rank] = Sender(self._context, orders_address(self.folder, rank), token)
+            self._spawn(Assignment(config, str(model_path), rank, str(self.folder), threads, token))
 
     def _spawn(self, assignment: Assignment) -> None:
         source = str(Path(phalanx.__file__).parents[1])
@@ -76,16 +80,23 @@ class Workers:
         process.stdin.flush()
 
     def send(self, frames: list[bytes]) -> None:
-        for socket in self._orders.values():
-            socket.send_multipart(frames)
+        for orders in self._orders.values():
+            orders.send(*frames)
 
     def receive(self, timeout_ms: int) -> Ready | Done | None:
         """The next report, or None. A rank that has died raises."""
-        if self._reports.poll(timeout_ms):
-            return report_decoder.decode(self._reports.recv())
+        frames = self._reports.receive(timeout_ms)
+        if frames is not None:
+            return report_decoder.decode(frames[0])
         if any(process.poll() is not None for process in self.processes.values()):
             raise FabricError("a rank has died")
         return None
+
+    def beats(self) -> list[Beat]:
+        beats = []
+        while (frames := self._beats.receive(0)) is not None:
+            beats.append(beat_decoder.decode(frames[0]))
+        return beats
 
     def cause_of_death(self) -> tuple[int, Failure | None, int | None] | None:
         """The rank that failed first of its own accord: its report if it left one, else its exit status."""
@@ -181,6 +192,9 @@ class LocalExecutor:
         except Exception as error:
             raise self._stop(error) from error
         return result
+
+    def beats(self) -> list[Beat]:
+        return [] if self._dead else self.workers.beats()
 
     def _compare(self, report: Ready | Done) -> None:
         """Once every rank has reported a step, hold their tokens against rank 0's."""

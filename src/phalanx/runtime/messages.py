@@ -7,7 +7,7 @@ from zlib import crc32
 
 import msgspec
 
-from phalanx.engine.plan import StepPlan
+from phalanx.engine.plan import Beat, StepPlan
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes
 
@@ -20,6 +20,7 @@ class Assignment(msgspec.Struct, frozen=True):
     rank: int
     folder: str
     threads: int
+    token: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +53,7 @@ class Failure(msgspec.Struct, frozen=True):
 Report = Ready | Done
 
 report_decoder = msgspec.msgpack.Decoder(Report)
+beat_decoder = msgspec.msgpack.Decoder(Beat)
 encode = msgspec.msgpack.encode
 
 
@@ -61,6 +63,10 @@ def orders_address(folder: Path, rank: int) -> str:
 
 def reports_address(folder: Path) -> str:
     return f"ipc://{folder}/reports"
+
+
+def beats_address(folder: Path) -> str:
+    return f"ipc://{folder}/beats"
 
 
 def failure_file(folder: Path, rank: int) -> Path:

@@ -8,9 +8,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import StepPlan, StepResult
+from phalanx.engine.plan import Beat, StepPlan, StepResult
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
+from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow
 
@@ -33,27 +34,35 @@ class TorchRunner:
         self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.sampler = Sampler(model.place.spec.eos_token_ids)
-        self._launched: deque[tuple[int, list[SamplingRow], Sampled | None]] = deque()
+        self._launched: deque[tuple[int, list[SamplingRow], Sampled | None, StepClock]] = deque()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
+        clock = StepClock(self.model.place.device, self.model.place.group)
         sampled: Sampled | None
         if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
-            sampled, rows = self._replay(plan, self.graphs)
+            sampled, rows = self._replay(plan, self.graphs, clock)
         else:
-            sampled, rows = self._forward(plan)
-        self._launched.append((plan.step, rows, sampled.start_reading() if sampled is not None else None))
+            sampled, rows = self._forward(plan, clock)
+        clock.mark()
+        clock.stop()
+        self._launched.append((plan.step, rows, sampled.start_reading() if sampled is not None else None, clock))
 
-    def _forward(self, plan: StepPlan) -> tuple[Sampled | None, list[SamplingRow]]:
+    def _forward(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, list[SamplingRow]]:
         inputs = self.batch.prepare(plan)
+        clock.mark()
         hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
         rows = self._sampling_rows(plan)
-        return self._sample(self.model.logits(hidden[inputs.sampled]), rows) if rows else None, rows
+        logits = self.model.logits(hidden[inputs.sampled]) if rows else None
+        clock.mark()
+        return self._sample(logits, rows) if logits is not None else None, rows
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> tuple[Sampled, list[SamplingRow]]:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, clock: StepClock) -> tuple[Sampled, list[SamplingRow]]:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
+        clock.mark()
         logits, likeliest = graphs.run(plan)
+        clock.mark()
         if all(row.wants_the_likeliest for row in rows):
             return Sampled(likeliest, None), rows
         return self._sample(logits, rows), rows
@@ -74,10 +83,12 @@ class TorchRunner:
         return sampled
 
     def collect(self) -> StepResult:
-        step, rows, sampled = self._launched.popleft()
-        if sampled is None:
-            return StepResult(step, [], [])
-        return StepResult(step, *sampled.read(rows))
+        step, rows, sampled, clock = self._launched.popleft()
+        tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
+        return StepResult(step, tokens, logprobs, clock.times())
+
+    def beats(self) -> list[Beat]:
+        return []
 
     def close(self) -> None:
         self._launched.clear()

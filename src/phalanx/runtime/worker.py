@@ -15,11 +15,13 @@ import zmq
 
 from phalanx.errors import PhalanxError
 from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.messages import (
     Assignment,
     Done,
     Failure,
     Ready,
+    beats_address,
     encode,
     failure_file,
     orders_address,
@@ -27,9 +29,12 @@ from phalanx.runtime.messages import (
     unpack_plan,
     unpack_sizes,
 )
+from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_runner
 from phalanx.runtime.runner import digest
 from phalanx.weights.checkpoint import Checkpoint
+
+_BEATS_KEPT = 16
 
 
 def main() -> None:
@@ -54,23 +59,34 @@ def _serve(assignment: Assignment) -> None:
     folder, rank, config = Path(assignment.folder), assignment.rank, assignment.config
     torch.set_num_threads(assignment.threads)
     context = zmq.Context()
-    orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    orders.connect(orders_address(folder, rank))
-    reports.connect(reports_address(folder))
+    orders = Receiver(context, orders_address(folder, rank), assignment.token)
+    reports = Sender(context, reports_address(folder), assignment.token)
 
     group = GlooGroup(rank, config.tp)
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
     model = load_model(config, checkpoint, group, progress=lambda done, total: None)
     reports.send(encode(Ready(rank, blocks_that_fit(config, model))))
-    sizes = unpack_sizes(orders.recv_multipart())
+    sizes = unpack_sizes(_next(orders))
     group.connect(folder)
     runner = make_runner(config, model, sizes)
 
+    pulse = Pulse(rank)
+    beats = Sender(context, beats_address(folder), assignment.token, limit=_BEATS_KEPT)
+    every_beat(lambda: beats.send(encode(pulse.beat())))
     step = 0
     while True:
         step += 1
-        runner.launch(unpack_plan(orders.recv_multipart(), expected_step=step))
-        reports.send(encode(Done(rank, step, digest(runner.collect().tokens))))
+        plan = unpack_plan(_next(orders), expected_step=step)
+        with pulse.step(step):
+            runner.launch(plan)
+            tokens = runner.collect().tokens
+        reports.send(encode(Done(rank, step, digest(tokens))))
+
+
+def _next(orders: Receiver) -> list[bytes]:
+    frames = orders.receive()
+    assert frames is not None
+    return frames
 
 
 def _report_failure(assignment: Assignment, error: BaseException) -> None:

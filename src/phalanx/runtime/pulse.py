@@ -1,0 +1,44 @@
+"""A rank's sign of life, told by a thread of its own: it goes on while a step runs and ends when the process stops."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from phalanx.engine.plan import Beat
+
+BEAT_EVERY_S = 0.5
+
+
+class Pulse:
+    """Knows which step this rank is in and since when."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._step = 0
+        self._since: float | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        self._step, self._since = number, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def beat(self) -> Beat:
+        since = self._since
+        return Beat(self._rank, self._step, 0.0 if since is None else time.monotonic() - since)
+
+
+def every_beat(tell: Callable[[], None]) -> None:
+    """Call `tell` twice a second from a thread that ends with the process."""
+
+    def run() -> None:
+        while True:
+            tell()
+            time.sleep(BEAT_EVERY_S)
+
+    threading.Thread(target=run, name="pulse", daemon=True).start()
