@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from phalanx.engine.plan import TokenLogprobs
 from phalanx.engine.request import Request
-from phalanx.engine.sampling import SEED_LIMIT, SamplingParams
+from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output
 from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
@@ -221,8 +221,7 @@ class LLM:
         """The n answers to a prompt are requests of their own, with seeds of their own; the prefix cache joins them."""
         answers = []
         for index in range(params.n):
-            seed = params.seed if params.seed is None or index == 0 else (params.seed + index) % SEED_LIMIT
-            request = self.engine.add(prompt, msgspec.structs.replace(params, n=1, seed=seed), salt)
+            request = self.engine.add(prompt, params.of_choice(index), salt)
             stream = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
             self._answers[request.id] = _Answer(request, stream)
             answers.append(self._answers[request.id])

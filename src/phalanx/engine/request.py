@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import Enum
 
 from phalanx.engine.sampling import SamplingParams
@@ -35,6 +36,8 @@ class Request:
         self.computed = 0
         self.pending = 0
         self.cached_tokens: int | None = None
+        self.arrived = time.monotonic()
+        self.queued_s: float | None = None
         self.preemptions = 0
         self.cache_parent: int | str | None = salt
         self.registered_blocks = 0

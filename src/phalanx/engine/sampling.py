@@ -67,6 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for text in self.stop:
             _stop_string(text)
 
+    def of_choice(self, index: int) -> SamplingParams:
+        """The parameters of one of the `n` answers: each has a seed of its own."""
+        seed = self.seed if self.seed is None or index == 0 else (self.seed + index) % SEED_LIMIT
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,12 +24,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Output:
-    """One new token of a request, and why it ends if it does."""
+    """One new token of a request, and why it ends if it does.
+
+    `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step.
+    """
 
     request_id: int
     token: int
     logprobs: TokenLogprobs | None
     finish_reason: str | None
+    cached_tokens: int
+    queued_s: float
 
 
 @dataclass
@@ -136,7 +142,8 @@ class Scheduler:
                 self._finish(request, reason)
             elif request.phase is Phase.RUNNING:
                 self._register(request)
-            outputs.append(Output(request.id, token, logprobs, reason))
+            cached, queued = request.cached_tokens or 0, request.queued_s or 0.0
+            outputs.append(Output(request.id, token, logprobs, reason, cached, queued))
         return outputs
 
     def _schedule_running(self, rows: _Rows, budget: int) -> tuple[int, bool]:
@@ -194,6 +201,7 @@ class Scheduler:
         request.registered_blocks, request.cache_parent = len(cached), parent
         if request.cached_tokens is None:
             request.cached_tokens = request.computed
+            request.queued_s = time.monotonic() - request.arrived
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
         return True

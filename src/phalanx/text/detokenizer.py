@@ -17,8 +17,9 @@ class Detokenizer:
     `_emitted` are out; those from `_context` on are decoded again for what they say about the next.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._keep_special = keep_special
         self._tokens: list[int] = []
         self._context = 0
         self._emitted = 0
@@ -33,8 +34,8 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        known = self._tokenizer.decode(self._tokens[self._context : self._emitted])
-        longer = self._tokenizer.decode(self._tokens[self._context :])
+        known = self._tokenizer.decode(self._tokens[self._context : self._emitted], self._keep_special)
+        longer = self._tokenizer.decode(self._tokens[self._context :], self._keep_special)
         if len(longer) <= len(known) or (longer.endswith(_UNFINISHED) and not final):
             return ""
         self._context, self._emitted = self._emitted, len(self._tokens)
@@ -75,8 +76,8 @@ class StopStrings:
 class TextStream:
     """From tokens to the text a client sees."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer, keep_special)
         self._stops = StopStrings(stops)
 
     def add(self, token: int) -> tuple[str, bool]:

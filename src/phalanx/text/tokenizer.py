@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -24,11 +25,24 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write a printable byte as itself and the others as the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
 class Tokenizer:
     """Text to token ids and back."""
 
     def __init__(self, backend: PreTrainedTokenizerFast) -> None:
         self._backend = backend
+        self._raw: RawTokenizer = backend.backend_tokenizer
+        self._added = self._raw.get_added_tokens_decoder().keys()
+        self._byte_level = isinstance(self._raw.decoder, ByteLevelDecoder)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer | None:
@@ -39,21 +53,49 @@ class Tokenizer:
             return None
         return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text)
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Token ids; `special_tokens` adds those a text begins with, which a chat template writes itself."""
+        return self._backend.encode(text, add_special_tokens=special_tokens)
+
+    def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
+        return self._raw.decode(tokens, skip_special_tokens=not keep_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for: perhaps only a part of a character."""
+        word = self._raw.id_to_token(token)
+        if word is None:
+            return b""
+        if self._byte_level and token not in self._added:
+            return bytes(_BYTE_OF[character] for character in word)
+        if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+            return bytes([int(word[3:5], 16)])
+        return word.replace("\u2581", " ").encode()
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Messages through the model's chat template, ready for its answer."""
+        return self.encode(self.render_chat(messages), special_tokens=False)
+
+    def render_chat(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **options: Any) -> str:
+        """The text the chat template makes of a conversation, up to where the answer begins."""
         if not self._backend.chat_template:
             raise RequestError(
                 "no_chat_template", "This model's tokenizer has no chat template.", "Use a plain prompt instead."
             )
         _check_messages(messages)
-        text = self._backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return self._backend.encode(text, add_special_tokens=False)
+        try:
+            return self._backend.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(
+                "bad_conversation",
+                f"The model's chat template refuses this conversation: {error}.",
+                "Templates usually want roles to alternate and contents to be text.",
+            ) from error
 
 
 def _check_messages(messages: Messages) -> None:

@@ -1,0 +1,189 @@
+"""Answer: from the engine's tokens to what the client is told of each choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from phalanx.engine.plan import TokenLogprobs
+from phalanx.engine.sampling import SamplingParams
+from phalanx.server.engine_client import EngineClient
+from phalanx.server.mailbox import Mailbox
+from phalanx.server.messages import NewToken
+from phalanx.server.parsers import OutputParser, ToolCallDelta
+from phalanx.text.detokenizer import TextStream
+from phalanx.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and how to answer it. `parser` makes the parser of one choice; without one, text stays as it is."""
+
+    prompt: list[int]
+    params: SamplingParams
+    salt: str | None = None
+    grammar: bytes | None = None
+    parser: Callable[[], OutputParser] | None = None
+
+
+@dataclass
+class Piece:
+    """What is new in a choice since the piece before."""
+
+    choice: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason)
+
+
+class Listener(Protocol):
+    """Hears of tokens as they come: metrics."""
+
+    def first_token(self, after_s: float) -> None: ...
+
+    def next_token(self, after_s: float) -> None: ...
+
+
+class Choice:
+    """One answer in the making: token by token through detokeniser, stop strings and parser."""
+
+    def __init__(self, index: int, question: Question, tokenizer: Tokenizer, stop_tokens: Sequence[int]) -> None:
+        self.index = index
+        self.question = question
+        self.finish_reason: str | None = None
+        self.output_tokens = 0
+        self.reasoning_tokens = 0
+        self.cached_tokens = 0
+        self.queued_s = 0.0
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self._parser = question.parser() if question.parser is not None else None
+        self._stream = TextStream(
+            tokenizer, question.params.stop, keep_special=self._parser is not None and self._parser.needs_special_tokens
+        )
+        self._ends = {*stop_tokens, *question.params.stop_token_ids}
+        self._called = False
+
+    def add(self, token: NewToken, piece: Piece) -> None:
+        """Book a token. A stop string may end the choice before the engine does."""
+        self.output_tokens += 1
+        self.cached_tokens, self.queued_s = token.cached_tokens, token.queued_s
+        self.finish_reason = token.finish_reason
+        if self._parser is not None and self._parser.in_reasoning:
+            self.reasoning_tokens += 1
+        if token.logprobs is not None:
+            piece.logprobs.append((token.token, token.logprobs))
+        text, stopped = "", False
+        if token.finish_reason != "stop" or token.token not in self._ends:
+            text, stopped = self._stream.add(token.token)
+        if not stopped and token.finish_reason is not None:
+            rest, stopped = self._stream.finish()
+            text += rest
+        if stopped:
+            self.finish_reason = "stop"
+        self._tell(text, piece)
+
+    def _tell(self, text: str, piece: Piece) -> None:
+        if self._parser is None:
+            piece.content += text
+        else:
+            deltas = [self._parser.feed(text)]
+            if self.finish_reason is not None:
+                deltas.append(self._parser.finish())
+            for delta in deltas:
+                piece.content += delta.content
+                piece.reasoning += delta.reasoning
+                piece.tool_calls += delta.tool_calls
+            self._called = self._called or bool(piece.tool_calls)
+        if self.finish_reason == "stop" and self._called:
+            self.finish_reason = "tool_calls"
+        piece.finish_reason = self.finish_reason
+
+
+class Answer:
+    """The choices of all questions of one HTTP request, `n` for each, numbered through."""
+
+    def __init__(
+        self, questions: Sequence[Question], tokenizer: Tokenizer, stop_tokens: Sequence[int], listener: Listener
+    ) -> None:
+        self.questions = questions
+        self.mailbox = Mailbox()
+        self.arrived = time.perf_counter()
+        self.asked = False
+        self._listener = listener
+        self.choices = [
+            Choice(index, question, tokenizer, stop_tokens)
+            for index, question in enumerate(question for question in questions for _ in range(question.params.n))
+        ]
+
+    async def pieces(self, engine: EngineClient) -> AsyncIterator[list[Piece]]:
+        """Ask the engine and pass on what comes. However this ends, nothing goes on running behind it."""
+        ids: list[int] = []
+        self.asked = True
+        try:
+            for question in self.questions:
+                for number in range(question.params.n):
+                    params = question.params.of_choice(number)
+                    ids.append(
+                        engine.submit(question.prompt, params, self.mailbox, len(ids), question.salt, question.grammar)
+                    )
+            while any(choice.finish_reason is None for choice in self.choices):
+                yield self._read(await self.mailbox.take(), engine, ids)
+        finally:
+            for id in ids:
+                engine.cancel(id)
+
+    def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[Piece]:
+        pieces: dict[int, Piece] = {}
+        now = time.perf_counter()
+        for index, token in tokens:
+            choice = self.choices[index]
+            if choice.finish_reason is not None:
+                continue
+            if index not in pieces:
+                pieces[index] = Piece(index)
+            choice.add(token, pieces[index])
+            self._time(choice, now)
+            if choice.finish_reason is not None:
+                engine.cancel(ids[index])
+        return [piece for piece in pieces.values() if piece]
+
+    def _time(self, choice: Choice, now: float) -> None:
+        """Tokens that arrive together have no time between them."""
+        if choice.first_at is None:
+            choice.first_at = now
+            self._listener.first_token(now - self.arrived)
+        else:
+            self._listener.next_token(now - (choice.last_at or now))
+        choice.last_at = now
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(question.prompt) for question in self.questions)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Counted once a question, as its prompt is: its first choice found what others had left in the cache."""
+        firsts = range(0, len(self.choices), self.questions[0].params.n)
+        return sum(self.choices[index].cached_tokens for index in firsts)
+
+    def usage(self) -> dict[str, object]:
+        prompt, output = self.prompt_tokens, self.output_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+        }

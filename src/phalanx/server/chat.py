@@ -1,0 +1,173 @@
+"""/v1/chat/completions: from messages to a prompt, and from pieces to OpenAI's chat objects."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from phalanx.server import logprobs
+from phalanx.server.answer import Answer, Piece
+from phalanx.server.errors import bad_request
+from phalanx.server.parsers import ToolCallDelta
+from phalanx.server.protocol import Message, TemplateOptions, Tool
+from phalanx.text.tokenizer import Tokenizer
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolDelta(msgspec.Struct, omit_defaults=True):
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolDelta] | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+
+
+class Chunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
+    object: str = "chat.completion.chunk"
+
+
+class ChatFormat:
+    """Writes chat completions. The role comes with the first token of a choice, not before."""
+
+    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer) -> None:
+        self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._greeted: set[int] = set()
+
+    def chunk(self, piece: Piece) -> Chunk:
+        role = None if piece.choice in self._greeted else "assistant"
+        self._greeted.add(piece.choice)
+        delta = ChatDelta(
+            role,
+            piece.content or ("" if role and not piece.reasoning and not piece.tool_calls else None),
+            piece.reasoning or None,
+            piece.reasoning or None,
+            [_tool_delta(call) for call in piece.tool_calls] or None,
+        )
+        return Chunk(
+            **self._head, choices=[ChunkChoice(piece.choice, delta, self._logprobs([piece]), piece.finish_reason)]
+        )
+
+    def usage_chunk(self, usage: dict[str, object]) -> Chunk:
+        return Chunk(**self._head, choices=[], usage=usage)
+
+    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, object]:
+        by_choice: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            by_choice[piece.choice].append(piece)
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": _message(by_choice[choice.index]),
+                    "logprobs": self._logprobs(by_choice[choice.index]),
+                    "finish_reason": choice.finish_reason,
+                }
+                for choice in answer.choices
+            ],
+            "usage": answer.usage(),
+        }
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+        tokens = [token for piece in pieces for token in piece.logprobs]
+        return logprobs.for_chat(tokens, self._tokenizer) if tokens else None
+
+
+def _tool_delta(call: ToolCallDelta) -> ToolDelta:
+    kind = None if call.id is None else "function"
+    return ToolDelta(call.index, FunctionDelta(call.name, call.arguments), call.id, kind)
+
+
+def _message(pieces: list[Piece]) -> dict[str, Any]:
+    content = "".join(piece.content for piece in pieces)
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in (delta for piece in pieces for delta in piece.tool_calls):
+        if delta.index not in calls:
+            function = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message
+
+
+def render(
+    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Tool] = (), options: TemplateOptions | None = None
+) -> str:
+    """The prompt's text by the model's chat template."""
+    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    switches = options.model_dump(exclude_none=True) if options is not None else {}
+    return tokenizer.render_chat([_plain(message) for message in messages], shown, **switches)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: content as one text, arguments of calls as objects."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content or "",
+    }
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request("A tool call's arguments are not the JSON text of an object.", param="messages")
+    return arguments
+
+
+def thinking_in(prompt: str) -> bool | None:
+    """Whether the template has opened a thought for the model to continue, closed one, or neither."""
+    end = prompt.rstrip()
+    return True if end.endswith("<think>") else False if end.endswith("</think>") else None

@@ -1,0 +1,260 @@
+"""EngineClient: the API process's side of one engine process, from its start to its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hmac import compare_digest
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+import phalanx
+from phalanx.engine.plan import Beat
+from phalanx.engine.sampling import SamplingParams
+from phalanx.errors import EngineDeadError, RequestError
+from phalanx.runtime.config import EngineConfig
+from phalanx.server.errors import ApiError
+from phalanx.server.mailbox import Mailbox
+from phalanx.server.messages import (
+    Books,
+    Cancel,
+    Death,
+    Loading,
+    Order,
+    Pulses,
+    Refused,
+    Report,
+    Started,
+    Startup,
+    Stepped,
+    Submit,
+    death_file,
+    decode_report,
+    encode,
+    orders_address,
+    reports_address,
+)
+
+ENGINE_MODULE = "phalanx.server.engine_process"
+SILENT_AFTER_S = 5.0
+GIVEN_UP_AFTER_S = 30.0
+_STOP_WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine process is started. `module` is run by Python and must call `engine_process.main`."""
+
+    config: EngineConfig
+    step_timeout_s: float
+    module: str
+
+
+@dataclass(frozen=True)
+class RankHealth:
+    """What is known of a rank: `beat_age_s` since it last gave a sign, `busy_s` in its present step."""
+
+    rank: int
+    step: int
+    beat_age_s: float
+    busy_s: float
+    stuck: bool
+
+
+class EngineClient:
+    """Starts the engine process, hands it requests, and puts the tokens that come back into mailboxes."""
+
+    def __init__(self, launch: Launch, on_step: Callable[[Stepped], None]) -> None:
+        self.launch = launch
+        self.loading: Loading | None = None
+        self.started: Started | None = None
+        self.books: Books | None = None
+        self._on_step = on_step
+        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
+        self._beats: dict[int, tuple[Beat, float]] = {}
+        self._next_id = 0
+        self._verdict: Death | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
+        self._token = secrets.token_hex(16)
+
+    async def start(self) -> Started:
+        """Run the process until it takes requests. EngineDeadError says why it does not."""
+        context = self._context = zmq.asyncio.Context()
+        self._reports = context.socket(zmq.PULL)
+        self._orders = context.socket(zmq.PUSH)
+        for socket in (self._reports, self._orders):
+            socket.set_hwm(0)
+        self._reports.bind(reports_address(self._folder))
+        self._orders.connect(orders_address(self._folder))
+        self._process = await self._spawn()
+        ready = asyncio.get_running_loop().create_future()
+        self._receiving = asyncio.create_task(self._receive(ready))
+        exited = asyncio.create_task(self._process.wait())
+        await asyncio.wait({ready, exited}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise await self._death()
+        exited.cancel()
+        return ready.result()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        """In a session of its own: a Ctrl-C is for the API process, and a stuck engine can be ended with its ranks."""
+        source = str(Path(phalanx.__file__).parents[1])
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", self.launch.module),
+            stdin=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        startup = Startup(self.launch.config, str(self._folder), self._token)
+        process.stdin.write(msgspec.json.encode(startup) + b"\n")
+        return process
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        mailbox: Mailbox,
+        choice: int,
+        salt: str | None = None,
+        grammar: bytes | None = None,
+    ) -> int:
+        """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
+        self._next_id += 1
+        self._mailboxes[self._next_id] = mailbox, choice
+        self._send(Submit(self._next_id, prompt, params, salt, grammar))
+        return self._next_id
+
+    def cancel(self, id: int) -> None:
+        """End a request and free its blocks. One that has ended already is left alone."""
+        if self._mailboxes.pop(id, None) is not None:
+            self._send(Cancel(id))
+
+    @property
+    def live(self) -> int:
+        """Requests that wait or run."""
+        return len(self._mailboxes)
+
+    def close_mailboxes(self, error: ApiError) -> None:
+        for mailbox, _ in self._mailboxes.values():
+            mailbox.close(error)
+
+    def _send(self, order: Order) -> None:
+        self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
+
+    async def _receive(self, ready: asyncio.Future[Started]) -> None:
+        while True:
+            token, *frames = await self._reports.recv_multipart()
+            if not compare_digest(token, self._token.encode()):
+                continue
+            report = decode_report(frames[0])
+            if isinstance(report, Started) and not ready.done():
+                self.started = report
+                ready.set_result(report)
+            else:
+                self._take(report)
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Stepped):
+            self.books = report.books
+            self._deliver(report)
+            self._on_step(report)
+        elif isinstance(report, Pulses):
+            now = time.monotonic()
+            self._beats |= {beat.rank: (beat, now) for beat in report.beats}
+        elif isinstance(report, Refused):
+            mailbox, _ = self._mailboxes.pop(report.id, (None, 0))
+            if mailbox is not None:
+                mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
+        elif isinstance(report, Loading):
+            self.loading = report
+
+    def _deliver(self, report: Stepped) -> None:
+        for token in report.tokens:
+            entry = self._mailboxes.get(token.id)
+            if entry is None:
+                continue
+            mailbox, choice = entry
+            if token.finish_reason is not None:
+                del self._mailboxes[token.id]
+            if not mailbox.put(choice, token):
+                self.cancel(token.id)
+
+    def ranks(self) -> list[RankHealth]:
+        """The health of every rank. A rank is stuck if it is silent, or too long in one step, while requests run."""
+        now = time.monotonic()
+        healths = []
+        for rank, (beat, heard) in sorted(self._beats.items()):
+            age = now - heard
+            busy = beat.busy_s + age if beat.busy_s else 0.0
+            stuck = bool(self.live) and (age > SILENT_AFTER_S or busy > self.launch.step_timeout_s / 2)
+            healths.append(RankHealth(rank, beat.step, round(age, 3), round(busy, 3), stuck))
+        return healths
+
+    async def death(self) -> EngineDeadError:
+        """Wait until the engine ends; one that hangs is ended. The mailboxes stay open until someone closes them."""
+        exited = asyncio.create_task(self._process.wait())
+        while not exited.done():
+            await asyncio.wait({exited}, timeout=1.0)
+            self._end_if_hanging()
+        return await self._death()
+
+    def _end_if_hanging(self) -> None:
+        limit = self.launch.step_timeout_s
+        patience = min(GIVEN_UP_AFTER_S, limit)
+        hanging = [rank for rank in self.ranks() if rank.stuck and (rank.beat_age_s > patience or rank.busy_s > limit)]
+        if not hanging or self._verdict is not None:
+            return
+        silent = max(hanging, key=lambda rank: rank.beat_age_s)
+        if silent.beat_age_s > patience:
+            found = f"Rank {silent.rank} gave no sign of life for {silent.beat_age_s:.0f} s, in step {silent.step}."
+            fix = "Its process was stopped, or its machine hangs: look at dmesg there."
+        else:
+            names = ", ".join(str(rank.rank) for rank in hanging)
+            found = f"Step {silent.step} has not ended in {silent.busy_s:.0f} s on rank {names}."
+            fix = "A rank waits for another or a kernel hangs; if steps are that slow here, raise --step-timeout."
+        self._verdict = Death("rank_stuck", found, fix)
+        self._kill()
+
+    async def _death(self) -> EngineDeadError:
+        status = await self._process.wait()
+        cause = self._verdict
+        path = death_file(self._folder)
+        if cause is None and path.exists():
+            cause = msgspec.json.decode(path.read_bytes(), type=Death)
+        if cause is None:
+            how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+            fix = "Signal 9 is often the system's out-of-memory killer: see dmesg." if status == -9 else "See its log."
+            cause = Death("engine_died", f"The engine process {how} without a report.", fix)
+        return EngineDeadError(cause.code, cause.found, cause.fix)
+
+    async def stop(self) -> None:
+        """End the process and all its ranks, and clean up behind them."""
+        if hasattr(self, "_process"):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
+            self._kill()
+            await self._process.wait()
+            self._receiving.cancel()
+            self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        """The engine and its ranks are one process group; whoever of it is left ends here."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)

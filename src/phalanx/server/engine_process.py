@@ -1,0 +1,182 @@
+"""The engine process: scheduler and rank 0, fed by the API process, which started it and which it does not outlive."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from phalanx.engine.core import Engine
+from phalanx.errors import PhalanxError
+from phalanx.runtime.channel import Receiver, Sender
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.pulse import Pulse, every_beat
+from phalanx.runtime.start import start_engine
+from phalanx.server.messages import (
+    Books,
+    Cancel,
+    Death,
+    Loading,
+    NewToken,
+    Order,
+    Pulses,
+    Refused,
+    Report,
+    Started,
+    Startup,
+    Stepped,
+    Submit,
+    death_file,
+    decode_order,
+    encode,
+    orders_address,
+    reports_address,
+)
+from phalanx.weights.checkpoint import locate
+from phalanx.weights.load import Progress
+
+Start = Callable[[EngineConfig, Path, Progress], Engine]
+
+_LOADING_STEPS = 50
+
+
+def main(start: Start = start_engine) -> None:
+    """Read the start-up line, load, serve until the other end of standard input closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    startup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Startup)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context, folder = zmq.Context(), Path(startup.folder)
+    orders = Receiver(context, orders_address(folder), startup.token)
+    reports = Sender(context, reports_address(folder), startup.token)
+    try:
+        engine = start(startup.config, locate(startup.config.model), _telling(reports))
+        pulses = Sender(context, reports_address(folder), startup.token)
+        EngineLoop(engine, orders, reports, pulses).run()
+    except BaseException as error:
+        death_file(folder).write_bytes(msgspec.json.encode(_cause(error)))
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _telling(reports: Sender) -> Progress:
+    """Progress of loading, told in steps of a few percent."""
+    told = -1
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        part = done * _LOADING_STEPS // max(total, 1)
+        if part != told:
+            told = part
+            reports.send(encode(Loading(done, total)))
+
+    return tell
+
+
+def _cause(error: BaseException) -> Death:
+    if isinstance(error, PhalanxError):
+        return Death(error.code, error.found, error.fix)
+    trace = "".join(traceback.format_exception(error))
+    return Death("engine_failed", f"The engine raised {type(error).__name__}: {error}\n{trace}", "This is a bug.")
+
+
+class EngineLoop:
+    """Takes orders between steps, reports every step's tokens in one message."""
+
+    def __init__(self, engine: Engine, orders: Receiver, reports: Sender, pulses: Sender) -> None:
+        self.engine = engine
+        self._orders = orders
+        self._reports = reports
+        self._pulses = pulses
+        self._pulse = Pulse(rank=0)
+        self._ids: dict[int, int] = {}
+        self._engine_ids: dict[int, int] = {}
+
+    def run(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self._tell(self._started())
+        every_beat(lambda: self._pulses.send(encode(Pulses([self._pulse.beat(), *self.engine.runner.beats()]))))
+        while True:
+            self._take_orders()
+            if self.engine.has_work:
+                with self._pulse.step(self.engine.totals.steps + 1):
+                    tokens = self._step()
+                self._tell(Stepped(tokens, self._books()))
+
+    def _tell(self, report: Report) -> None:
+        self._reports.send(encode(report))
+
+    def _take_orders(self) -> None:
+        """All orders that have come; if there is nothing to run, wait for one."""
+        frames = self._orders.receive(0 if self.engine.has_work else None)
+        while frames is not None:
+            self._take(decode_order(frames[0]))
+            frames = self._orders.receive(0)
+
+    def _take(self, order: Order) -> None:
+        if isinstance(order, Cancel):
+            engine_id = self._engine_ids.pop(order.id, None)
+            if engine_id is not None:
+                del self._ids[engine_id]
+                self.engine.cancel(engine_id)
+                self._tell(Stepped([], self._books()))
+            return
+        try:
+            self._add(order)
+        except PhalanxError as error:
+            self._tell(Refused(order.id, error.code, error.found, error.fix))
+
+    def _add(self, order: Submit) -> None:
+        request = self.engine.add(order.prompt, order.params, order.salt)
+        self._ids[request.id] = order.id
+        self._engine_ids[order.id] = request.id
+
+    def _step(self) -> list[NewToken]:
+        tokens = []
+        for output in self.engine.step():
+            id = self._ids[output.request_id]
+            if output.finish_reason is not None:
+                del self._ids[output.request_id], self._engine_ids[id]
+            tokens.append(
+                NewToken(id, output.token, output.finish_reason, output.cached_tokens, output.queued_s, output.logprobs)
+            )
+        return tokens
+
+    def _started(self) -> Started:
+        scheduler = self.engine.scheduler
+        return Started(
+            vocab=self.engine.vocab,
+            max_model_len=scheduler.limits.max_model_len,
+            max_num_seqs=scheduler.limits.max_num_seqs,
+            num_blocks=scheduler.pool.num_blocks,
+            block_size=scheduler.pool.block_size,
+            stop_tokens=sorted(scheduler.eos_token_ids),
+        )
+
+    def _books(self) -> Books:
+        scheduler = self.engine.scheduler
+        return Books(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=scheduler.pool.available,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            totals=self.engine.totals,
+        )
+
+
+if __name__ == "__main__":
+    main()

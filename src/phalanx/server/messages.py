@@ -1,0 +1,123 @@
+"""What the API process and the engine process say to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from phalanx.engine.core import Totals
+from phalanx.engine.plan import Beat, TokenLogprobs
+from phalanx.engine.sampling import SamplingParams
+from phalanx.runtime.config import EngineConfig
+
+
+class Startup(msgspec.Struct, frozen=True):
+    """The one line an engine process reads from its standard input."""
+
+    config: EngineConfig
+    folder: str
+    token: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: str | None = None
+    grammar: bytes | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+Order = Submit | Cancel
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of weights loaded so far, and in all."""
+
+    done: int
+    total: int
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests, within these sizes."""
+
+    vocab: int
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    stop_tokens: list[int]
+
+
+class NewToken(msgspec.Struct, array_like=True, frozen=True):
+    """A token of request `id`, with what the engine's `Output` says of it."""
+
+    id: int
+    token: int
+    finish_reason: str | None
+    cached_tokens: int
+    queued_s: float
+    logprobs: TokenLogprobs | None = None
+
+
+class Books(msgspec.Struct, array_like=True, frozen=True):
+    """The scheduler's counts after a step."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    totals: Totals
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    tokens: list[NewToken]
+    books: Books
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request the engine will not run."""
+
+    id: int
+    code: str
+    found: str
+    fix: str
+
+
+class Pulses(msgspec.Struct, frozen=True, tag=True):
+    """Signs of life that have arrived from the ranks."""
+
+    beats: list[Beat]
+
+
+class Death(msgspec.Struct, frozen=True):
+    """Why the engine ended: left behind in a file, since sockets end with their process."""
+
+    code: str
+    found: str
+    fix: str
+
+
+Report = Loading | Started | Stepped | Refused | Pulses
+
+encode = msgspec.msgpack.encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def death_file(folder: Path) -> Path:
+    return folder / "death.json"
+
+
+def orders_address(folder: Path) -> str:
+    return f"ipc://{folder}/api-orders"
+
+
+def reports_address(folder: Path) -> str:
+    return f"ipc://{folder}/api-reports"

@@ -1,0 +1,141 @@
+"""Metrics for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from phalanx.engine.core import Totals
+from phalanx.server.messages import Books, Stepped
+
+if TYPE_CHECKING:
+    from phalanx.server.answer import Answer
+
+disable_created_metrics()
+
+_PARTS = ("schedule", "launch", "device", "all_reduce", "sample")
+_TOKEN_SECONDS = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04),
+    *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10),
+)
+_FIRST_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75),
+    *(1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640),
+)
+_REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+
+
+class MetricSet:
+    """The metrics under one prefix. What both have is named as vLLM's dashboards expect it."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, model: str) -> None:
+        labels, values = ["model_name", "engine"], [model, "0"]
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(prefix + name, text, labels, registry=registry).labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=registry).labels(*values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, text, labels, buckets=buckets, registry=registry).labels(*values)
+
+        self.running = gauge("num_requests_running", "Requests in the batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests waiting for room in the batch.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1.")
+        self.preemptions = counter("num_preemptions", "Requests put back because KV blocks ran out.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            prefix + "request_success", "Answers by how they ended.", [*labels, "finished_reason"], registry=registry
+        )
+        self._values = values
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_SECONDS)
+        self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
+        self.whole = histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to first step.", _REQUEST_SECONDS)
+        self.prefill_time = histogram("request_prefill_time_seconds", "First step to first token.", _REQUEST_SECONDS)
+        self.decode_time = histogram("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens a request.", _TOKENS)
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
+
+    def success(self, reason: str) -> Counter:
+        return self._success.labels(*self._values, reason)
+
+
+class Metrics:
+    """Hears of steps and of answers; told twice under `vllm:` where dashboards made for vLLM are to go on working."""
+
+    def __init__(self, model: str, vllm_names: bool) -> None:
+        self._registry = CollectorRegistry()
+        prefixes = ["phalanx:", *(["vllm:"] if vllm_names else [])]
+        self._sets = [MetricSet(self._registry, prefix, model) for prefix in prefixes]
+        parts = Counter(
+            "phalanx:step_seconds", "Seconds of steps by part.", ["model_name", "part"], registry=self._registry
+        )
+        self._parts = {part: parts.labels(model, part) for part in _PARTS}
+        self._steps = Counter("phalanx:steps", "Steps run.", ["model_name"], registry=self._registry).labels(model)
+        self._blocks = 1
+        self._last: Books | None = None
+
+    def engine_started(self, num_blocks: int) -> None:
+        """A new engine counts from zero."""
+        self._blocks = num_blocks
+        self._last = None
+
+    def stepped(self, report: Stepped) -> None:
+        books, last = report.books, self._last or Books(0, 0, 0, 0, 0, 0, Totals())
+        steps = books.totals.steps - last.totals.steps
+        self._steps.inc(steps)
+        for part, counter in self._parts.items():
+            counter.inc(getattr(books.totals, f"{part}_s") - getattr(last.totals, f"{part}_s"))
+        for each in self._sets:
+            each.running.set(books.running)
+            each.waiting.set(books.waiting)
+            each.kv_usage.set(1 - books.free_blocks / self._blocks)
+            each.preemptions.inc(books.preemptions - last.preemptions)
+            each.prefix_queries.inc(books.prefix_queries - last.prefix_queries)
+            each.prefix_hits.inc(books.prefix_hits - last.prefix_hits)
+            each.generation_tokens.inc(len(report.tokens))
+            if steps:
+                each.step_tokens.observe((books.totals.tokens - last.totals.tokens) / steps)
+        self._last = books
+
+    def first_token(self, after_s: float) -> None:
+        for each in self._sets:
+            each.first_token.observe(after_s)
+
+    def next_token(self, after_s: float) -> None:
+        for each in self._sets:
+            each.token_gap.observe(after_s)
+
+    def answered(self, answer: Answer) -> None:
+        """An answer has ended, well or not."""
+        now = time.perf_counter()
+        for each in self._sets:
+            each.prompt_tokens.inc(answer.prompt_tokens)
+            each.request_prompt.observe(answer.prompt_tokens)
+            each.request_output.observe(answer.output_tokens)
+            each.whole.observe(now - answer.arrived)
+            for choice in answer.choices:
+                each.success(choice.finish_reason or "abort").inc()
+                if choice.first_at is not None and choice.last_at is not None:
+                    each.queue_time.observe(choice.queued_s)
+                    each.prefill_time.observe(max(choice.first_at - answer.arrived - choice.queued_s, 0.0))
+                    each.decode_time.observe(choice.last_at - choice.first_at)
+
+    def expose(self) -> bytes:
+        return generate_latest(self._registry)

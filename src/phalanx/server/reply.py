@@ -1,0 +1,132 @@
+"""Reply: runs an answer while it is sent, as a stream of events or as one body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx.server.answer import Answer, Piece
+from phalanx.server.engine_client import EngineClient
+from phalanx.server.errors import ApiError
+
+_DONE = b"data: [DONE]\n\n"
+_GONE = ApiError(499, "The client has gone.", "client_gone")
+
+
+class Format(Protocol):
+    """How an endpoint writes an answer."""
+
+    def chunk(self, piece: Piece) -> object:
+        """A piece as the object of one event."""
+        ...
+
+    def usage_chunk(self, usage: dict[str, object]) -> object: ...
+
+    def body(self, pieces: list[Piece], answer: Answer) -> object:
+        """The whole answer, from all its pieces."""
+        ...
+
+
+class Reply(Response):
+    """Sends an answer. `on_finish` hears how it ended: None for well, else the error."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        engine: Callable[[], EngineClient],
+        format: Format,
+        stream: bool,
+        include_usage: bool,
+        timeout_s: float,
+        headers: dict[str, str],
+        on_finish: Callable[[Answer, ApiError | None], None],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.answer = answer
+        self._engine = engine
+        self._format = format
+        self._stream = stream
+        self._include_usage = include_usage
+        self._timeout_s = timeout_s
+        self._own_headers = headers
+        self._on_finish = on_finish
+        self._begun = False
+        self._writing = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        watcher = asyncio.create_task(self._watch(receive))
+        outcome: ApiError | None = None
+        try:
+            outcome = await self._run()
+            if outcome is not None and self._writing:
+                scope["extensions"]["abort"]()
+            elif outcome is not None:
+                await self._tell(outcome)
+        finally:
+            watcher.cancel()
+            self._on_finish(self.answer, outcome)
+
+    async def _run(self) -> ApiError | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await (self._send_stream() if self._stream else self._send_whole())
+        except ApiError as error:
+            return error
+        except TimeoutError:
+            return ApiError(504, f"The answer was not complete after {self._timeout_s:g} s.", "request_timeout")
+        return None
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.answer.mailbox.close(_GONE)
+
+    async def _send_stream(self) -> None:
+        async for pieces in self.answer.pieces(self._engine()):
+            events = b"".join(event(self._format.chunk(piece)) for piece in pieces)
+            if events:
+                await self._write(events)
+        last = event(self._format.usage_chunk(self.answer.usage())) if self._include_usage else b""
+        await self._write(last + _DONE, more=False)
+
+    async def _send_whole(self) -> None:
+        pieces: list[Piece] = []
+        async for some in self.answer.pieces(self._engine()):
+            pieces += some
+        await self._send_json(200, self._format.body(pieces, self.answer), {})
+
+    async def _tell(self, error: ApiError) -> None:
+        """As a status where nothing has been sent yet, else as a last event."""
+        if self._begun:
+            await self._write(event(error.body) + _DONE, more=False)
+        else:
+            await self._send_json(error.status_code, error.body, dict(error.headers or {}))
+
+    async def _write(self, body: bytes, more: bool = True) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            await self._send_start(200, headers)
+        self._writing = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing = False
+
+    async def _send_json(self, status: int, content: object, headers: dict[str, str]) -> None:
+        body = msgspec.json.encode(content)
+        await self._send_start(status, {"content-type": "application/json", "content-length": str(len(body))} | headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _send_start(self, status: int, headers: dict[str, str]) -> None:
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in (self._own_headers | headers).items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

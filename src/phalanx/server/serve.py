@@ -1,0 +1,161 @@
+"""`phalanx serve`: the API process, from the socket to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+import uvloop
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from phalanx import __version__
+from phalanx.errors import ConfigError, EngineDeadError
+from phalanx.runtime.config import EngineConfig
+from phalanx.server.engine_client import ENGINE_MODULE, Launch
+from phalanx.server.errors import ApiError
+from phalanx.server.guard import Guard
+from phalanx.server.http import PROTOCOL
+from phalanx.server.messages import Started
+from phalanx.server.metrics import Metrics
+from phalanx.server.options import ServeOptions, default_name
+from phalanx.server.supervisor import Supervisor
+
+log = logging.getLogger("phalanx.server")
+
+_SHUTDOWN_MARGIN_S = 5
+_KEEP_ALIVE_S = 60
+
+
+def serve(config: EngineConfig, options: ServeOptions, engine_module: str = ENGINE_MODULE) -> int:
+    """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    with _listen(options) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(ApiServer(config, options, engine_module).run(listener))
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            "cannot_listen", f"{options.host}:{options.port}: {error.strerror}.", "Choose another --host or --port."
+        ) from None
+
+
+class ApiServer:
+    """Ties the HTTP server, the supervisor and the process's signals together."""
+
+    def __init__(self, config: EngineConfig, options: ServeOptions, engine_module: str) -> None:
+        self._config = config
+        self._options = options
+        self._name = options.served_name or default_name(config.model)
+        self._metrics = Metrics(self._name, options.vllm_metrics)
+        launch = Launch(config, options.step_timeout_s, engine_module)
+        self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)
+        self._http: _HttpServer | None = None
+
+    async def run(self, listener: socket.socket) -> int:
+        """The engine process starts first: this one gets ready while it loads."""
+        self._address = listener.getsockname()[:2]
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop)
+        supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
+        try:
+            self._http = _HttpServer(await asyncio.to_thread(self._http_config))
+            return await self._serve(listener, supervising)
+        finally:
+            supervising.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await supervising
+
+    async def _serve(self, listener: socket.socket, supervising: asyncio.Task[EngineDeadError]) -> int:
+        assert self._http is not None
+        self._http.should_exit = self._supervisor.state == "draining"
+        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        self._announce()
+        await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
+        if not supervising.done():
+            log.info("stopped")
+            return 0
+        self._http.should_exit = True
+        await serving
+        death = supervising.result()
+        log.error("%s: %s", death.code, death)
+        return 1
+
+    def _http_config(self) -> uvicorn.Config:
+        """Imports what takes long, and the tokenizer."""
+        from phalanx.server.app import create_app
+        from phalanx.server.service import build_service
+
+        options = self._options
+        service = build_service(self._name, self._config, options, self._supervisor, self._metrics)
+        app: ASGIApp = Guard(create_app(service), options.api_keys, options.max_body_bytes)
+        if options.cors_origins:
+            app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+        config = uvicorn.Config(
+            app,
+            **PROTOCOL,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+        )
+        config.load()
+        return config
+
+    def _stop(self) -> None:
+        """The first signal lets running requests finish in time; the second does not."""
+        if self._supervisor.state == "draining":
+            self._end_requests()
+            return
+        wait = self._options.drain_timeout_s
+        log.info("stopping: %d requests may finish within %g s", self._supervisor.client.live, wait)
+        self._supervisor.drain()
+        if self._http is not None:
+            self._http.should_exit = True
+        asyncio.get_running_loop().call_later(wait, self._end_requests)
+
+    def _end_requests(self) -> None:
+        self._supervisor.client.close_mailboxes(ApiError(503, "The server is stopping.", "server_stopping"))
+
+    def _engine_started(self, started: Started) -> None:
+        self._metrics.engine_started(started.num_blocks)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Once both the engine and the HTTP server are there."""
+        started = self._supervisor.client.started
+        if started is None or self._http is None:
+            return
+        scheme = "https" if self._options.tls_cert else "http"
+        host, port = self._address
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        key = " -H 'authorization: Bearer KEY'" if self._options.api_keys else ""
+        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'
+        print(
+            f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
+            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of KV cache)\n\n"
+            f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n",
+            flush=True,
+        )
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to ApiServer."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

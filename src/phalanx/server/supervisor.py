@@ -1,0 +1,82 @@
+"""Supervisor: keeps an engine alive, and says whether the server can take a request now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from phalanx.errors import EngineDeadError
+from phalanx.server.engine_client import EngineClient, Launch
+from phalanx.server.errors import ApiError
+from phalanx.server.messages import Started, Stepped
+
+log = logging.getLogger("phalanx.server")
+
+_LONGEST_PAUSE_S = 60.0
+
+
+class Supervisor:
+    """Starts the engine, and again after a death, at most `restarts` times, each time after a longer pause.
+
+    An engine that dies before it ever took a request is not tried again: the same start would fail the same way.
+    """
+
+    def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
+        self.state = "starting"
+        self.restarts_left = restarts
+        self._launch = launch
+        self._max_queued = max_queued
+        self._on_step = on_step
+        self.client = EngineClient(launch, on_step)
+
+    async def run(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
+        """Returns when the engine is dead for good."""
+        pause = 1.0
+        while True:
+            death = await self._live(on_ready)
+            if self.state == "dead":
+                return death
+            self.restarts_left -= 1
+            log.error("%s: %s", death.code, death)
+            log.warning("starting the engine again in %.0f s, %d more times at most", pause, self.restarts_left)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self.client = EngineClient(self._launch, self._on_step)
+
+    async def _live(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
+        """One life of the engine. Whatever was running at its end hears of it."""
+        client = self.client
+        try:
+            try:
+                started = await client.start()
+                if self.state != "draining":
+                    self.state = "ready"
+                on_ready(started)
+                death = await client.death()
+            except EngineDeadError as error:
+                death = error
+            stillborn = self.state == "starting"
+            self.state = "dead" if stillborn or self.restarts_left == 0 else "restarting"
+            client.close_mailboxes(ApiError.of(death))
+            return death
+        finally:
+            await client.stop()
+
+    def admit(self, choices: int) -> EngineClient:
+        """The engine to give a request of this many choices to; an ApiError if it cannot be taken now."""
+        if self.state != "ready" or self.client.started is None:
+            raise ApiError(503, f"The server is {self.state}.", f"server_{self.state}", headers={"retry-after": "1"})
+        room = self.client.started.max_num_seqs + self._max_queued
+        if self.client.live + choices > room:
+            raise ApiError(
+                429,
+                f"{self.client.live} requests wait or run and {choices} more would exceed {room}.",
+                "queue_full",
+                headers={"retry-after": "1"},
+            )
+        return self.client
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.state = "draining"

@@ -1,0 +1,52 @@
+"""A tiny model with a tokenizer and a chat template, and servers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import VOCAB, make_checkpoint
+from tests.server.running import Server, running
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Byte-level BPE with as many tokens as the tiny models have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = Path(__file__).parents[2] / "README.md"
+    raw.train_from_iterator([text.read_text()], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_chat")
+    make_checkpoint("llama", folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that leave it as they found it: two ranks, small KV cache, hermes tools."""
+    options = ("--tp", "2", "--served-model-name", "tiny", "--tool-call-parser", "hermes", "--max-num-seqs", "16")
+    with running(tiny_chat, tmp_path_factory.mktemp("server"), *options) as started:
+        yield started

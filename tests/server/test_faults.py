@@ -1,0 +1,233 @@
+"""Ranks that die or hang, clients that leave or do not read, and signals: what is promised happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.running import Server, eventually, running
+
+LONG = {"prompt": "abc", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+def stream(server: Server, body: dict | None = None) -> list[str]:
+    """The events of a streamed completion, without `data: `."""
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json=(body or LONG) | {"stream": True}, timeout=120
+    ) as answer:
+        return [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+
+
+def books_balance(server: Server) -> bool:
+    body = server.health().json()
+    return body["requests"] == 0 and body["kv_blocks"]["free"] == body["kv_blocks"]["total"]
+
+
+def wait_until_running(server: Server, requests: int = 1) -> None:
+    """Requests are in steps: some rank has gone on since we began to look."""
+    before = server.health().json()["ranks"][0]["step"]
+    assert eventually(
+        lambda: (body := server.health().json())["requests"] >= requests and body["ranks"][0]["step"] > before + 2
+    )
+
+
+@pytest.fixture(scope="module")
+def lasting(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that the tests below do not end."""
+    options = ("--tp", "2", "--max-num-seqs", "4", "--max-queued-requests", "2", "--request-timeout", "30")
+    with running(tiny_chat, tmp_path_factory.mktemp("lasting"), *options) as server:
+        yield server
+
+
+def test_a_killed_rank_ends_streams_with_an_error_and_the_process_with_its_cause(
+    tiny_chat: Path, tmp_path: Path
+) -> None:
+    with running(tiny_chat, tmp_path, "--tp", "2") as server, ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, server) for _ in range(4)]
+        wait_until_running(server, 4)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.rank(1).send_signal(signal.SIGKILL)
+        for events in [future.result(60) for future in streams]:
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["error"]["type"] == "server_error"
+        assert server.process.wait(60) == 1
+        last = server.text.strip().splitlines()[-1]
+        assert "rank_died" in last
+        assert "Rank 1 was killed by signal 9" in last
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--tp", "2") as server, ThreadPoolExecutor(1) as pool:
+        events = pool.submit(stream, server)
+        wait_until_running(server)
+        rank = server.rank(1)
+        rank.send_signal(signal.SIGSTOP)
+        assert eventually(lambda: server.health().status_code == 503)
+        ranks = {each["rank"]: each for each in server.health().json()["ranks"]}
+        assert ranks[1]["stuck"]
+        assert ranks[1]["beat_age_s"] > 5
+        assert ranks[0]["beat_age_s"] < 5
+        rank.send_signal(signal.SIGCONT)
+        assert eventually(lambda: server.health().status_code == 200)
+        assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
+        assert eventually(lambda: books_balance(server))
+        assert server.stop() == 0
+
+
+def test_an_engine_that_hangs_is_ended_and_the_rank_is_named(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--tp", "2", "--step-timeout", "7") as server, ThreadPoolExecutor(1) as pool:
+        events = pool.submit(stream, server)
+        wait_until_running(server)
+        server.rank(1).send_signal(signal.SIGSTOP)
+        assert "error" in json.loads(events.result(60)[-2])
+        assert server.process.wait(60) == 1
+        assert "rank_stuck: Rank 1 gave no sign of life" in server.text.strip().splitlines()[-1]
+
+
+def test_a_dead_engine_is_started_again_as_often_as_allowed(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--restart", "1") as server:
+        ready = lambda: httpx.get(server.url + "/ready").status_code == 200  # noqa: E731
+        assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
+        server.engine().kill()
+        assert eventually(lambda: not ready())
+        refused = httpx.post(server.url + "/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert eventually(ready, within=120)
+        assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
+        server.engine().kill()
+        assert server.process.wait(60) == 1
+        assert "killed by signal 9" in server.text.strip().splitlines()[-1]
+
+
+def test_sigterm_lets_a_stream_finish_and_takes_no_more(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path) as server, ThreadPoolExecutor(1) as pool, server.client() as kept_open:
+        assert kept_open.get("/live").status_code == 200
+        events = pool.submit(stream, server)
+        wait_until_running(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "stopping" in server.text)
+        with pytest.raises(httpx.TransportError):
+            httpx.post(server.url + "/v1/completions", json=LONG)
+        finished = events.result(60)
+        assert json.loads(finished[-2])["choices"][0]["finish_reason"] == "length"
+        assert finished[-1] == "[DONE]"
+        assert server.process.wait(30) == 0
+
+
+def test_what_outlasts_the_drain_timeout_is_ended_with_an_error(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--drain-timeout", "0.2") as server, ThreadPoolExecutor(1) as pool:
+        events = pool.submit(stream, server)
+        wait_until_running(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert json.loads(events.result(30)[-2])["error"]["code"] == "server_stopping"
+        assert server.process.wait(30) == 0
+
+
+def test_a_server_that_is_told_to_stop_takes_its_engine_with_it(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path) as server:
+        assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
+        engine = server.engine()
+        assert server.stop() == 0
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--tp", "2") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        running_now = [pool.submit(stream, lasting) for _ in range(6)]
+        assert eventually(lambda: lasting.health().json()["requests"] == 6)
+        refused = httpx.post(lasting.url + "/v1/completions", json=LONG)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert all(future.result(120)[-1] == "[DONE]" for future in running_now)
+    assert eventually(lambda: books_balance(lasting))
+
+
+@pytest.mark.parametrize("after_bytes", [0, 1, 2000], ids=["before the first token", "at once", "mid-stream"])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int, streamed: bool) -> None:
+    host, port = lasting.url.removeprefix("http://").split(":")
+    body = json.dumps(LONG | {"stream": streamed, "n": 2}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        if after_bytes:
+            assert eventually(lambda: lasting.health().json()["requests"] > 0)
+        if streamed:
+            read = 0
+            while read < after_bytes:
+                read += len(connection.recv(4096))
+    assert eventually(lambda: books_balance(lasting), within=10)
+    assert "client_gone" in lasting.text
+
+
+def test_half_a_body_and_then_nothing_leaves_nothing_behind(lasting: Server) -> None:
+    host, port = lasting.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert lasting.health().status_code == 200
+    assert eventually(lambda: books_balance(lasting))
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(tiny_chat: Path, tmp_path: Path) -> None:
+    """Every event is made large (logprobs), so that the sockets fill up."""
+    body = json.dumps(LONG | {"stream": True, "n": 16, "logprobs": 20, "max_tokens": 450}).encode()
+    with running(tiny_chat, tmp_path, "--request-timeout", "20") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(body) + body
+            )
+            assert eventually(lambda: server.health().json()["requests"] > 0)
+            assert eventually(lambda: books_balance(server), within=60)
+            assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
+            assert eventually(
+                lambda: "reason=request_timeout" in server.text or "reason=slow_reader" in server.text, 60
+            )
+
+
+def test_a_request_that_takes_too_long_is_ended(tiny_chat: Path, tmp_path: Path) -> None:
+    with running(tiny_chat, tmp_path, "--request-timeout", "0.3") as server:
+        late = httpx.post(server.url + "/v1/completions", json=LONG | {"n": 8}, timeout=60)
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "request_timeout"
+        events = stream(server, LONG | {"n": 8})
+        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+        assert eventually(lambda: books_balance(server))
+        assert server.health().status_code == 200
+
+
+def test_a_port_in_use_and_a_model_that_cannot_be_served_are_said_at_once(tiny_chat: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(AssertionError, match=f"cannot_listen: 127.0.0.1:{port}"),
+            running(tiny_chat, tmp_path, "--port", str(port)),
+        ):
+            pass
+    with pytest.raises(AssertionError, match=r"error .*config.json"), running(tmp_path, tmp_path):
+        pass

@@ -1,0 +1,180 @@
+"""Keys, bounds and defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from phalanx.server import guard
+from phalanx.server.guard import Guard
+from tests.server.running import Server, running
+
+ROUTES = [
+    "/ready",
+    "/health",
+    "/metrics",
+    "/version",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/openapi.json",
+    "/nothing",
+    "/",
+]
+POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def status_of(keys: list[str], path: str, *headers: tuple[bytes, bytes]) -> int:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "path": path, "method": "GET", "headers": list(headers)}
+    await Guard(hello, keys, max_body=1000)(scope, receive, send)
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("path", "authorization", "status"),
+    [
+        ("/live", None, 200),
+        ("/v1/models", None, 401),
+        ("/v1/models", b"Bearer one", 200),
+        ("/v1/models", b"bearer two", 200),
+        ("/v1/models", b"Bearer one two", 401),
+        ("/v1/models", b"Bearer on", 401),
+        ("/v1/models", b"Bearer onee", 401),
+        ("/v1/models", b"Bearer ", 401),
+        ("/v1/models", b"Basic one", 401),
+        ("/v1/models", b"one", 401),
+        ("/live/", None, 401),
+        ("//live", None, 401),
+        ("/LIVE", None, 401),
+        ("/v1/../live", None, 401),
+    ],
+)
+def test_a_key_opens_everything_and_without_one_only_live_is_open(
+    path: str, authorization: bytes | None, status: int
+) -> None:
+    headers = [(b"authorization", authorization)] if authorization is not None else []
+    assert asyncio.run(status_of(["one", "two"], path, *headers)) == status
+    assert asyncio.run(status_of([], path, *headers)) == 200
+
+
+def test_every_key_is_compared_by_digest_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A match does not end the comparing, so the time does not tell which key it was."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return left == right
+
+    monkeypatch.setattr(guard, "compare_digest", compare)
+    assert asyncio.run(status_of(["one", "two", "three"], "/x", (b"authorization", b"Bearer one"))) == 200
+    assert len(compared) == 3
+    assert all(len(left) == len(right) == 32 for left, right in compared)
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text("from-file\n\nanother\n")
+    certificate, key = make_certificate(folder)
+    options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
+    tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
+    with running(tiny_chat, folder, *options, *tls) as server:
+        yield server, certificate
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+def test_every_route_of_a_real_server_needs_the_key(locked: tuple[Server, Path]) -> None:
+    server, certificate = locked
+    assert server.url.startswith("https://127.0.0.1:")
+    trust = ssl.create_default_context(cafile=str(certificate))
+    with httpx.Client(base_url=server.url, verify=trust, timeout=60) as client:
+        assert client.get("/live").status_code == 200
+        for path in ROUTES:
+            assert client.get(path).status_code == 401, path
+        for path in POSTS:
+            refused = client.post(path, json={})
+            assert refused.status_code == 401, path
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        for key in ("from-flag", "from-file", "another"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+            assert client.get("/metrics", headers=headers).status_code == 200
+    assert "from-flag" not in server.text
+    assert "from-file" not in server.text
+
+
+def test_cors_is_for_the_origins_that_were_named(locked: tuple[Server, Path], server: Server) -> None:
+    secure, certificate = locked
+    trust = ssl.create_default_context(cafile=str(certificate))
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with httpx.Client(base_url=secure.url, verify=trust) as client:
+        named = client.options("/v1/models", headers={"origin": "https://app.example"} | preflight)
+        assert named.headers["access-control-allow-origin"] == "https://app.example"
+        other = client.options("/v1/models", headers={"origin": "https://evil.example"} | preflight)
+        assert "access-control-allow-origin" not in other.headers
+    plain = httpx.get(server.url + "/v1/models", headers={"origin": "https://app.example"})
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_it_listens_on_loopback_unless_told(server: Server) -> None:
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "options", [("--api-key", ""), ("--api-key-file", "/dev/null"), ("--api-key-file", "/nowhere")]
+)
+def test_an_empty_key_does_not_open_the_server(tiny_chat: Path, tmp_path: Path, options: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError, match="error bad_option"), running(tiny_chat, tmp_path, *options):
+        pass
+
+
+def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.05)
+
+    async def never() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def read_body(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+
+    async def send(message: Message) -> None:
+        return None
+
+    async def run() -> None:
+        scope = {"type": "http", "path": "/x", "method": "POST", "headers": []}
+        await Guard(read_body, [], max_body=10)(scope, never, send)
+
+    with pytest.raises(Exception, match="not complete") as caught:
+        asyncio.run(run())
+    assert caught.value.status_code == 408  # type: ignore[attr-defined]
