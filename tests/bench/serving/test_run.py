@@ -123,6 +123,7 @@ def test_a_role_chunk_on_accept_does_not_fake_the_first_token(server: FakeServer
     found = json.loads(file.read_text())
     assert found["mean_ttft_ms"] >= 50
     assert found["mean_tpot_ms"] is None
+    assert found["request_goodput"] is None
 
 
 def test_a_key_is_sent_and_never_printed(server: FakeServer, tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_the_bar_is_only_for_terminals(server: FakeServer, monkeypatch: pytest.M
         shown[terminal] = out.getvalue()
     assert "tok/s" in shown[True].partition("6 ok")[0]
     assert "0 failed" in shown[True].partition("6 ok")[0]
-    assert shown[False].lstrip().startswith("fake-model at")
+    assert shown[False].startswith("fake-model at")
     assert "\x1b" not in shown[False]
 
 

@@ -20,7 +20,8 @@ clock = time.perf_counter
 
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=30)
 _KEEP_ALIVE = 4.0  # uvicorn drops idle connections after 5 s: be first, or a request meets a closed one
-_SENT_IN = {"completions": "prompt", "chat": "messages"}
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_PROMPT_FIELDS = {"completions": "prompt", "chat": "messages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Client:
         self.max_model_len = model.max_model_len
         self._session = session
         self._options = options
-        self._prompt_field = _SENT_IN[options.endpoint]
-        self._path = f"{options.root}/v1/{'chat/' * (options.endpoint == 'chat')}completions"
+        self._prompt_field = _PROMPT_FIELDS[options.endpoint]
+        self._url = options.root + _PATHS[options.endpoint]
         self._timeout = aiohttp.ClientTimeout(total=options.timeout)
         self._encode = msgspec.json.Encoder().encode
         self._fields: dict[str, Any] = {
@@ -75,7 +76,7 @@ class Client:
         trace.prompt_tokens = query.prompt_tokens
         trace.sent = clock()
         try:
-            async with self._session.post(self._path, data=body, timeout=self._timeout) as response:
+            async with self._session.post(self._url, data=body, timeout=self._timeout) as response:
                 if response.status == 200:
                     await _read(response, trace)
                 else:

@@ -189,9 +189,13 @@ class Options:
         if self.dataset == "sharegpt" and self.dataset_path is None:
             raise _bad("--dataset sharegpt has no file.", "Name it with --dataset-path FILE.json.")
         for flag, path in (("--json", self.json_file), ("--save-plot", self.plot_file)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise _bad(f"{flag} is {path}, in a folder that does not exist.", "Make the folder first.")
-        if self.plot_file is not None and find_spec("matplotlib") is None:
+            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+                raise _bad(f"{flag} is {path}.", "Name a file in a folder that exists.")
+        if self.plot_file is None:
+            return
+        if self.plot_file.suffix != ".png":
+            raise _bad(f"--save-plot is {self.plot_file}.", "Name a .png file.")
+        if find_spec("matplotlib") is None:
             raise _bad("--save-plot needs matplotlib.", "pip install matplotlib")
 
 
