@@ -1,0 +1,1 @@
+"""`phalanx bench serve`: load on an OpenAI-compatible server, and what it delivers."""

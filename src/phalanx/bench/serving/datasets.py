@@ -1,0 +1,123 @@
+"""What is asked: queries for the server, and the notes a reader needs to judge them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from phalanx.bench.serving.client import Client, Query
+from phalanx.bench.serving.options import Options
+from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Each is one token, with the blank before it, in the vocabularies in use.
+WORDS = """time people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work night point home water room mother area money story fact month
+lot right study book eye job word business issue side kind head house service friend father power hour game line"""
+
+# Rare words and many scripts, so that the tokens reach far into a vocabulary.
+PROBE = """photosynthesis antidisestablishmentarianism Massachusetts ArrayList zygote Xylophone quokka Übergrößenträger
+déjà vu Привет мир 你好世界 こんにちは 안녕하세요 مرحبا नमस्ते ελληνικά 🙂 {}();"""
+
+_FALLBACK_VOCABULARY = 10_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Warm-up has prompts (and a shared prefix) of its own: what is measured was never seen by the server."""
+
+    queries: list[Query]
+    warmup: list[Query]
+    notes: list[str]
+
+
+async def make_workload(options: Options, client: Client) -> Workload:
+    """The same options make the same workload."""
+    if options.dataset == "sharegpt":
+        from phalanx.bench.serving.sharegpt import sample
+
+        return await sample(options, client)
+    return await _random(options, client)
+
+
+async def _random(options: Options, client: Client) -> Workload:
+    """Random prompts, after a prefix they share if the dataset is `shared-prefix`."""
+    shared = options.dataset == "shared-prefix"
+    prefix_len = options.prefix_len if shared else 0
+    _check_room(prefix_len + options.input_len + options.answer_len, client.max_model_len)
+    symbols, note = await _symbols(options, client)
+    rng = np.random.default_rng(options.seed)
+
+    def make(count: int) -> list[Query]:
+        prefix = rng.choice(symbols, prefix_len).tolist()
+        inputs = _lengths(rng, options.input_len, options.range_ratio, count)
+        outputs = _lengths(rng, options.answer_len, options.range_ratio, count)
+        prompts = [_prompt(options, prefix, rng.choice(symbols, length).tolist()) for length in inputs]
+        return [
+            Query(prompt, prefix_len + length, output, agent=index % options.agents if shared else None)
+            for index, (prompt, length, output) in enumerate(zip(prompts, inputs, outputs, strict=True))
+        ]
+
+    return Workload(make(options.requests), make(options.warmup), [note])
+
+
+def _lengths(rng: np.random.Generator, longest: int, ratio: float, count: int) -> list[int]:
+    """Uniform from `ratio` of the longest up to the longest."""
+    return rng.integers(math.ceil(ratio * longest), longest, size=count, endpoint=True).tolist()
+
+
+def _prompt(options: Options, prefix: list[Any], own: list[Any]) -> msgspec.Raw:
+    """Token ids as they are; words as a user's message, after the prefix as the system's."""
+    if options.endpoint == "completions":
+        return in_json(prefix + own)
+    system = [{"role": "system", "content": " ".join(prefix)}] if prefix else []
+    return in_json([*system, {"role": "user", "content": " ".join(own)}])
+
+
+def in_json(content: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(content))
+
+
+async def _symbols(options: Options, client: Client) -> tuple[np.ndarray, str]:
+    """What prompts are made of (token ids, or words of a token each), and where that is known from."""
+    if options.endpoint == "chat":
+        return np.array(WORDS.split()), "Prompts are random words; a chat template adds its own tokens."
+    if options.vocab_size is not None:
+        return np.arange(options.vocab_size), f"Prompts are random token ids below {options.vocab_size} (--vocab-size)."
+    if options.tokenizer is not None:
+        tokenizer = load_tokenizer(options.tokenizer)
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        ids = sorted(set(tokenizer.get_vocab().values()) - special)
+        return np.array(ids), f"Prompts are random token ids of {options.tokenizer}, {len(ids)} without special ones."
+    if tokens := await client.tokenize(PROBE):
+        size = max(tokens) + 1
+        return np.arange(size), f"Prompts are random token ids below {size}, as far as a probe of /tokenize reached."
+    return np.arange(_FALLBACK_VOCABULARY), (
+        f"Prompts are random token ids below {_FALLBACK_VOCABULARY}: the server does not tell its vocabulary."
+        " Give --vocab-size or --tokenizer for all of it."
+    )
+
+
+def _check_room(tokens: int, limit: int | None) -> None:
+    if limit is not None and tokens > limit:
+        raise ConfigError(
+            "too_long",
+            f"Requests of up to {tokens} tokens, prompt and answer, exceed the server's max_model_len {limit}.",
+            "Lower --input-len, --output-len or --prefix-len.",
+        )
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError("no_tokenizer", f"{file} does not exist.", "Name a checkpoint's folder with --tokenizer.")
+    return Tokenizer.from_file(str(file))
