@@ -13,19 +13,24 @@ from phalanx.server.engine_client import EngineClient
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
 from phalanx.server.parsers import OutputParser, ToolCallDelta
+from phalanx.server.protocol import MAX_TOOLS
 from phalanx.text.detokenizer import TextStream
 from phalanx.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and how to answer it. `parser` makes the parser of one choice; without one, text stays as it is."""
+    """A prompt and how to answer it. `parser` makes the parser of one choice; without one, text stays as it is.
+
+    Of the tool calls a model makes at once, `most_calls` are passed on.
+    """
 
     prompt: list[int]
     params: SamplingParams
     salt: str | None = None
     grammar: bytes | None = None
     parser: Callable[[], OutputParser] | None = None
+    most_calls: int = MAX_TOOLS
 
 
 @dataclass
@@ -100,7 +105,7 @@ class Choice:
             for delta in deltas:
                 piece.content += delta.content
                 piece.reasoning += delta.reasoning
-                piece.tool_calls += delta.tool_calls
+                piece.tool_calls += [call for call in delta.tool_calls if call.index < self.question.most_calls]
             self._called = self._called or bool(piece.tool_calls)
         if self.finish_reason == "stop" and self._called:
             self.finish_reason = "tool_calls"

@@ -21,7 +21,7 @@ from phalanx.server.errors import ApiError, bad_request
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser, ToolSchema, parsers_for
-from phalanx.server.protocol import ChatRequest, CompletionRequest, Sampling
+from phalanx.server.protocol import MAX_TOOLS, ChatRequest, CompletionRequest, Sampling
 from phalanx.server.reply import Format, Reply
 from phalanx.server.supervisor import Supervisor
 from phalanx.text.tokenizer import Tokenizer
@@ -56,7 +56,13 @@ class Service:
             chat.render, self.tokenizer, request.messages, tools, request.chat_template_kwargs
         )
         prompt = await asyncio.to_thread(self.tokenizer.encode, text, special_tokens=False)
-        question = Question(prompt, params, request.cache_salt, parser=self._parser(request, text))
+        question = Question(
+            prompt,
+            params,
+            request.cache_salt,
+            parser=self._parser(request, text),
+            most_calls=1 if request.parallel_tool_calls is False else MAX_TOOLS,
+        )
         id = f"chatcmpl-{uuid.uuid4().hex}"
         return self._reply(request, [question], ChatFormat(id, int(time.time()), self.name, self.tokenizer), headers)
 
