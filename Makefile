@@ -1,13 +1,13 @@
-# On a fresh machine: `make demo` chats once, `make test` checks everything. Both install what they need into .venv.
+# On a fresh machine: `make serve` serves a model, `make test` checks everything. Both install what they need into .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo test test-cuda lint clean
+.PHONY: serve test test-cuda lint clean
 
-demo: $(VENV)/.serve
-	$(BIN)/phalanx generate --tp 2 --chat "What is the capital of France, and what is it famous for?"
+serve: $(VENV)/.serve
+	$(BIN)/phalanx serve --tp 2
 
 test: $(VENV)/.dev lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
