@@ -51,6 +51,7 @@ ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
 GIVEN_UP_AFTER_S = 30.0
 _STOP_WAIT_S = 5.0
+_RECEIVE_SLICE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class EngineClient:
         self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
 
     async def _receive(self, ready: asyncio.Future[Started]) -> None:
+        """Reports that wait already are taken together, so that streams write many tokens at once when behind."""
+        streams_ran = time.monotonic()
         while True:
             token, *frames = await self._reports.recv_multipart()
             if not compare_digest(token, self._token.encode()):
@@ -166,6 +169,9 @@ class EngineClient:
                 ready.set_result(report)
             else:
                 self._take(report)
+            if time.monotonic() - streams_ran > _RECEIVE_SLICE_S:
+                await asyncio.sleep(0)
+                streams_ran = time.monotonic()
 
     def _take(self, report: Report) -> None:
         if isinstance(report, Stepped):
