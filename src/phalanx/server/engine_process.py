@@ -15,14 +15,15 @@ import msgspec
 import zmq
 
 from phalanx.engine.core import Engine
+from phalanx.engine.request import Matcher, Request
 from phalanx.errors import PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.start import start_engine
+from phalanx.server.grammar_thread import GrammarThread
 from phalanx.server.messages import (
     Books,
-    Cancel,
     Death,
     Loading,
     NewToken,
@@ -46,6 +47,7 @@ from phalanx.weights.load import Progress
 Start = Callable[[EngineConfig, Path, Progress], Engine]
 
 _LOADING_STEPS = 50
+_GRAMMAR_POLL_MS = 5
 
 
 def main(start: Start = start_engine) -> None:
@@ -57,9 +59,10 @@ def main(start: Start = start_engine) -> None:
     orders = Receiver(context, orders_address(folder), startup.token)
     reports = Sender(context, reports_address(folder), startup.token)
     try:
-        engine = start(startup.config, locate(startup.config.model), _telling(reports))
+        path = locate(startup.config.model)
+        engine = start(startup.config, path, _telling(reports))
         pulses = Sender(context, reports_address(folder), startup.token)
-        EngineLoop(engine, orders, reports, pulses).run()
+        EngineLoop(engine, path, orders, reports, pulses).run()
     except BaseException as error:
         death_file(folder).write_bytes(msgspec.json.encode(_cause(error)))
         os._exit(1)
@@ -94,14 +97,15 @@ def _cause(error: BaseException) -> Death:
 class EngineLoop:
     """Takes orders between steps, reports every step's tokens in one message."""
 
-    def __init__(self, engine: Engine, orders: Receiver, reports: Sender, pulses: Sender) -> None:
+    def __init__(self, engine: Engine, path: Path, orders: Receiver, reports: Sender, pulses: Sender) -> None:
         self.engine = engine
+        self._grammars = GrammarThread(path, engine)
         self._orders = orders
         self._reports = reports
         self._pulses = pulses
         self._pulse = Pulse(rank=0)
         self._ids: dict[int, int] = {}
-        self._engine_ids: dict[int, int] = {}
+        self._requests: dict[int, Request] = {}
 
     def run(self) -> None:
         gc.collect()
@@ -119,36 +123,56 @@ class EngineLoop:
         self._reports.send(encode(report))
 
     def _take_orders(self) -> None:
-        """All orders that have come; if there is nothing to run, wait for one."""
-        frames = self._orders.receive(0 if self.engine.has_work else None)
+        """All orders that have come, and those whose grammar is ready; if there is nothing to run, wait for one."""
+        idle_wait = _GRAMMAR_POLL_MS if self._grammars.busy else None
+        frames = self._orders.receive(0 if self.engine.has_work else idle_wait)
         while frames is not None:
             self._take(decode_order(frames[0]))
             frames = self._orders.receive(0)
+        for order, matcher in self._grammars.ready():
+            self._add(order, matcher)
 
     def _take(self, order: Order) -> None:
-        if isinstance(order, Cancel):
-            engine_id = self._engine_ids.pop(order.id, None)
-            if engine_id is not None:
-                del self._ids[engine_id]
-                self.engine.cancel(engine_id)
-                self._tell(Stepped([], self._books()))
-            return
-        try:
-            self._add(order)
-        except PhalanxError as error:
-            self._tell(Refused(order.id, error.code, error.found, error.fix))
+        if isinstance(order, Submit):
+            if order.grammar is not None:
+                self._grammars.compile(order)
+            else:
+                self._add(order, None)
+        elif order.id in self._requests:
+            request = self._forget(order.id)
+            self.engine.cancel(request.id)
+            self._tell(Stepped([], self._books()))
+        else:
+            self._grammars.drop(order.id)
 
-    def _add(self, order: Submit) -> None:
-        request = self.engine.add(order.prompt, order.params, order.salt)
+    def _add(self, order: Submit, matcher: Matcher | PhalanxError | None) -> None:
+        try:
+            if isinstance(matcher, PhalanxError):
+                raise matcher
+            request = self.engine.add(order.prompt, order.params, order.salt, matcher)
+        except PhalanxError as error:
+            self._refuse(order.id, error)
+            return
         self._ids[request.id] = order.id
-        self._engine_ids[order.id] = request.id
+        self._requests[order.id] = request
+
+    def _refuse(self, id: int, error: PhalanxError) -> None:
+        self._tell(Refused(id, error.code, error.found, error.fix))
+
+    def _forget(self, id: int) -> Request:
+        request = self._requests.pop(id)
+        del self._ids[request.id]
+        return request
 
     def _step(self) -> list[NewToken]:
+        """The tokens of a step. An answer that its grammar can no longer follow ends with the reason."""
         tokens = []
         for output in self.engine.step():
             id = self._ids[output.request_id]
-            if output.finish_reason is not None:
-                del self._ids[output.request_id], self._engine_ids[id]
+            request = self._forget(id) if output.finish_reason is not None else self._requests[id]
+            if request.error is not None:
+                self._refuse(id, request.error)
+                continue
             tokens.append(
                 NewToken(id, output.token, output.finish_reason, output.cached_tokens, output.queued_s, output.logprobs)
             )

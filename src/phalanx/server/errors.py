@@ -29,7 +29,7 @@ class ApiError(HTTPException):
     @classmethod
     def of(cls, error: PhalanxError) -> ApiError:
         """What the client hears of an error of the engine or of its own request."""
-        status = 400 if isinstance(error, RequestError) else 500
+        status = 500 if not isinstance(error, RequestError) else 429 if error.code == "too_many_grammars" else 400
         if isinstance(error, EngineDeadError):
             return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
         return cls(status, str(error), error.code)

@@ -8,11 +8,15 @@ import logging
 import signal
 import socket
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
+
+if TYPE_CHECKING:
+    from phalanx.server.service import Service
 
 from phalanx import __version__
 from phalanx.errors import ConfigError, EngineDeadError
@@ -59,6 +63,7 @@ class ApiServer:
         self._metrics = Metrics(self._name, options.vllm_metrics)
         launch = Launch(config, options.step_timeout_s, engine_module)
         self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)
+        self._service: Service | None = None
         self._http: _HttpServer | None = None
 
     async def run(self, listener: socket.socket) -> int:
@@ -75,6 +80,8 @@ class ApiServer:
             supervising.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await supervising
+            if self._service is not None:
+                await self._service.grammars.close()
 
     async def _serve(self, listener: socket.socket, supervising: asyncio.Task[EngineDeadError]) -> int:
         assert self._http is not None
@@ -97,8 +104,8 @@ class ApiServer:
         from phalanx.server.service import build_service
 
         options = self._options
-        service = build_service(self._name, self._config, options, self._supervisor, self._metrics)
-        app: ASGIApp = Guard(create_app(service), options.api_keys, options.max_body_bytes)
+        self._service = build_service(self._name, self._config, options, self._supervisor, self._metrics)
+        app: ASGIApp = Guard(create_app(self._service), options.api_keys, options.max_body_bytes)
         if options.cors_origins:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
         config = uvicorn.Config(

@@ -17,7 +17,10 @@ from phalanx.server import chat
 from phalanx.server.answer import Answer, Question
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat, echoes_of, prompts_of
+from phalanx.server.constraints import constraint_of
 from phalanx.server.errors import ApiError, bad_request
+from phalanx.server.grammar.compiler import GrammarCompiler
+from phalanx.server.grammar.constraint import after_thinking
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser, ToolSchema, parsers_for
@@ -38,6 +41,7 @@ class Service:
     tokenizer: Tokenizer
     supervisor: Supervisor
     metrics: Metrics
+    grammars: GrammarCompiler
     reasoning_parser: str | None
     tool_parser: str | None
     request_timeout_s: float
@@ -52,15 +56,20 @@ class Service:
             logprobs=request.top_logprobs or 0 if request.logprobs else None,
         )
         tools = [] if request.tool_choice == "none" else request.tools or []
+        constraint = constraint_of(request, self.tool_parser)
         text = await asyncio.to_thread(
             chat.render, self.tokenizer, request.messages, tools, request.chat_template_kwargs
         )
         prompt = await asyncio.to_thread(self.tokenizer.encode, text, special_tokens=False)
+        parser = self._parser(request, text)
+        if constraint is not None and parser is not None and parser().in_reasoning:
+            constraint = after_thinking(constraint)
         question = Question(
             prompt,
             params,
             request.cache_salt,
-            parser=self._parser(request, text),
+            await self.grammars.compile(constraint) if constraint is not None else None,
+            parser,
             most_calls=1 if request.parallel_tool_calls is False else MAX_TOOLS,
         )
         id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -71,7 +80,9 @@ class Service:
         params = request.to_params(request.max_tokens, request.logprobs)
         prompts = await asyncio.to_thread(prompts_of, request, self.tokenizer)
         echoes = echoes_of(request, prompts, self.tokenizer)
-        questions = [Question(prompt, params, request.cache_salt) for prompt in prompts]
+        constraint = constraint_of(request, self.tool_parser)
+        grammar = await self.grammars.compile(constraint) if constraint is not None else None
+        questions = [Question(prompt, params, request.cache_salt, grammar) for prompt in prompts]
         id = f"cmpl-{uuid.uuid4().hex}"
         return self._reply(
             request, questions, CompletionFormat(id, int(time.time()), self.name, self.tokenizer, echoes), headers
@@ -149,12 +160,14 @@ def build_service(
 ) -> Service:
     """Reads what serving needs of the checkpoint: its tokenizer, and the family that says how outputs are parsed."""
     path = locate(config.model)
-    reasoning, tools = _parsers(options, Checkpoint(path, config.load_format).spec.model_type, name)
+    spec = Checkpoint(path, config.load_format).spec
+    reasoning, tools = _parsers(options, spec.model_type, name)
     return Service(
         name=name,
         tokenizer=_tokenizer(path),
         supervisor=supervisor,
         metrics=metrics,
+        grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids),
         reasoning_parser=reasoning,
         tool_parser=tools,
         request_timeout_s=options.request_timeout_s,
