@@ -39,6 +39,11 @@ class Tokenizer:
             return None
         return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
 
+    @property
+    def backend(self) -> PreTrainedTokenizerFast:
+        """The tokenizer itself, for those who read its vocabulary."""
+        return self._backend
+
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text)
 
