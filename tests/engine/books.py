@@ -10,11 +10,41 @@ from phalanx.engine.core import Engine
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Output, Scheduler
+from phalanx.errors import RequestError
 
 from .checking_runner import CheckingRunner, next_token
 
 VOCAB = 7
 EOS = 0
+
+
+class ToyMatcher:
+    """A grammar of `length` tokens in which each depends on all before it: t may follow if t + their sum is no 3x.
+
+    With `fails_at`, the text cannot go on behind that many tokens.
+    """
+
+    def __init__(self, length: int, fails_at: int | None = None) -> None:
+        self.length = length
+        self.fails_at = fails_at
+        self.accepted: list[int] = []
+
+    @property
+    def finished(self) -> bool:
+        return len(self.accepted) >= self.length
+
+    def allows(self, token: int) -> bool:
+        return (token + sum(self.accepted)) % 3 != 0
+
+    def mask(self) -> bytes:
+        assert not self.finished, "nothing may follow a complete grammar"
+        return sum(1 << token for token in range(VOCAB) if self.allows(token)).to_bytes(4, "little")
+
+    def accept(self, token: int) -> None:
+        assert self.allows(token), f"{token} may not follow {self.accepted}"
+        self.accepted.append(token)
+        if len(self.accepted) == self.fails_at:
+            raise RequestError("toy_failure", f"Nothing can follow {self.accepted}.", "Use another toy.")
 
 
 def make_engine(
@@ -39,15 +69,26 @@ def greedy(max_tokens: int | None, *, seed: int = 0, ignore_eos: bool = True) ->
 
 
 def answer_alone(
-    prompt: Sequence[int], params: SamplingParams, max_model_len: int, vocab: int = VOCAB
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    vocab: int = VOCAB,
+    matcher: ToyMatcher | None = None,
 ) -> tuple[list[int], str]:
     """The answer and its finish reason when there is no engine at all, only the model and the stopping rules."""
     assert params.seed is not None
     tokens = list(prompt)
     while True:
-        token = next_token(tokens, params.seed, vocab)
+        token = next_token(tokens, params.seed, vocab, matcher.mask() if matcher is not None else None)
         tokens.append(token)
         answer = tokens[len(prompt) :]
+        if matcher is not None:
+            try:
+                matcher.accept(token)
+            except RequestError:
+                return answer, "error"
+            if matcher.finished:
+                return answer, "stop"
         stops = {EOS, *params.stop_token_ids} if not params.ignore_eos else set(params.stop_token_ids)
         if token in stops and len(answer) >= params.min_tokens:
             return answer, "stop"
@@ -76,6 +117,9 @@ def check_books(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     for request in scheduler.requests.values():
         assert 0 <= request.computed <= request.length
+        if isinstance(request.matcher, ToyMatcher):
+            assert request.matcher.accepted == request.output
+            assert request.pending <= 1, "a token was sampled before the one it depends on was read"
         assert len(request.tokens) < scheduler.limits.max_model_len
         assert request.length <= scheduler.limits.max_model_len
 

@@ -20,9 +20,10 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits
 
 
-def next_token(history: Sequence[int], seed: int, vocab: int) -> int:
-    """The token that follows `history`: it depends on every token before it, on the seed and on nothing else."""
-    return crc32(array("q", [seed, *history]).tobytes()) % vocab
+def next_token(history: Sequence[int], seed: int, vocab: int, mask: bytes | None = None) -> int:
+    """The token that follows `history`: it depends on every token before it, on the seed and on the mask alone."""
+    allowed = [token for token in range(vocab) if mask is None or mask[token // 8] >> token % 8 & 1]
+    return allowed[crc32(array("q", [seed, *history]).tobytes()) % len(allowed)]
 
 
 @dataclass
@@ -88,7 +89,15 @@ class CheckingRunner:
         self._write(rows)
         for row in rows:
             self._read(row)
-        self._sampled.append({(row.slot, row.end): self._sample(row.slot) for row in rows if row.sampled})
+        masks = dict(plan.masks)
+        assert all(rows[index].sampled for index in masks), "a mask for a row that yields no token"
+        self._sampled.append(
+            {
+                (row.slot, row.end): self._sample(row.slot, masks.get(index))
+                for index, row in enumerate(rows)
+                if row.sampled
+            }
+        )
         self.plans.append(plan)
         self.in_flight += 1
         self._inner.launch(plan)
@@ -161,9 +170,9 @@ class CheckingRunner:
             assert place in self._kv, f"slot {row.slot} reads block {place[0]} at {place[1]}, never written"
             assert self._kv[place] == prefix, f"slot {row.slot} reads another prefix at position {position}"
 
-    def _sample(self, number: int) -> int:
+    def _sample(self, number: int, mask: bytes | None) -> int:
         slot = self.slots[number]
-        slot.tokens.append(next_token(slot.tokens, slot.seed, self.vocab))
+        slot.tokens.append(next_token(slot.tokens, slot.seed, self.vocab, mask))
         return slot.tokens[-1]
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:

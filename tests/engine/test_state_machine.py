@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 
-from .books import EOS, VOCAB, answer_alone, check_books, check_empty, make_engine
+from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_books, check_empty, make_engine
 
 SHARED = [1 + index % (VOCAB - 1) for index in range(30)]
 token_ids = st.integers(0, VOCAB - 1)
@@ -34,6 +34,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(st.lists(token_ids, max_size=1)),
         ignore_eos=draw(st.sampled_from([True, True, False])),
     )
+
+
+matchers = st.builds(ToyMatcher, st.integers(1, 20), st.none() | st.integers(1, 8))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -78,6 +81,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(prompt=prompts(), params=sampling_params(), salt=st.sampled_from([None, None, None, "a", "b"]))
     def add(self, prompt: list[int], params: SamplingParams, salt: str | None) -> None:
         self.added.append(self.engine.add(prompt[: self.max_model_len - 1], params, salt))
+
+    @precondition(lambda self: len(self.added) < 12)
+    @rule(prompt=prompts(), params=sampling_params(), matcher=matchers)
+    def add_under_a_grammar(self, prompt: list[int], params: SamplingParams, matcher: ToyMatcher) -> None:
+        self.added.append(self.engine.add(prompt[: self.max_model_len - 1], params, None, matcher))
 
     @precondition(lambda self: len(self.added) < 12)
     @rule(params=sampling_params(), length=st.integers(1, 24), count=st.integers(2, 4))
@@ -135,7 +143,9 @@ class EngineMachine(RuleBasedStateMachine):
             self._check_answer(request)
 
     def _check_answer(self, request: Request) -> None:
-        answer, reason = answer_alone(request.tokens[: request.prompt_length], request.params, self.max_model_len)
+        toy, prompt = request.matcher, request.tokens[: request.prompt_length]
+        fresh = ToyMatcher(toy.length, toy.fails_at) if isinstance(toy, ToyMatcher) else None
+        answer, reason = answer_alone(prompt, request.params, self.max_model_len, matcher=fresh)
         if request.finish_reason == "cancelled":
             assert request.output == answer[: len(request.output)]
             assert request.id not in self.ended
@@ -143,6 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert (request.output, request.finish_reason) == (answer, reason)
             assert self.ended[request.id] == reason
         assert EOS not in request.output[request.params.min_tokens : -1] or request.params.ignore_eos
+        assert (request.error is not None) == (reason == "error" and request.finish_reason != "cancelled")
 
     def _preempted(self) -> list[Request]:
         return [request for request in self.engine.scheduler.waiting if request.preemptions]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from phalanx.engine.plan import Runner, StepResult
-from phalanx.engine.request import Request
+from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output, Scheduler
 from phalanx.errors import RequestError
@@ -79,12 +79,14 @@ class Engine:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         check_request(prompt, params, self.vocab, self.scheduler.limits.max_model_len)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, salt: str | None = None) -> Request:
-        """Queue a request. `salt` keeps its cached prefixes apart from those of other salts."""
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, salt: str | None = None, matcher: Matcher | None = None
+    ) -> Request:
+        """Queue a request. `salt` keeps its cached prefixes apart from others', `matcher` its answer to a grammar."""
         self.check(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._next_id += 1
-        request = Request(self._next_id, list(prompt), params, seed, salt)
+        request = Request(self._next_id, list(prompt), params, seed, salt, matcher)
         self.scheduler.add(request)
         return request
 

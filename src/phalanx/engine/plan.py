@@ -24,6 +24,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     Tokens and block tables live with the runner: a plan carries only what is new. Rows of one token come first. A row
     with `samples[i]` yields the token at position `starts[i] + counts[i]`, which stays on the device for the next step.
+    `masks` holds, for rows under a grammar, their index and the tokens they may yield (see `Matcher.mask`).
     """
 
     step: int
@@ -33,6 +34,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     counts: list[int]
     samples: list[bool]
     new_blocks: list[list[int]]
+    masks: list[tuple[int, bytes]] = []
 
     @property
     def num_tokens(self) -> int:

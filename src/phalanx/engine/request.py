@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from enum import Enum
+from typing import Protocol
 
 from phalanx.engine.sampling import SamplingParams
+from phalanx.errors import RequestError
 
 
 class Phase(Enum):
@@ -14,23 +16,51 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+class Matcher(Protocol):
+    """Keeps an answer to a grammar. It stands behind the last token it accepted."""
+
+    @property
+    def finished(self) -> bool:
+        """The grammar is complete and nothing but the end may follow."""
+        ...
+
+    def mask(self) -> bytes:
+        """The tokens that may come next: bit `token % 8` of byte `token // 8`. At least one is set."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Move on by one token. RequestError when nothing could follow it."""
+        ...
+
+
 class Request:
     """The scheduler's books on one request.
 
     `tokens` holds prompt and output as far as they were read back. `pending` counts tokens that launched steps will
     sample but nobody has read yet; on the device they already have their place. `computed` counts the positions whose
-    keys and values are in the cache once every launched step has run, so `computed <= length` always.
+    keys and values are in the cache once every launched step has run, so `computed <= length` always. `matcher` has
+    accepted exactly the output in `tokens`, whatever is preempted and computed again.
     """
 
-    def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, salt: str | None) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        salt: str | None,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.id = request_id
         self.params = params
         self.seed = seed
         self.salt = salt
+        self.matcher = matcher
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.phase = Phase.WAITING
         self.finish_reason: str | None = None
+        self.error: RequestError | None = None
         self.slot: int | None = None
         self.blocks: list[int] = []
         self.computed = 0
@@ -45,6 +75,11 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.tokens) + self.pending
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Which tokens may come next depends on one that nobody has read yet."""
+        return self.matcher is not None and self.pending > 0
 
     @property
     def output(self) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.engine.request import Phase, Request
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class _Rows:
             counts=[count for _, _, count, _ in ordered],
             samples=samples,
             new_blocks=[blocks for *_, blocks in ordered],
+            masks=[
+                (index, row[0].matcher.mask())
+                for index, (row, sampled) in enumerate(zip(ordered, samples, strict=True))
+                if sampled and row[0].matcher is not None
+            ],
         )
         return plan, [row[0] for row, sampled in zip(ordered, samples, strict=True) if sampled]
 
@@ -70,7 +75,8 @@ class Scheduler:
     Running requests go first, in order of arrival: one token for a decode, a chunk for a prompt not yet computed. Then
     waiting requests are admitted while slots, tokens and blocks last; an admitted request gets all blocks of its prompt
     at once. When a running request needs a block and none is left, the youngest running request gives up its blocks and
-    its slot and waits to be computed again (preemption by recompute).
+    its slot and waits to be computed again (preemption by recompute). A request under a grammar waits in the batch for
+    its last token to be read, while others run ahead.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -152,7 +158,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             count = min(request.length - request.computed, budget)
-            if count == 0 or self._is_full(request):
+            if count == 0 or request.awaits_mask or self._is_full(request):
                 index += 1
                 continue
             missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
@@ -227,7 +233,16 @@ class Scheduler:
         return request.length >= self.limits.max_model_len or (most is not None and request.outputs_launched >= most)
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
+        """A complete grammar ends the answer whatever else the request asks for; a failed one ends it with an error."""
         params, produced = request.params, len(request.tokens) - request.prompt_length
+        if request.matcher is not None:
+            try:
+                request.matcher.accept(token)
+            except RequestError as error:
+                request.error = error
+                return "error"
+            if request.matcher.finished:
+                return "stop"
         if produced >= params.min_tokens:
             if token in self.eos_token_ids and not params.ignore_eos:
                 return "stop"

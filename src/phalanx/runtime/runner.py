@@ -68,12 +68,13 @@ class TorchRunner:
         return self._sample(logits, rows), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
-        rows = []
-        for slot, start, count, sampled in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True):
+        rows, masks = [], dict(plan.masks)
+        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+        for index, (slot, start, count, sampled) in enumerate(columns):
             occupant = self.batch.occupants[slot]
             assert occupant is not None, f"slot {slot} was never admitted"
             if sampled:
-                rows.append(SamplingRow(occupant, slot, start + count))
+                rows.append(SamplingRow(occupant, slot, start + count, masks.get(index)))
         return rows
 
     def _sample(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:

@@ -25,11 +25,12 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """A row that yields a token: who asked, and the position the token will have."""
+    """A row that yields a token: who asked, the position the token will have, and which tokens a grammar allows."""
 
     occupant: Occupant
     slot: int
     position: int
+    mask: bytes | None = None
 
     @property
     def produced(self) -> int:
@@ -40,7 +41,12 @@ class SamplingRow:
         """Greedy, with nothing that changes or reports the logits."""
         params = self.occupant.params
         plain = not params.penalised and not params.logit_bias and self.produced >= params.min_tokens
-        return plain and params.temperature < _GREEDY_BELOW and params.logprobs is None
+        return plain and params.temperature < _GREEDY_BELOW and params.logprobs is None and self.mask is None
+
+    def allows_other_than(self, tokens: Sequence[int]) -> bool:
+        if self.mask is None:
+            return True
+        return int.from_bytes(self.mask, "little") & ~sum(1 << token for token in set(tokens)) != 0
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,10 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow], history: Tensor) -> Sampled:
         """One token a row. `history` is the token pool; `logits` is float32 and may be changed.
 
-        Log-probabilities are the model's own, before penalties, bias and temperature.
+        Log-probabilities are the model's own, before grammar, penalties, bias and temperature.
         """
         raw = torch.log_softmax(logits, -1) if any(row.occupant.params.logprobs is not None for row in rows) else None
+        _keep_allowed(logits, rows)
         self._hold_back_ends(logits, rows)
         _add_bias(logits, rows)
         _penalise(logits, rows, history)
@@ -95,11 +102,26 @@ class Sampler:
         return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
 
     def _hold_back_ends(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        """No end before `min_tokens`, unless a grammar allows nothing else."""
         for index, row in enumerate(rows):
             params = row.occupant.params
             if row.produced < params.min_tokens:
                 ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
-                logits[index, ends] = float("-inf")
+                if row.allows_other_than(ends):
+                    logits[index, ends] = float("-inf")
+
+
+def _keep_allowed(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """-inf for what the grammars of the rows forbid. Tokens beyond the end of a mask are forbidden too."""
+    masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+    if not masks:
+        return
+    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
+    bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    allowed = torch.nn.functional.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
+    where = list(masks)
+    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
 
 
 def _add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

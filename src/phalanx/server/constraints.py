@@ -64,9 +64,10 @@ def _of_tools(request: ChatRequest, tool_parser: str | None) -> Iterator[Constra
     if choice != "required" and not isinstance(choice, NamedTool):
         return
     assert tool_parser is not None
+    tool_format = "qwen3_xml" if tool_parser == "qwen3_coder" else tool_parser
     tools = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in request.tools or []]
     name = choice if isinstance(choice, str) else choice.function.name
-    yield tools_constraint(tools, name, tool_parser)
+    yield tools_constraint(tools, name, tool_format, parallel=request.parallel_tool_calls is not False)
 
 
 def _dumped(value: Any) -> str:

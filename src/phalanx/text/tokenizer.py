@@ -54,8 +54,9 @@ class Tokenizer:
         return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._backend.chat_template)
+    def backend(self) -> PreTrainedTokenizerFast:
+        """The tokenizer itself, for those who read its vocabulary."""
+        return self._backend
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds those a text begins with, which a chat template writes itself."""

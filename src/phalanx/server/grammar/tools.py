@@ -1,0 +1,78 @@
+"""Calls that a model must make, in the format it was taught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.errors import RequestError
+from phalanx.server.grammar.constraint import Constraint, Format, sequence
+
+TOOL_FORMATS = ("hermes", "qwen3_xml", "llama3_json", "llama4_pythonic", "deepseek_v31")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+Tool = Mapping[str, Any]
+
+
+def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
+    """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
+
+    A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Without
+    `parallel` there is one call alone.
+    """
+    chosen = [tool for tool in tools if choice in ("required", tool["name"])]
+    if not chosen:
+        raise RequestError("unknown_tool", f"No tool is called {choice!r:.100}.", "Choose one of the tools given.")
+    for tool in chosen:
+        if not isinstance(tool["name"], str) or not _NAME.fullmatch(tool["name"]):
+            raise RequestError(
+                "bad_tool", f"A tool is called {tool['name']!r:.100}.", "Use letters, digits, '_', '.' and '-'."
+            )
+    return sequence(_calls(chosen, tool_format, only_one=choice != "required" or not parallel), tolerant=True)
+
+
+def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Format]:
+    if tool_format == "hermes":
+        return [_tags(tools, '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n", only_one)]
+    if tool_format == "qwen3_xml":
+        begin, end = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>"
+        return [_tags(tools, begin, end, "\n", only_one, style="qwen_xml")]
+    if tool_format == "llama3_json":
+        return [_tags(tools, '{"name": "%s", "parameters": ', "}", "; ", only_one)]
+    if tool_format == "deepseek_v31":
+        calls = _tags(tools, "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", only_one)
+        return [_constant("<｜tool▁calls▁begin｜>"), calls, _constant("<｜tool▁calls▁end｜>")]
+    if tool_format == "llama4_pythonic":
+        functions = [{"name": tool["name"], "parameters": _parameters(tool)} for tool in tools]
+        return [{"type": "pythonic_calls", "functions": functions, "only_one": only_one}]
+    raise RequestError(
+        "unknown_tool_format",
+        f"There is no tool format {tool_format!r:.100}.",
+        f"Use one of {', '.join(TOOL_FORMATS)}.",
+    )
+
+
+def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one: bool, style: str = "json") -> Format:
+    """Calls that stand between a beginning, with the tool's name in it, and an end."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": begin % tool["name"],
+            "content": {"type": "json_schema", "json_schema": _parameters(tool), "style": style},
+            "end": end,
+        }
+        for tool in tools
+    ]
+    calls: Format = {"type": "tags_with_separator", "tags": tags, "separator": separator}
+    return calls | {"at_least_one": True, "stop_after_first": only_one}
+
+
+def _constant(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """Its schema, which describes an object whatever else it says."""
+    parameters = tool.get("parameters")
+    return {**parameters, "type": "object"} if isinstance(parameters, dict) else {"type": "object"}
