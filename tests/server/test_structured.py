@@ -29,7 +29,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now", "parameters": SCHEMA}}
-CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 
 
 @pytest.fixture(scope="module")
