@@ -164,7 +164,7 @@ def seconds_for_plain_words() -> float:
     [
         ("hermes", "", " "),
         ("hermes", '<tool_call>{"name": "', "x"),
-        ("hermes", '<tool_call>{"name": {"', "{}"),
+        ("hermes", '<tool_call>{"x": 1', ', "y": {}'),
         ("qwen3_xml", "<function=f><parameter=s>", "\n"),
         ("qwen3_xml", "<function=f><parameter=s>", "</param"),
         ("qwen3_xml", "<function=", "x"),
