@@ -104,6 +104,11 @@ OUTPUTS = [
         calls=(("a", '{"n": 1}'),),
     ),
     Output(
+        "another object between the name and the arguments",
+        '<tool_call>{"name": "a", "meta": {"x": 1}, "arguments": {"n": 1}}</tool_call>',
+        calls=(("a", '{"n": 1}'),),
+    ),
+    Output(
         "tags and brackets inside strings",
         '<tool_call>{"name": "a", "arguments": {"t": "</tool_call> <tool_call>{ ]} <"}}</tool_call>',
         calls=(("a", '{"t": "</tool_call> <tool_call>{ ]} <"}'),),

@@ -104,6 +104,12 @@ OUTPUTS = [
         calls=(("a", "{}"),),
     ),
     Output(
+        "a bracket in the words, then a call",
+        'Open with { and go. {"name": "a", "parameters": {}}',
+        content="Open with { and go.",
+        calls=(("a", "{}"),),
+    ),
+    Output(
         "an object a tag breaks off, then a call",
         '{"x": <|python_tag|>{"name": "a", "parameters": {}}',
         content='{"x":',
@@ -129,6 +135,7 @@ NO_CALLS = [
     '{"name": "a", "parameters": [1]}',
     '{"name": "a", "parameters": "x"}',
     '{"name": "Bob", "age": 3}',
+    '{"name": "Bob"}; {"name": "Eve"}',
     '{"name": {"first": "Bob"}, "parameters": {}}',
     '{"name": 3, "parameters": {}}',
     '{"names": ["a"], "parameters": {}}',

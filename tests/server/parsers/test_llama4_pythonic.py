@@ -29,6 +29,12 @@ OUTPUTS = [
         calls=(("a", '{"n": 1}'),),
     ),
     Output("words after the list", "[a()] and so on", content="and so on", calls=(("a", "{}"),)),
+    Output(
+        "words and a tag after the list",
+        "[a()\n] x <|python_start|>y",
+        content="x <|python_start|>y",
+        calls=(("a", "{}"),),
+    ),
     Output("only the first tag", "<|python_start|>[a()]", calls=(("a", "{}"),)),
     Output("over several lines", "\n[\n  a(\n    n=1,\n  ),\n  b()\n]\n", calls=(("a", '{"n": 1}'), ("b", "{}"))),
     Output(
@@ -67,6 +73,7 @@ OUTPUTS = [
         """[a(s='\''x""y' \\'\''')]""",
         calls=(("a", '{"s": "x\\"\\"y\' \'"}'),),
     ),
+    Output("one quote in a long string", '[a(s="""5" wide)""")]', calls=(("a", '{"s": "5\\" wide)"}'),)),
     Output("strings side by side", "[a(s='x' \"y\")]", calls=(("a", '{"s": "xy"}'),)),
     Output(
         "letters of the world",
@@ -112,6 +119,7 @@ NO_CALLS = [
     "[a(1)]",
     "[a(*b)]",
     "[a(**b)]",
+    "[a(**{'n': 1})]",
     "[a(n=b)]",
     "[a(n=b())]",
     "[a(n=1+1)]",

@@ -130,6 +130,12 @@ OUTPUTS = [
         calls=(("f", "{}"),),
     ),
     Output(
+        "an end tag too many after a function without an end",
+        "<tool_call><function=f></tool_call></tool_call>",
+        content="</tool_call>",
+        calls=(("f", "{}"),),
+    ),
+    Output(
         "words between parameters",
         "<tool_call><function=f>first <parameter=i>1</parameter> then <parameter=s>x</parameter></function>",
         content="first  then",
@@ -211,6 +217,8 @@ def test_what_only_looks_like_a_call_is_content_to_the_last_character(text: str)
 def test_names_have_a_limit() -> None:
     name = "a" * 256
     check(Output("", f"<function={name}></function>", calls=((name, "{}"),)), "qwen3_coder", [SCHEMA])
+    too_long = f"<function={name}a"
+    assert deltas_of([too_long], "qwen3_coder")[0].content == too_long, "nothing is held for a name that is none"
 
 
 DEFINITIONS = {

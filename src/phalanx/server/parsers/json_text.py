@@ -24,7 +24,7 @@ class Brackets:
 
     def next(self, text: str, at: int) -> tuple[int, str]:
         """Just past the next bracket outside strings, and the bracket; "" at the text's end. A `<` is not passed."""
-        if self._escaped and at < len(text):
+        if self._escaped:
             self._escaped = False
             at += 1
         while found := (_INSIDE_STRINGS if self._in_string else _OUTSIDE_STRINGS).search(text, at):
