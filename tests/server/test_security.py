@@ -6,13 +6,18 @@ import asyncio
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from phalanx.errors import ConfigError
+from phalanx.runtime.config import EngineConfig
 from phalanx.server import guard
 from phalanx.server.guard import Guard
+from phalanx.server.options import ServeOptions
+from phalanx.server.serve import serve
 from tests.server.running import Server, running
 
 ROUTES = [
@@ -133,6 +138,28 @@ def test_every_route_of_a_real_server_needs_the_key(locked: tuple[Server, Path])
     assert "from-file" not in server.text
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tls_cert": "cert.pem"}, "one is missing"),
+        ({"tls_key": "key.pem"}, "one is missing"),
+        ({"tls_cert": "cert.pem", "tls_key": "nowhere.pem"}, "--tls-key .*nowhere.pem cannot be read"),
+        ({"tls_cert": "nowhere.pem", "tls_key": "key.pem"}, "--tls-cert .*nowhere.pem cannot be read"),
+        ({"tls_cert": "key.pem", "tls_key": "key.pem"}, "no certificate and its key"),
+        ({"tls_cert": "cert.pem", "tls_key": "locked.pem"}, "no certificate and its key"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_said_before_anything_starts(
+    tmp_path: Path, options: dict[str, str], words: str
+) -> None:
+    _, key = make_certificate(tmp_path)
+    lock = ("openssl", "rsa", "-aes128", "-passout", "pass:abc", "-in", str(key), "-out", str(tmp_path / "locked.pem"))
+    subprocess.run(lock, check=True, capture_output=True)
+    paths: dict[str, Any] = {name: tmp_path / file for name, file in options.items()}
+    with pytest.raises(ConfigError, match=words):
+        serve(EngineConfig(), ServeOptions(port=0, **paths), engine_module="none")
+
+
 def test_cors_is_for_the_origins_that_were_named(locked: tuple[Server, Path], server: Server) -> None:
     secure, certificate = locked
     trust = ssl.create_default_context(cafile=str(certificate))
@@ -158,22 +185,25 @@ def test_an_empty_key_does_not_open_the_server(tiny_chat: Path, tmp_path: Path, 
         pass
 
 
-def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.05)
+@pytest.mark.parametrize("pause_s", [60, 0.01], ids=["stops", "trickles"])
+def test_a_body_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
 
-    async def never() -> Message:
-        await asyncio.sleep(60)
-        raise AssertionError
+    async def slowly() -> Message:
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": b"", "more_body": True}
 
     async def read_body(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
+        while (await receive())["more_body"]:
+            pass
 
     async def send(message: Message) -> None:
         return None
 
     async def run() -> None:
         scope = {"type": "http", "path": "/x", "method": "POST", "headers": []}
-        await Guard(read_body, [], max_body=10)(scope, never, send)
+        async with asyncio.timeout(3):
+            await Guard(read_body, [], max_body=10)(scope, slowly, send)
 
     with pytest.raises(Exception, match="not complete") as caught:
         asyncio.run(run())

@@ -51,6 +51,7 @@ ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
 GIVEN_UP_AFTER_S = 30.0
 _STOP_WAIT_S = 5.0
+_LOOK_EVERY_S = 1.0
 _RECEIVE_SLICE_S = 0.02
 
 
@@ -211,19 +212,27 @@ class EngineClient:
         return healths
 
     async def death(self) -> EngineDeadError:
-        """Wait until the engine ends; one that hangs is ended. The mailboxes stay open until someone closes them."""
+        """Wait until the engine ends; one that hangs is ended. The mailboxes stay open until someone closes them.
+
+        It hangs if two looks in a row say so: after a pause of this process, the first sees signs of life unread.
+        """
         exited = asyncio.create_task(self._process.wait())
+        hung = False
         while not exited.done():
-            await asyncio.wait({exited}, timeout=1.0)
-            self._end_if_hanging()
+            await asyncio.wait({exited}, timeout=_LOOK_EVERY_S)
+            verdict = self._hanging()
+            if verdict is not None and hung and self._verdict is None:
+                self._verdict = verdict
+                self._kill()
+            hung = verdict is not None
         return await self._death()
 
-    def _end_if_hanging(self) -> None:
+    def _hanging(self) -> Death | None:
         limit = self.launch.step_timeout_s
         patience = min(GIVEN_UP_AFTER_S, limit)
         hanging = [rank for rank in self.ranks() if rank.stuck and (rank.beat_age_s > patience or rank.busy_s > limit)]
-        if not hanging or self._verdict is not None:
-            return
+        if not hanging:
+            return None
         silent = max(hanging, key=lambda rank: rank.beat_age_s)
         if silent.beat_age_s > patience:
             found = f"Rank {silent.rank} gave no sign of life for {silent.beat_age_s:.0f} s, in step {silent.step}."
@@ -232,8 +241,7 @@ class EngineClient:
             names = ", ".join(str(rank.rank) for rank in hanging)
             found = f"Step {silent.step} has not ended in {silent.busy_s:.0f} s on rank {names}."
             fix = "A rank waits for another or a kernel hangs; if steps are that slow here, raise --step-timeout."
-        self._verdict = Death("rank_stuck", found, fix)
-        self._kill()
+        return Death("rank_stuck", found, fix)
 
     async def _death(self) -> EngineDeadError:
         status = await self._process.wait()
@@ -248,7 +256,8 @@ class EngineClient:
         return EngineDeadError(cause.code, cause.found, cause.fix)
 
     async def stop(self) -> None:
-        """End the process and all its ranks, and clean up behind them."""
+        """End the process and all its ranks, and clean up behind them. There is nothing left to cancel then."""
+        self._mailboxes.clear()
         if hasattr(self, "_process"):
             assert self._process.stdin is not None
             self._process.stdin.close()

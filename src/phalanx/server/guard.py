@@ -60,15 +60,17 @@ class Guard:
         return ApiError(413, f"The body is larger than {self._max_body} bytes.", "body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Reading a body ends at its limit in bytes, and with a client that stops sending it."""
+        """Reading a body ends at its limit in bytes, and with a client that takes too long to send it."""
         seen, whole = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
         async def read() -> Message:
             nonlocal seen, whole
             if whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
             except TimeoutError:
                 raise ApiError(408, f"The body was not complete after {BODY_TIMEOUT_S:g} s.", "body_timeout") from None
             seen += len(message.get("body", b""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -13,16 +14,21 @@ from phalanx.server.errors import ApiError
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 30.0
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Adds limits to uvicorn's protocol, and lets the application cut a connection whose client does not read."""
+    """Adds limits to uvicorn's protocol, and lets the application cut a connection whose client does not read.
+
+    Offers to speak another protocol are not heard: with one, the parser would drop the request's body.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._problem = ApiError(400, "This is no valid HTTP request.", "bad_http")
-        self._head_bytes = 0
         self._in_head = True
+        self._untold_bytes = 0
+        self._head_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -30,23 +36,31 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head()
+        """The parser tells of a header when it is whole; what it has taken in since it last told is counted here."""
+        self._untold_bytes += len(data)
+        super().data_received(_without_upgrade(data) if self._in_head else data)
+        if self._in_head and self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._answer(_head_too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._untold_bytes = 0
+        self._head_bytes = 0
         self._head_timer.cancel()
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
-        self._head_bytes = 0
-        self._in_head = True
         self.scope["extensions"] = {"abort": self.transport.abort}  # type: ignore[dict-item]
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        self._head_bytes += len(name) + len(value)
+        self._count_head(len(name) + len(value))
+
+    def _count_head(self, size: int) -> None:
+        self._untold_bytes = 0
+        self._head_bytes += size
         if len(self.headers) > MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES:
             self._problem = _head_too_large()
             raise self._problem
@@ -56,11 +70,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._untold_bytes = 0
+        self._in_head = True
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._answer(self._problem)
-
-    def _refuse_head(self) -> None:
-        self._answer(_head_too_large())
 
     def _head_is_late(self) -> None:
         if self._in_head and not self.transport.is_closing():
@@ -71,6 +87,12 @@ class BoundedHttp(HttpToolsProtocol):
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status_code] + head.encode() + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    end = data.find(b"\r\n\r\n")
+    offer = _UPGRADE.search(data, 0, end if end >= 0 else len(data))
+    return data if offer is None else data[: offer.start()] + data[offer.end() :]
 
 
 def _head_too_large() -> ApiError:

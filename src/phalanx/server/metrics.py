@@ -92,9 +92,12 @@ class Metrics:
         self._last: Books | None = None
 
     def engine_started(self, num_blocks: int) -> None:
-        """A new engine counts from zero."""
+        """A new engine counts from zero, and nothing runs on it yet."""
         self._blocks = num_blocks
         self._last = None
+        for each in self._sets:
+            for gauge in (each.running, each.waiting, each.kv_usage):
+                gauge.set(0)
 
     def stepped(self, report: Stepped) -> None:
         books, last = report.books, self._last or Books(0, 0, 0, 0, 0, 0, Totals())

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from phalanx.server.answer import Answer, Piece
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError
 
+log = logging.getLogger("phalanx.server")
+
+LAST_WORD_S = 5.0
 _DONE = b"data: [DONE]\n\n"
-_GONE = ApiError(499, "The client has gone.", "client_gone")
 
 
 class Format(Protocol):
@@ -65,10 +68,8 @@ class Reply(Response):
         outcome: ApiError | None = None
         try:
             outcome = await self._run()
-            if outcome is not None and self._writing:
+            if outcome is not None and not await self._heard(outcome):
                 scope["extensions"]["abort"]()
-            elif outcome is not None:
-                await self._tell(outcome)
         finally:
             watcher.cancel()
             self._on_finish(self.answer, outcome)
@@ -81,12 +82,26 @@ class Reply(Response):
             return error
         except TimeoutError:
             return ApiError(504, f"The answer was not complete after {self._timeout_s:g} s.", "request_timeout")
+        except Exception:
+            log.exception("an answer could not be written")
+            return ApiError(500, "The server made a mistake; its log has the details.", "internal_error")
         return None
+
+    async def _heard(self, error: ApiError) -> bool:
+        """Whether the client could be told: not if a write is stuck, for then it does not read."""
+        if self._writing:
+            return False
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._tell(error)
+        except TimeoutError:
+            return False
+        return True
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.answer.mailbox.close(_GONE)
+        self.answer.mailbox.close(ApiError(499, "The client has gone.", "client_gone"))
 
     async def _send_stream(self) -> None:
         async for pieces in self.answer.pieces(self._engine()):
@@ -114,18 +129,21 @@ class Reply(Response):
             self._begun = True
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             await self._send_start(200, headers)
-        self._writing = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._writing = False
+        await self._put({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _send_json(self, status: int, content: object, headers: dict[str, str]) -> None:
         body = msgspec.json.encode(content)
         await self._send_start(status, {"content-type": "application/json", "content-length": str(len(body))} | headers)
-        await self._send({"type": "http.response.body", "body": body})
+        await self._put({"type": "http.response.body", "body": body})
 
     async def _send_start(self, status: int, headers: dict[str, str]) -> None:
         raw = [(name.encode(), value.encode("latin-1")) for name, value in (self._own_headers | headers).items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._put({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _put(self, message: Message) -> None:
+        self._writing = True
+        await self._send(message)
+        self._writing = False
 
 
 def event(content: object) -> bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import ssl
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ _KEEP_ALIVE_S = 60
 def serve(config: EngineConfig, options: ServeOptions, engine_module: str = ENGINE_MODULE) -> int:
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    _check_tls(options)
     with _listen(options) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(ApiServer(config, options, engine_module).run(listener))
 
@@ -50,6 +53,26 @@ def _listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             "cannot_listen", f"{options.host}:{options.port}: {error.strerror}.", "Choose another --host or --port."
+        ) from None
+
+
+def _check_tls(options: ServeOptions) -> None:
+    """What is wrong with certificate or key is said before the model loads."""
+    certificate, key = options.tls_cert, options.tls_key
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise ConfigError("bad_option", "Of --tls-cert and --tls-key, one is missing.", "Give both, or none.")
+    for flag, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if not os.access(path, os.R_OK):
+            raise ConfigError("bad_option", f"{flag} {path} cannot be read.", "Give a readable PEM file.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        raise ConfigError(
+            "bad_option",
+            f"{certificate} and {key} are no certificate and its key: {error.strerror or error}.",
+            "Give PEM files that belong together, the key without a passphrase.",
         ) from None
 
 

@@ -19,7 +19,8 @@ _LONGEST_PAUSE_S = 60.0
 class Supervisor:
     """Starts the engine, and again after a death, at most `restarts` times, each time after a longer pause.
 
-    An engine that dies before it ever took a request is not tried again: the same start would fail the same way.
+    An engine that dies before it ever took a request is not tried again: the same start would fail the same way. Nor is
+    one that dies while the server stops.
     """
 
     def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
@@ -56,8 +57,8 @@ class Supervisor:
                 death = await client.death()
             except EngineDeadError as error:
                 death = error
-            stillborn = self.state == "starting"
-            self.state = "dead" if stillborn or self.restarts_left == 0 else "restarting"
+            final = self.state in ("starting", "draining") or self.restarts_left == 0
+            self.state = "dead" if final else "restarting"
             client.close_mailboxes(ApiError.of(death))
             return death
         finally:
@@ -78,5 +79,6 @@ class Supervisor:
         return self.client
 
     def drain(self) -> None:
-        """Take no more requests."""
-        self.state = "draining"
+        """Take no more requests. What is dead stays dead."""
+        if self.state != "dead":
+            self.state = "draining"
