@@ -1,0 +1,37 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from phalanx import __version__
+from phalanx.cli.bench import bench
+from phalanx.cli.generate import generate
+from phalanx.cli.serve import serve
+
+app = typer.Typer(
+    help="Plan, serve and prove tensor-parallel LLM deployments.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        print(f"phalanx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Plan, serve and prove tensor-parallel LLM deployments."""

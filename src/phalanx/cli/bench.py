@@ -1,0 +1,80 @@
+"""`phalanx bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.shared import Dtype, LoadFormat, Model, Tp, told_errors
+
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@bench.command()
+def offline(
+    model: Model = None,
+    cases: Annotated[str, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas.")] = "1x128x64,8x256x64",
+    tp: Tp = 1,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the best counts.")] = 2,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write results to this file.")] = None,
+) -> None:
+    """Time fixed batches: prefill, time per output token, and their share of what the machine can do."""
+    with told_errors():
+        from phalanx.bench.offline import run_cases
+
+        run_cases(model, cases, tp, dtype, load_format, repeats, as_json)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first the server names.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    dataset: Annotated[str, typer.Option(help="random, sharegpt or shared-prefix.")] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="The ShareGPT file.")] = None,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens of each request's own.")] = 1024,
+    output_len: Annotated[
+        int | None, typer.Option(help="Answer tokens. Default: 128; sharegpt: as in the file.")
+    ] = None,
+    range_ratio: Annotated[float, typer.Option(help="Lengths are uniform from this share of them up.")] = 1.0,
+    prefix_len: Annotated[
+        int, typer.Option(help="shared-prefix: tokens of the system prompt all agents share.")
+    ] = 1024,
+    agents: Annotated[int, typer.Option(help="shared-prefix: each sends its requests one after the other.")] = 8,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Requests to measure. Default: 100, or 10 x --max-concurrency.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Requests before that, not counted.")] = 0,
+    request_rate: Annotated[float, typer.Option(help="Requests/s; inf sends all at once.")] = float("inf"),
+    arrival: Annotated[str | None, typer.Option(help="poisson (default), gamma or constant.")] = None,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Shape of gamma arrivals: 1 is Poisson, less comes in bursts.")
+    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None,
+    goodput: Annotated[str | None, typer.Option(help="Bounds in ms on ttft, tpot, e2el, as ttft:800,tpot:50.")] = None,
+    percentiles: Annotated[str, typer.Option()] = "50,95,99",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers of exactly the length asked for.")] = True,
+    extra_body: Annotated[str | None, typer.Option(help="More fields of each request, as JSON.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key; other users can see it in `ps`.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the key.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 3600.0,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the model's tokenizer.json.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Default: from the tokenizer, or the server.")] = None,
+    gpus: Annotated[int, typer.Option(help="How many the server uses, for tok/s per GPU.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--save-plot", help="Draw the latencies into this PNG.")] = None,
+) -> None:
+    """Put load on a server: TTFT, TPOT, ITL, E2E, tokens/s and goodput."""
+    flags = dict(locals())
+    with told_errors():
+        from phalanx.bench.serving.options import Options
+        from phalanx.bench.serving.run import run
+
+        if run(Options(**flags)).completed == 0:
+            raise typer.Exit(1)

@@ -1,0 +1,89 @@
+"""`phalanx serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.shared import Dtype, LoadFormat, Model, Tp, told_errors
+from phalanx.errors import ConfigError
+
+
+def serve(
+    model: Model = None,
+    tp: Tp = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key clients must send; may be repeated.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for. Default: MODEL.")] = None,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 2048,
+    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes a rank for keys and values.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of common prefixes.")] = True,
+    reasoning_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
+    max_queued_requests: Annotated[int, typer.Option(min=0, help="Beyond max-num-seqs; then 429.")] = 256,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
+    step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a step counts as hung.")] = 300.0,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 30.0,
+    restart: Annotated[int, typer.Option(min=0, help="How often to restart an engine that died.")] = 0,
+    max_body_size: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 4 * 2**20,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin that may call; may be repeated.")] = None,
+    vllm_metrics: Annotated[bool, typer.Option(help="Expose metrics under vLLM's names too.")] = False,
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API."""
+    with told_errors():
+        from phalanx.runtime.config import EngineConfig
+        from phalanx.server.options import ServeOptions
+        from phalanx.server.serve import serve as run
+
+        config = EngineConfig(
+            model=model,
+            tp=tp,
+            dtype=dtype,
+            load_format=load_format,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory=kv_cache_memory,
+            prefix_caching=prefix_caching,
+        )
+        options = ServeOptions(
+            host=host,
+            port=port,
+            api_keys=_api_keys(api_key or [], api_key_file),
+            served_name=served_model_name,
+            reasoning_parser=reasoning_parser,
+            tool_parser=tool_call_parser,
+            max_queued_requests=max_queued_requests,
+            request_timeout_s=request_timeout,
+            step_timeout_s=step_timeout,
+            drain_timeout_s=drain_timeout,
+            restarts=restart,
+            max_body_bytes=max_body_size,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            cors_origins=tuple(cors_origin or ()),
+            vllm_metrics=vllm_metrics,
+        )
+        raise typer.Exit(run(config, options))
+
+
+def _api_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+    """Keys from flags and file. A key that is asked for but empty would open the server: refused."""
+    try:
+        lines = file.read_text().split() if file is not None else []
+    except OSError as error:
+        raise ConfigError("bad_option", f"--api-key-file {file}: {error.strerror}.", "Give a readable file.") from None
+    keys = (*given, *lines)
+    if any(not key.strip() for key in given) or (file is not None and not lines):
+        raise ConfigError("bad_option", "An API key is empty.", "Give at least one character, or no key at all.")
+    return keys

@@ -1,0 +1,35 @@
+"""What commands share: options, and how errors are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from phalanx.errors import PhalanxError
+
+Model = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder, .gguf file or Hugging Face id. Default: SmolLM2-135M-Instruct.")
+]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def told_errors() -> Iterator[None]:
+    """Errors Phalanx raises on purpose are told in two lines, without a traceback."""
+    try:
+        yield
+    except PhalanxError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error[/] {error.code}: ", end="")
+        print(f"{error.found}\n{error.fix}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except ModuleNotFoundError as error:
+        print(f"error: this command needs {error.name}: pip install 'phalanx[serve]'", file=sys.stderr)
+        raise typer.Exit(1) from None
