@@ -48,6 +48,7 @@ class EngineTraits:
     expert_parallel: bool = False
     trims_windows: bool = True
     unpacks_weights: bool = False
+    converts_to_fp8: bool = False
     block_tokens: int = 16
 
     def batched_tokens(self, gpu: Gpu) -> int:
@@ -87,7 +88,15 @@ ENGINES = {
             unpacks_weights=True,
         ),
         EngineTraits(
-            "vllm", "vLLM", "0.24", "share_of_all", 0.9, _QUANTISED, keeps_blocks_whole=True, expert_parallel=True
+            "vllm",
+            "vLLM",
+            "0.24",
+            "share_of_all",
+            0.9,
+            _QUANTISED,
+            keeps_blocks_whole=True,
+            expert_parallel=True,
+            converts_to_fp8=True,
         ),
         EngineTraits(
             "sglang",
@@ -98,6 +107,7 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
+            converts_to_fp8=True,
             block_tokens=1,
         ),
         EngineTraits(

@@ -160,7 +160,7 @@ def _rank_fit(
     runtime = CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.tp > 1 else 0)
     runtime_line = Line("runtime", -runtime, "context and libraries" + (", collectives" if layout.tp > 1 else ""))
     activation_line = Line("activations", -activations, how)
-    lines += _budget_lines(engine, usable, layout.tp, tokens)
+    lines += _budget_lines(engine, gpu, usable, layout.tp, tokens)
     lines += taken
     if engine.budget in ("share_of_all", "share_of_free"):
         lines.append(activation_line)
@@ -177,11 +177,13 @@ def _rank_fit(
 
 def _kept_line(gpu: Gpu) -> Line:
     if gpu.unified_memory:
-        return Line("operating system", -int(OS_SHARE * gpu.memory_bytes), f"{OS_SHARE:.0%} of unified memory")
+        return Line(
+            "operating system", -int(OS_SHARE * gpu.memory_bytes), f"{OS_SHARE:.0%} of unified memory stays with it"
+        )
     return Line("driver", -int(DRIVER_SHARE * gpu.memory_bytes), f"{DRIVER_SHARE:.2%} of it")
 
 
-def _budget_lines(engine: EngineTraits, usable: int, tp: int, tokens: int) -> list[Line]:
+def _budget_lines(engine: EngineTraits, gpu: Gpu, usable: int, tp: int, tokens: int) -> list[Line]:
     """What the engine leaves alone by its own rule."""
     if engine.budget == "static_share":
         reserve = static_reserve(tp, tokens)
@@ -189,7 +191,7 @@ def _budget_lines(engine: EngineTraits, usable: int, tp: int, tokens: int) -> li
         return [
             Line("left to activations", -reserve, f"mem_fraction_static {share:.3f}: 1.5 MiB x {tokens} tokens, graphs")
         ]
-    if engine.budget == "share_of_all":
+    if engine.budget == "share_of_all" and not gpu.unified_memory:
         left = int((1 - engine.share) * usable)
         return [Line("left alone", -left, f"gpu_memory_utilization {engine.share}")]
     if engine.budget == "all_but_a_tenth":

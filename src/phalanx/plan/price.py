@@ -50,7 +50,7 @@ class Tariff:
 
 @dataclass(frozen=True)
 class Cost:
-    """USD an hour for the GPUs in use: on demand (low, median, high), reserved, and owned. None where no price is known.
+    """USD an hour for the GPUs in use: on demand (low, median, high), reserved and owned. None: no price is known.
 
     `break_even` is the share of hours from which owning is cheaper than renting those hours on demand.
     """

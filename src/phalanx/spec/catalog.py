@@ -47,9 +47,10 @@ class Entry:
     def spec(self) -> ModelSpec:
         return _described(self.name)
 
-    def checkpoint(self, number_format: str) -> str:
-        """The id to load this format from: a checkpoint in it where one is known, the model's own otherwise."""
-        return next((name for name, found in self.variants.items() if found == number_format), self.ids[0])
+    def checkpoint(self, *number_formats: str) -> str | None:
+        """The id of a checkpoint in the first of these formats that there is one in."""
+        known = [(self.ids[0], self.spec.number_format), *self.variants.items()]
+        return next((name for wanted in number_formats for name, found in known if found == wanted), None)
 
 
 @cache

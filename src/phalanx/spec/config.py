@@ -24,6 +24,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"sliding_window": 4096, "head_dim": 128},
     "qwen3_moe": {"sliding_window": 4096},
     "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "gpt_oss": {"head_dim": 64},
+    "llama4": {"head_dim": 128},
+    "llama4_text": {"head_dim": 128},
+    "minimax_m2": {"head_dim": 128},
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), {"head_dim": 256}),
 }
 """What a family means by a field it leaves out, where that is not what the others mean."""
 
