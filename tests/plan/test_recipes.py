@@ -149,6 +149,17 @@ def test_ray_over_four_dgx_spark() -> None:
     assert "net.core.rmem_max" in files["90-fabric.conf"]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])
+def test_ranks_on_several_machines_need_ray(kind: str) -> None:
+    with pytest.raises(ConfigError, match="--recipe ray"):
+        recipe(launch(machine=Machine.parse("4xDGX-Spark"), replicas=1), kind)
+
+
+def test_replicas_on_machines_of_one_gpu_each_use_their_only_gpu() -> None:
+    script = recipe(launch(machine=Machine.parse("2xDGX-Spark"), tp=1), "shell")["serve.sh"]
+    assert script.count("CUDA_VISIBLE_DEVICES=0 vllm") == 2
+
+
 @pytest.mark.parametrize("engine", ["phalanx", "sglang", "trtllm"])
 def test_ray_is_refused_for_engines_that_do_not_use_it(engine: str) -> None:
     with pytest.raises(ConfigError, match="--engine vllm"):

@@ -20,6 +20,12 @@ def recipe(launch: Launch, kind: str) -> Files:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
         suggestion = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
+    if launch.spans_machines and kind != "ray":
+        raise ConfigError(
+            "needs_ray",
+            f"TP={launch.tp} on {launch.machine.name} spans {launch.tp} machines of one GPU each.",
+            "Use --recipe ray with --engine vllm, or --tp 1.",
+        )
     files = KINDS[kind](launch)
     if launch.engine.name == "trtllm" and kind != "k8s":
         files[TRTLLM_OPTIONS] = trtllm_options(launch)
@@ -29,6 +35,9 @@ def recipe(launch: Launch, kind: str) -> Files:
 
 
 def _devices(launch: Launch, replica: int) -> list[str]:
+    """GPUs of a replica, by their number on the machine it runs on."""
+    if launch.one_gpu_machines:
+        return ["0"]
     return [str(device) for device in range(replica * launch.tp, (replica + 1) * launch.tp)]
 
 
@@ -59,7 +68,7 @@ def _shell(launch: Launch) -> Files:
 def _title(launch: Launch) -> str:
     return (
         f"{launch.model} with {launch.engine.title} in {launch.weight_format}: TP={launch.tp}, "
-        f"{launch.replicas} replicas on {launch.machine.name}"
+        f"{launch.replicas} replica{'s' if launch.replicas > 1 else ''} on {launch.machine.name}"
     )
 
 

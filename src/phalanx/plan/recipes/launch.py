@@ -42,6 +42,15 @@ class Launch:
             )
 
     @property
+    def one_gpu_machines(self) -> bool:
+        """Unified memory is a whole computer around one GPU."""
+        return self.machine.smallest.unified_memory
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.one_gpu_machines and self.tp > 1
+
+    @property
     def image(self) -> str:
         """The container that has this engine."""
         return {
@@ -54,12 +63,12 @@ class Launch:
     @property
     def utilization(self) -> float:
         """vLLM's share of memory: what unified memory can spare, or what the engine takes."""
-        return 1 - OS_SHARE if self.machine.smallest.unified_memory else self.engine.share
+        return 1 - OS_SHARE if self.one_gpu_machines else self.engine.share
 
     @property
     def static_fraction(self) -> float:
         """SGLang's share for weights and KV."""
-        memory = self.machine.smallest.memory_bytes * (1 - OS_SHARE if self.machine.smallest.unified_memory else 1)
+        memory = self.machine.smallest.memory_bytes * (1 - OS_SHARE if self.one_gpu_machines else 1)
         kept = static_reserve(self.tp, self.max_num_batched_tokens)
         return round((memory - kept) / self.machine.smallest.memory_bytes, 3)
 
