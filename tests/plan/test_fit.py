@@ -66,6 +66,15 @@ def test_the_lines_are_a_sum_and_the_tokens_its_quotient() -> None:
     assert found.longest_context == 131_072
 
 
+def test_collectives_take_memory_where_there_is_more_than_one_rank() -> None:
+    spec = catalog.model("Llama-3.1-8B")
+    taken = {
+        tp: next(line.bytes for line in fit(spec, Machine.parse("2xH100"), tp, ENGINES["vllm"]).tightest.lines[::-1])
+        for tp in (1, 2)
+    }
+    assert taken == {1: -int(0.4 * GIB), 2: -int(0.4 * GIB) - int(0.45 * GIB)}
+
+
 def test_fp8_kv_holds_twice_the_tokens() -> None:
     bf16, fp8 = (one_h200(LLAMA_8B, kv_format=name) for name in ("bf16", "fp8"))
     assert fp8.kv_tokens == pytest.approx(2 * bf16.kv_tokens, rel=1e-4)

@@ -48,7 +48,6 @@ class EngineTraits:
     expert_parallel: bool = False
     trims_windows: bool = True
     unpacks_weights: bool = False
-    converts_to_fp8: bool = False
     block_tokens: int = 16
 
     def batched_tokens(self, gpu: Gpu) -> int:
@@ -96,7 +95,6 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
-            converts_to_fp8=True,
         ),
         EngineTraits(
             "sglang",
@@ -107,7 +105,6 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
-            converts_to_fp8=True,
             block_tokens=1,
         ),
         EngineTraits(

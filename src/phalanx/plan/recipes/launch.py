@@ -18,7 +18,7 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `replicas` engines of `tp` GPUs. `converts`: the checkpoint is quantised while it loads."""
+    """What to start: `replicas` engines of `tp` GPUs. `converts`: to FP8 while loading, if it can."""
 
     model: str
     engine: EngineTraits

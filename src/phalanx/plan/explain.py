@@ -1,0 +1,92 @@
+"""A plan in words: why this one wins, what to relax when nothing does, what would be enough when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from phalanx.plan.choose import Candidate, Plan, predict_replica
+from phalanx.plan.engines import ENGINES, GIB
+from phalanx.plan.fit import fit
+from phalanx.plan.shapes import shape
+from phalanx.spec.machine import Machine
+
+_HALVINGS = 8
+_MOST_GPUS = 64
+_SMALLER_FORMATS = ("fp8", "awq")
+
+
+def explain(plan: Plan) -> str:
+    """The winner in two sentences: what each GPU holds, what a step is made of, what the next choice would give."""
+    best = plan.best
+    if best is None:
+        return ""
+    tight = best.fit.tightest
+    first = (
+        f"{best.label}: each GPU holds {tight.weight_bytes / GIB:.1f} GiB of weights and keeps "
+        f"{max(tight.kv_bytes, 0) / GIB:.1f} GiB for KV, room for {best.fit.kv_tokens:,} tokens or "
+        f"{best.fit.max_sequences} requests of {best.fit.context}."
+    )
+    if best.tp == 1:
+        second = "With one GPU a replica there is no all-reduce"
+    else:
+        second = f"All-reduces take {best.prediction.all_reduce_share:.0%} of a decode step"
+    rivals = [each for each in plan.side_by_side if each.tp != best.tp]
+    if rivals:
+        rival = max(rivals, key=lambda each: each.per_gpu)
+        second += (
+            f"; TP={rival.tp} x {rival.replicas} gives {rival.per_gpu / best.per_gpu - 1:+.0%} tokens a GPU at "
+            f"TPOT {rival.prediction.tpot.mid * 1e3:.1f} against {best.prediction.tpot.mid * 1e3:.1f} ms"
+        )
+    return f"{first} {second}."
+
+
+def advice(plan: Plan) -> list[str]:
+    """For an SLO that nothing meets: how far the nearest point is, and what to relax."""
+    best = plan.best
+    if best is None or plan.feasible:
+        return []
+    goals = plan.slo.missed(best.prediction)
+    words = [
+        f"{name.upper()} {found * 1e3:.0f} ms ({found / allowed:.1f} x the goal)" for name, found, allowed in goals
+    ]
+    lines = [f"Nothing meets the SLO. The nearest is {best.label}: {', '.join(words)}."]
+    relaxed = ",".join(f"{name}:{found * 1.02e3:.0f}" for name, found, _ in goals)
+    lines.append(f"Relax the SLO to {relaxed}, or")
+    concurrency = _concurrency_that_meets(plan, best)
+    if concurrency is not None:
+        lines.append(f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency}).")
+    else:
+        lines.append("use faster or more GPUs: no concurrency of this machine meets it.")
+    return lines
+
+
+def _concurrency_that_meets(plan: Plan, best: Candidate) -> int | None:
+    """By halving, the concurrency at which the nearest candidate would meet the SLO."""
+    if not plan.workload.is_closed_loop:
+        return None
+    concurrency = best.workload.concurrency
+    for _ in range(_HALVINGS):
+        if concurrency == 1:
+            return None
+        concurrency //= 2
+        share = dataclasses.replace(best.workload, concurrency=concurrency, requests=None)
+        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel)) <= 1:
+            return concurrency * best.replicas
+    return None
+
+
+def gpus_needed(plan: Plan) -> list[str]:
+    """The smallest number of GPUs of this kind that would hold the model, in its own format and in smaller ones."""
+    gpu, engine = plan.machine.smallest, ENGINES["vllm"]
+    words = []
+    for number_format in dict.fromkeys((plan.spec.number_format, *_SMALLER_FORMATS)):
+        for tp in range(1, _MOST_GPUS + 1):
+            if not shape(plan.spec.in_format(number_format), tp, engine).is_legal:
+                continue
+            machine = Machine((gpu,) * tp)
+            if fit(plan.spec, machine, tp, engine, weight_format=number_format, context=plan.workload.longest).fits:
+                words.append(f"TP={tp} in {number_format}")
+                break
+    if not words:
+        return [f"No TP degree up to {_MOST_GPUS} of {gpu.name} holds it with {engine.title}; use larger cards."]
+    return [f"With {engine.title}, {gpu.name} holds it at " + ", ".join(words) + "."]
