@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from phalanx.plan.slo import Slo
 from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
-from tests.plan.conftest import ALL_REDUCE, Predictor
+from tests.plan.conftest import ALL_REDUCE, Predictor, around
 
 pytestmark = pytest.mark.usefixtures("predictor")
 
@@ -150,6 +151,16 @@ def test_an_slo_that_nothing_meets_is_answered_with_the_nearest_point_and_what_t
     assert int(lowered[1]) == 8  # two replicas of 16 clients wait 16 ms, of 4 clients 4 ms
     again = planned(formats=["fp8"], tps=[4], slo=plan.slo, workload=Workload(1024, 256, int(lowered[1])))
     assert again.feasible
+
+
+def test_arrivals_that_are_too_many_are_halved_until_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def queue(spec: object, machine: object, tp: int, *, workload: Workload, **told: object) -> SimpleNamespace:
+        assert workload.rate is not None
+        return SimpleNamespace(ttft=around(workload.rate), tpot=around(0.01), throughput=around(100.0))
+
+    monkeypatch.setattr("phalanx.plan.choose.predict", queue)
+    plan = planned(formats=["fp8"], tps=[8], slo=Slo(ttft=0.6), workload=Workload(1024, 256, 32, rate=4.0))
+    assert "lower the rate to 0.5 requests/s (this plan: 4)." in advice(plan)
 
 
 def test_an_slo_that_no_concurrency_meets_asks_for_other_gpus() -> None:

@@ -11,7 +11,7 @@ from phalanx.plan.engines import ENGINES, GIB, EngineTraits
 from phalanx.plan.fit import Fit, fit
 from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.price import Cost, Power, Tariff, cost, power, usd_per_million
-from phalanx.plan.shapes import shape
+from phalanx.plan.shapes import MOST_RANKS, shape
 from phalanx.plan.slo import Slo
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -139,7 +139,7 @@ def choose(
         outcome
         for weight_format in formats or default_formats(spec)
         for engine in engines
-        for tp in tps or range(1, len(machine) + 1)
+        for tp in tps or range(1, min(len(machine), MOST_RANKS) + 1)
         for outcome in search.consider(engine, weight_format, tp)
     ]
     candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]

@@ -7,11 +7,11 @@ import dataclasses
 from phalanx.plan.choose import Candidate, Plan, predict_replica
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.fit import fit
-from phalanx.plan.shapes import shape
+from phalanx.plan.shapes import MOST_RANKS, shape
 from phalanx.spec.machine import Machine
+from phalanx.spec.workload import Workload
 
 _HALVINGS = 8
-_MOST_GPUS = 64
 _SMALLER_FORMATS = ("fp8", "awq")
 
 
@@ -52,27 +52,30 @@ def advice(plan: Plan) -> list[str]:
     lines = [f"Nothing meets the SLO. The nearest is {best.label}: {', '.join(words)}."]
     relaxed = ",".join(f"{name}:{found * 1.02e3:.0f}" for name, found, _ in goals)
     lines.append(f"Relax the SLO to {relaxed}, or")
-    concurrency = _concurrency_that_meets(plan, best)
-    if concurrency is not None:
-        lines.append(f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency}).")
-    else:
-        lines.append("use faster or more GPUs: no concurrency of this machine meets it.")
+    lines.append(_lighter_traffic(plan, best) or "use faster or more GPUs: no lighter traffic meets it here.")
     return lines
 
 
-def _concurrency_that_meets(plan: Plan, best: Candidate) -> int | None:
-    """By halving, the concurrency at which the nearest candidate would meet the SLO."""
-    if not plan.workload.is_closed_loop:
-        return None
-    concurrency = best.workload.concurrency
+def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
+    """By halving, the traffic at which the nearest candidate would meet the SLO."""
+    share = best.workload
     for _ in range(_HALVINGS):
-        if concurrency == 1:
+        if share.trace or (share.rate is None and share.concurrency == 1):
             return None
-        concurrency //= 2
-        share = dataclasses.replace(best.workload, concurrency=concurrency, requests=None)
-        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel)) <= 1:
-            return concurrency * best.replicas
+        share = _halved(share)
+        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel)) > 1:
+            continue
+        if share.rate is not None:
+            return f"lower the rate to {share.rate * best.replicas:g} requests/s (this plan: {plan.workload.rate:g})."
+        concurrency = share.concurrency * best.replicas
+        return f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency})."
     return None
+
+
+def _halved(workload: Workload) -> Workload:
+    if workload.rate is not None:
+        return dataclasses.replace(workload, rate=workload.rate / 2)
+    return dataclasses.replace(workload, concurrency=workload.concurrency // 2, requests=None)
 
 
 def gpus_needed(plan: Plan) -> list[str]:
@@ -80,7 +83,7 @@ def gpus_needed(plan: Plan) -> list[str]:
     gpu, engine = plan.machine.smallest, ENGINES["vllm"]
     words = []
     for number_format in dict.fromkeys((plan.spec.number_format, *_SMALLER_FORMATS)):
-        for tp in range(1, _MOST_GPUS + 1):
+        for tp in range(1, MOST_RANKS + 1):
             if not shape(plan.spec.in_format(number_format), tp, engine).is_legal:
                 continue
             machine = Machine((gpu,) * tp)
@@ -88,5 +91,5 @@ def gpus_needed(plan: Plan) -> list[str]:
                 words.append(f"TP={tp} in {number_format}")
                 break
     if not words:
-        return [f"No TP degree up to {_MOST_GPUS} of {gpu.name} holds it with {engine.title}; use larger cards."]
+        return [f"No TP degree up to {MOST_RANKS} of {gpu.name} holds it with {engine.title}; use larger cards."]
     return [f"With {engine.title}, {gpu.name} holds it at " + ", ".join(words) + "."]

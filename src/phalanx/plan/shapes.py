@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.errors import LayoutError
 from phalanx.plan.engines import EngineTraits
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
-_MOST_RANKS = 64
+MOST_RANKS = 64
+"""The largest TP degree that is considered."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ def shape(spec: ModelSpec, tp: int, engine: EngineTraits) -> Shape:
         return Shape(tp)
     if _loads_with_whole_experts(spec, tp, engine):
         return Shape(tp, expert_parallel=True)
-    legal = [other for other in range(1, _MOST_RANKS + 1) if not any(True for _ in _problems(spec, other, engine))]
+    legal = _legal_degrees(spec, engine)
     below, above = [other for other in legal if other < tp], [other for other in legal if other > tp]
     return Shape(tp, problems, tuple(below[-1:] + above[:1]))
+
+
+@lru_cache(maxsize=64)
+def _legal_degrees(spec: ModelSpec, engine: EngineTraits) -> tuple[int, ...]:
+    return tuple(tp for tp in range(1, MOST_RANKS + 1) if not any(True for _ in _problems(spec, tp, engine)))
 
 
 def _loads_with_whole_experts(spec: ModelSpec, tp: int, engine: EngineTraits) -> bool:
