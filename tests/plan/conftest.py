@@ -34,6 +34,8 @@ class Predictor:
             ttft=around(0.001 * workload.concurrency),
             tpot=around(step),
             throughput=around(workload.concurrency / step),
+            requests_ttft=(0.001, 0.002 * workload.concurrency),
+            requests_tpot=(step,),
             all_reduce_share=(step - reads) / step,
             preemptions=0,
             cached_share=0.0,

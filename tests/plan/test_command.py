@@ -47,6 +47,7 @@ def test_a_program_gets_the_same_as_json() -> None:
     assert [each["tp"] for each in answer["side_by_side"]] == [1, 2, 4, 8]
     assert answer["side_by_side"][0]["scaling_efficiency"] == 1
     interval = answer["best"]["tpot_ms"]
+    assert answer["side_by_side"][3]["ttft_p99_ms"] == pytest.approx(64)
     assert interval["low"] < interval["mid"] < interval["high"]
     rank = answer["fit"]["ranks"][0]
     assert sum(line["bytes"] for line in rank["lines"]) == rank["kv_bytes"]

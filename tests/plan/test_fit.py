@@ -144,6 +144,7 @@ def test_windows_and_states_count_by_the_length_of_a_sequence() -> None:
     spec, machine = catalog.model("gpt-oss-120b"), Machine.parse("H200")
     found = fit(spec, machine, 1, ENGINES["vllm"], context=10_128)
     assert found.kv_bytes_per_token == (128 * 73_728 + 10_000 * 36_864) / 10_128
+    assert found.request_bytes == {"sliding": 128 * 36_864, "full": 10_128 * 36_864}
     qwen = fit(
         catalog.model("Qwen3.5-397B-A17B"),
         Machine.parse("8xH200"),

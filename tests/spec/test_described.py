@@ -158,10 +158,12 @@ def test_windows_stop_growing_and_states_do_not_depend_on_length() -> None:
 
 def test_a_latent_is_kept_whole_by_every_rank_and_a_state_is_dealt() -> None:
     deepseek, qwen = Layout(catalog.model("DeepSeek-V3"), 8), Layout(catalog.model("Qwen3.5-397B-A17B"), 8)
-    assert [deepseek.cache_bytes(rank, 1000) for rank in range(8)] == [70_272_000] * 8
+    assert [deepseek.cache_bytes(rank, 1000) for rank in range(8)] == [{"latent": 70_272_000}] * 8
     assert deepseek.kv_bytes_per_token(5, "fp8") == 35_136
-    assert qwen.cache_bytes(0, 0) / 2**20 == pytest.approx(22.9, abs=0.05)
-    assert qwen.cache_bytes(7, 1000) - qwen.cache_bytes(7, 0) == 15_360_000
+    kept = qwen.cache_bytes(7, 1000)
+    assert kept["full"] == 15_360_000
+    assert kept["state"] / 2**20 == pytest.approx(22.9, abs=0.05)
+    assert kept["state"] == qwen.cache_bytes(0, 0)["state"]
 
 
 def test_heads_of_latent_attention_are_dealt_in_whole_blocks() -> None:

@@ -20,7 +20,7 @@ from phalanx.plan.engines import (
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.model import ModelSpec, Tensor
+from phalanx.spec.model import CacheKind, ModelSpec, Tensor
 
 _EXPERT_COPIES = 3
 """Copies of the routed tokens a step holds at once: gathered by expert, multiplied, and put back."""
@@ -73,8 +73,13 @@ class Fit:
 
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
         if self.engine.trims_windows:
-            return self.layout.cache_bytes(rank, tokens, self.kv_format)
+            return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
         return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens
+
+    @property
+    def request_bytes(self) -> dict[CacheKind, int]:
+        """What the tightest rank keeps of a request of `context` tokens, by kind of layer."""
+        return self.layout.cache_bytes(self.tightest.rank, self.context, self.kv_format)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -193,7 +198,7 @@ def _budget_lines(engine: EngineTraits, gpu: Gpu, usable: int, tp: int, tokens: 
         ]
     if engine.budget == "share_of_all" and not gpu.unified_memory:
         left = int((1 - engine.share) * usable)
-        return [Line("left alone", -left, f"gpu_memory_utilization {engine.share}")]
+        return [Line("left alone", -left, f"gpu_memory_utilization {engine.share}; CUDA graphs take about 1 GiB of it")]
     if engine.budget == "all_but_a_tenth":
         return [Line("left to activations", -int((1 - engine.share) * usable), "a tenth of the card, graphs included")]
     return []

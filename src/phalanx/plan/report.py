@@ -11,15 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.plan.choose import Candidate, Plan
-from phalanx.plan.engines import GIB
+from phalanx.plan.engines import GIB, MIB
 from phalanx.plan.explain import advice, explain, gpus_needed
 from phalanx.plan.fit import Fit
-from phalanx.plan.predict import Interval
+from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
 from phalanx.spec import catalog
 from phalanx.spec.model import ModelSpec
 
 _SHOWN = 8
+_TAIL = 0.99
 _EXCLUDED_SHOWN = 6
 
 
@@ -119,6 +120,8 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "meets_slo": plan.slo.excess(prediction) <= 1,
         "ttft_ms": _interval_dict(prediction.ttft, 1e3),
         "tpot_ms": _interval_dict(prediction.tpot, 1e3),
+        "ttft_p99_ms": percentile(prediction.requests_ttft, _TAIL) * 1e3,
+        "tpot_p99_ms": percentile(prediction.requests_tpot, _TAIL) * 1e3,
         "tokens_per_s": _interval_dict(prediction.throughput, each.replicas),
         "tokens_per_s_per_gpu": each.per_gpu,
         "usd_per_million_tokens": each.usd_per_million,
@@ -147,6 +150,7 @@ def _fit_dict(fit: Fit) -> dict[str, Any]:
         ],
         "tightest_rank": fit.tightest.rank,
         "kv_bytes_per_token": fit.kv_bytes_per_token,
+        "kv_bytes_per_request": dict(fit.request_bytes),
         "kv_tokens": fit.kv_tokens,
         "notes": list(fit.notes),
     }
@@ -268,6 +272,7 @@ def _side_by_side(plan: Plan) -> Table:
     table.add_column("")
     rows: list[tuple[str, list[str]]] = [
         ("TTFT ms", [_interval(each.prediction.ttft, 1e3, 0) for each in plan.side_by_side]),
+        ("TTFT p99", [f"{percentile(each.prediction.requests_ttft, _TAIL) * 1e3:,.0f}" for each in plan.side_by_side]),
         ("TPOT ms", [_interval(each.prediction.tpot, 1e3, 1) for each in plan.side_by_side]),
         ("tok/s", [_interval(each.prediction.throughput, each.replicas, 0) for each in plan.side_by_side]),
         ("per GPU", [f"{each.per_gpu:,.0f}" for each in plan.side_by_side]),
@@ -293,6 +298,9 @@ def _arithmetic(best: Candidate) -> Table:
     table.add_column("how")
     for line in tight.lines:
         table.add_row(line.what, f"{line.bytes / GIB:+.2f}", line.how)
+    if len(fit.request_bytes) > 1:
+        kept = ", ".join(f"{size / MIB:.1f} MiB in {kind} layers" for kind, size in fit.request_bytes.items())
+        table.add_row("a request keeps", "", kept)
     per_token = fit.kv_bytes_per_token
     table.add_row(
         "left for KV",

@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama4": {"head_dim": 128},
     "llama4_text": {"head_dim": 128},
     "minimax_m2": {"head_dim": 128},
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), {"head_dim": 256}),
+    **{key: {"head_dim": 256} for key in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")},
 }
 """What a family means by a field it leaves out, where that is not what the others mean."""
 

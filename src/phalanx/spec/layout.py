@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from phalanx.errors import LayoutError
 from phalanx.spec.formats import FORMATS
-from phalanx.spec.model import ModelSpec, Split, Tensor
+from phalanx.spec.model import CacheKind, ModelSpec, Split, Tensor
 
 ALIGNED_UNITS = (64, 32, 16)
 
@@ -158,12 +158,13 @@ class Layout:
         held = len(self.shards[rank].kv_heads)
         return self.spec.kv_bytes_per_token(number_format) * held // self.spec.kv_heads
 
-    def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> int:
-        """Bytes this rank keeps of a sequence of `tokens`, windows and fixed states included."""
+    def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> dict[CacheKind, int]:
+        """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
         shard, element = self.shards[rank], FORMATS[number_format].bits / 8
         kv_share = len(shard.kv_heads) / self.spec.kv_heads
         state_share = len(shard.state_heads) / self.spec.delta.k_heads if self.spec.delta else 0.0
-        shares = (state_share if cache.kind == "state" else kv_share for cache in self.spec.caches)
-        return sum(
-            int(cache.bytes(tokens, element) * share) for cache, share in zip(self.spec.caches, shares, strict=True)
-        )
+        kept: dict[CacheKind, int] = {}
+        for cache in self.spec.caches:
+            share = state_share if cache.kind == "state" else kv_share
+            kept[cache.kind] = kept.get(cache.kind, 0) + int(cache.bytes(tokens, element) * share)
+        return kept
