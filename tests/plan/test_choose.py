@@ -125,13 +125,14 @@ def test_replicas_on_unlike_cards_are_planned_by_the_weakest() -> None:
     assert best.prediction.tpot.mid == pytest.approx(plan.spec.weight_bytes("bf16") / 2 / 936e9 + ALL_REDUCE)
 
 
-def test_cost_is_of_the_gpus_in_use() -> None:
-    plan = planned(engines=[ENGINES["phalanx"]], formats=["bf16"], tps=[3], machine="8xH200")
-    best = plan.best
-    assert best is not None
-    assert best.gpus == 6
-    assert best.cost.hourly == pytest.approx(6 * 4.0)
-    assert best.usd_per_million == pytest.approx(24 / best.throughput / 3600 * 1e6)
+def test_a_machine_is_paid_whole_and_arrivals_pay_for_what_they_use() -> None:
+    told: dict[str, Any] = {"engines": [ENGINES["phalanx"]], "formats": ["bf16"], "tps": [3], "machine": "8xH200"}
+    closed, clock = planned(**told).best, planned(**told, workload=Workload(rate=2.0)).candidates[-1]
+    assert closed is not None
+    assert (closed.gpus, len(closed.paid), clock.gpus, len(clock.paid)) == (6, 8, 6, 6)
+    assert (closed.cost.hourly, clock.cost.hourly) == (8 * 4.0, 6 * 4.0)
+    assert closed.per_gpu == pytest.approx(closed.throughput / 8)
+    assert closed.usd_per_million == pytest.approx(32 / closed.throughput / 3600 * 1e6)
 
 
 def test_an_slo_that_nothing_meets_is_answered_with_the_nearest_point_and_what_to_relax() -> None:

@@ -172,6 +172,6 @@ def test_help_loads_no_planner_and_planning_no_torch() -> None:
     script = (
         "import sys; import phalanx.cli; loaded = set(sys.modules); "
         "assert not any(name.startswith(('phalanx.plan', 'phalanx.cost', 'phalanx.spec')) for name in loaded), loaded; "
-        "import phalanx.plan.ask; assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()"
+        "import phalanx.plan.ask; assert not {'torch', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

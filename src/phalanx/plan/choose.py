@@ -24,7 +24,7 @@ USUAL_TARIFF = Tariff()
 @dataclass(frozen=True)
 class Candidate:
     """A way to deploy: `replicas` engines of `tp` GPUs each. Fit, prediction and workload are of one replica, on the
-    weakest `group` of GPUs."""
+    weakest `group` of GPUs. `paid` are the GPUs it costs, those that stay idle included."""
 
     engine: EngineTraits
     tp: int
@@ -34,6 +34,7 @@ class Candidate:
     prediction: Prediction
     workload: Workload
     group: Machine
+    paid: Machine
     cost: Cost
 
     @property
@@ -51,7 +52,7 @@ class Candidate:
 
     @property
     def per_gpu(self) -> float:
-        return self.throughput / self.gpus
+        return self.throughput / len(self.paid)
 
     @property
     def usd_per_million(self) -> float | None:
@@ -117,7 +118,7 @@ class Plan:
 
     @property
     def power(self) -> Power | None:
-        return power(self.machine.take(self.best.gpus)) if self.best else None
+        return power(self.best.paid) if self.best else None
 
 
 def choose(
@@ -203,8 +204,9 @@ class _Search:
         if problem is not None:
             return problem
         prediction = predict_replica(fitted, group, share, expert_parallel)
-        price = cost(self.machine.take(tp * replicas), self.tariff)
-        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, group, price)
+        paid = self.machine if self.workload.is_closed_loop else self.machine.take(tp * replicas)
+        price = cost(paid, self.tariff)
+        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, group, paid, price)
 
 
 def weakest_group(machine: Machine, tp: int, replicas: int) -> Machine:

@@ -114,6 +114,7 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "tp": each.tp,
         "replicas": each.replicas,
         "gpus": each.gpus,
+        "gpus_paid": len(each.paid),
         "expert_parallel": each.expert_parallel,
         "weight_format": each.weight_format,
         "kv_format": each.fit.kv_format,
@@ -231,7 +232,7 @@ def _headline(plan: Plan) -> Text:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _ranking(plan: Plan) -> Table:
@@ -258,7 +259,7 @@ def _ranking(plan: Plan) -> Table:
 
 def _interval(interval: Interval, scale: float, digits: int) -> str:
     low, mid, high = (f"{value * scale:,.{digits}f}" for value in (interval.low, interval.mid, interval.high))
-    return f"{mid} ({low}-{high})"
+    return f"{mid}\n[dim]{low}-{high}[/]"
 
 
 def _usd(value: float | None) -> str:
@@ -266,25 +267,24 @@ def _usd(value: float | None) -> str:
 
 
 def _side_by_side(plan: Plan) -> Table:
-    best = plan.side_by_side[0]
-    title = f"{best.engine.title} {best.weight_format} by TP, with the interval that holds 9 times in 10"
-    table = _table(title)
+    """The winner beside the powers of two, each with the interval that holds nine times in ten."""
+    best = plan.best
+    assert best is not None
+    shown = [each for each in plan.side_by_side if each.tp & (each.tp - 1) == 0 or each.tp == best.tp]
+    table = _table(f"{best.engine.title} {best.weight_format} by TP x replicas, below each the 90 % interval")
     table.add_column("")
-    rows: list[tuple[str, list[str]]] = [
-        ("TTFT ms", [_interval(each.prediction.ttft, 1e3, 0) for each in plan.side_by_side]),
-        ("TTFT p99", [f"{percentile(each.prediction.requests_ttft, _TAIL) * 1e3:,.0f}" for each in plan.side_by_side]),
-        ("TPOT ms", [_interval(each.prediction.tpot, 1e3, 1) for each in plan.side_by_side]),
-        ("tok/s", [_interval(each.prediction.throughput, each.replicas, 0) for each in plan.side_by_side]),
-        ("per GPU", [f"{each.per_gpu:,.0f}" for each in plan.side_by_side]),
-        ("scaling", [f"{plan.scaling(each):.0%}" for each in plan.side_by_side]),
-        ("all-reduce", [f"{each.prediction.all_reduce_share:.0%}" for each in plan.side_by_side]),
-        ("weights GiB", [f"{each.fit.tightest.weight_bytes / GIB:.1f}" for each in plan.side_by_side]),
-        ("KV tokens", [f"{each.fit.kv_tokens:,}" for each in plan.side_by_side]),
-    ]
-    for each in plan.side_by_side:
-        table.add_column(f"TP={each.tp} x {each.replicas}", justify="right", no_wrap=True)
-    for name, cells in rows:
-        table.add_row(name, *cells)
+    for each in shown:
+        table.add_column(f"{each.tp} x {each.replicas}", justify="right", no_wrap=True)
+    predictions = [each.prediction for each in shown]
+    table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
+    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, _TAIL) * 1e3:,.0f}" for each in predictions))
+    table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
+    table.add_row("tok/s", *(_interval(each.prediction.throughput, each.replicas, 0) for each in shown))
+    table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
+    table.add_row("scaling", *(f"{plan.scaling(each):.0%}" for each in shown))
+    table.add_row("all-reduce", *(f"{each.all_reduce_share:.0%} of a step" for each in predictions))
+    table.add_row("weights", *(f"{each.fit.tightest.weight_bytes / GIB:.1f} GiB" for each in shown))
+    table.add_row("KV tokens", *(f"{each.fit.kv_tokens:,}" for each in shown))
     return table
 
 
@@ -333,7 +333,7 @@ def _money(plan: Plan, best: Candidate) -> str:
         f"{power.sustained_w / 1000:.1f} kW sustained, {power.limit_w / 1000:.1f} kW at the limit, "
         f"{power.transient_w / 1000:.1f} kW for milliseconds: {power.hint}"
     )
-    return f"[bold]Price[/] {best.gpus} GPUs: {money}. Prices: {'; '.join(cost.dates)}.\n[bold]Power[/] {watts}."
+    return f"[bold]Price[/] {best.paid.name}: {money}. Prices: {'; '.join(cost.dates)}.\n[bold]Power[/] {watts}."
 
 
 def _show_excluded(plan: Plan, console: Console) -> None:
