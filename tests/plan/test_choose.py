@@ -83,6 +83,7 @@ def test_a_closed_loop_fills_the_machine_and_arrivals_may_need_less() -> None:
     assert [each.replicas for each in closed.candidates] == [4]
     assert sorted(each.replicas for each in by_the_clock.candidates) == [1, 2, 4]
     assert {each.workload.rate for each in by_the_clock.candidates} == {3.0, 1.5, 0.75}
+    assert by_the_clock.side_by_side == by_the_clock.candidates[:1]
 
 
 def test_a_replica_s_share_of_the_traffic() -> None:
@@ -113,6 +114,12 @@ def test_tp_side_by_side_with_scaling_against_the_smallest() -> None:
     reads = first.prediction.tpot.mid
     assert second.prediction.tpot.mid == pytest.approx(reads / 2 + ALL_REDUCE, rel=1e-3)
     assert plan.scaling(second) == pytest.approx(second.per_gpu / first.per_gpu)
+
+
+def test_replicas_on_unlike_cards_fit_the_smallest_and_are_as_fast_as_the_slowest() -> None:
+    best = planned("Qwen3-8B", "1xRTX4090+1xRTX3090", formats=["bf16"], tps=[1]).best
+    assert best is not None
+    assert (best.fit.tightest.gpu.name, best.group.name) == ("RTX4090", "1xRTX3090")  # 12 MiB less, 8 % faster
 
 
 def test_replicas_on_unlike_cards_are_planned_by_the_weakest() -> None:

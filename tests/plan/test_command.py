@@ -168,6 +168,26 @@ def test_a_bad_configuration_is_named(change: dict[str, object], words: str, tmp
     assert words in result.output.replace("\n", " ")
 
 
+def test_a_whole_plan_takes_seconds_and_little_memory() -> None:
+    """8 GPUs, every TP, four engines, two formats, 256 requests, with the calibrated predictor."""
+    script = (
+        "import resource, sys; sys.argv[1:] = sys.argv[2:]; from phalanx.cli import app\n"
+        "try: app()\n"
+        "finally: used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime, used.ru_maxrss)"
+    )
+    told = ["plan", "Llama-3.3-70B", "--machine", "8xH100-SXM", "--requests", "256", "--format", "bf16,fp8", "--json"]
+    done = subprocess.run([sys.executable, "-c", script, "-", *told], capture_output=True, text=True, check=True)
+    answer, used = done.stdout.splitlines()
+    seconds, kibibytes = (float(word) for word in used.split())
+    assert seconds < 5
+    assert kibibytes < 300 * 1024
+    candidates = json.loads(answer)["candidates"]
+    assert {each["engine"] for each in candidates} == {"phalanx", "vllm", "sglang", "trtllm"}
+    for each in candidates:
+        for name in ("ttft_ms", "tpot_ms", "tokens_per_s"):
+            assert 0 < each[name]["low"] < each[name]["mid"] < each[name]["high"] < 1e6
+
+
 def test_help_loads_no_planner_and_planning_no_torch() -> None:
     script = (
         "import sys; import phalanx.cli; loaded = set(sys.modules); "

@@ -23,8 +23,8 @@ USUAL_TARIFF = Tariff()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to deploy: `replicas` engines of `tp` GPUs each. Fit, prediction and workload are of one replica, on the
-    weakest `group` of GPUs. `paid` are the GPUs it costs, those that stay idle included."""
+    """A way to deploy: `replicas` engines of `tp` GPUs each. Fit, prediction and workload are of one replica: on unlike
+    GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, those that stay idle included."""
 
     engine: EngineTraits
     tp: int
@@ -100,17 +100,12 @@ class Plan:
 
     @cached_property
     def side_by_side(self) -> tuple[Candidate, ...]:
-        """The winner's engine and format at every TP degree, smallest first."""
-        best = self.best
-        if best is None:
-            return ()
-        alike = [
-            each for each in self.candidates if each.engine is best.engine and each.weight_format == best.weight_format
-        ]
+        """The winner's engine and format at every TP degree, smallest first: of each the best number of replicas."""
         by_tp: dict[int, Candidate] = {}
-        for each in sorted(alike, key=lambda candidate: (candidate.tp, -candidate.replicas)):
-            by_tp.setdefault(each.tp, each)
-        return tuple(by_tp.values())
+        for each in self.candidates:
+            if each.engine is self.candidates[0].engine and each.weight_format == self.candidates[0].weight_format:
+                by_tp.setdefault(each.tp, each)
+        return tuple(by_tp[tp] for tp in sorted(by_tp))
 
     def scaling(self, candidate: Candidate) -> float:
         """Tokens a second and GPU against the smallest TP degree that fits."""
@@ -189,10 +184,13 @@ class _Search:
     def _deploy(
         self, engine: EngineTraits, weight_format: str, tp: int, replicas: int, expert_parallel: bool
     ) -> Candidate | Excluded:
-        share, group = per_replica(self.workload, replicas), weakest_group(self.machine, tp, replicas)
+        share = per_replica(self.workload, replicas)
+        groups = [Machine(self.machine.gpus[rank : rank + tp]) for rank in range(0, tp * replicas, tp)]
+        smallest = min(groups, key=lambda group: group.smallest.memory_bytes)
+        slowest = min(groups, key=lambda group: min(gpu.bandwidth for gpu in group.gpus))
         fitted = fit(
             self.spec,
-            group,
+            smallest,
             tp,
             engine,
             weight_format=weight_format,
@@ -203,16 +201,10 @@ class _Search:
         problem = _no_room(fitted, self.workload)
         if problem is not None:
             return problem
-        prediction = predict_replica(fitted, group, share, expert_parallel)
+        prediction = predict_replica(fitted, slowest, share, expert_parallel)
         paid = self.machine if self.workload.is_closed_loop else self.machine.take(tp * replicas)
         price = cost(paid, self.tariff)
-        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, group, paid, price)
-
-
-def weakest_group(machine: Machine, tp: int, replicas: int) -> Machine:
-    """The GPUs of the replica that holds the least: what it can do, every replica can."""
-    groups = [Machine(machine.gpus[replica * tp : (replica + 1) * tp]) for replica in range(replicas)]
-    return min(groups, key=lambda group: (group.smallest.memory_bytes, min(gpu.bandwidth for gpu in group.gpus)))
+        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, slowest, paid, price)
 
 
 def predict_replica(fitted: Fit, group: Machine, share: Workload, expert_parallel: bool) -> Prediction:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.plan.choose import Candidate, Plan
+from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
 from phalanx.plan.engines import GIB, MIB
 from phalanx.plan.explain import advice, explain, gpus_needed
 from phalanx.plan.fit import Fit
@@ -197,6 +197,11 @@ def show(plan: Plan, console: Console) -> None:
     console.print(explain(plan), soft_wrap=True, highlight=False)
     console.print(_side_by_side(plan))
     console.print(_arithmetic(best))
+    if plan.machine.is_mixed and best.replicas > 1:
+        console.print(
+            f"note: Replicas differ: times are of the slowest, {best.group.name}, memory of the smallest.",
+            soft_wrap=True,
+        )
     for note in best.fit.notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False)
     console.print(_money(plan, best), soft_wrap=True, highlight=False)
@@ -232,7 +237,8 @@ def _headline(plan: Plan) -> Text:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
+    return Table(title=title, min_width=len(title) + 2, padding=(0, 1, 0, 0), **style)
 
 
 def _ranking(plan: Plan) -> Table:
@@ -240,9 +246,8 @@ def _ranking(plan: Plan) -> Table:
     for name in ("SLO", "engine", "format", "TP x n", "TTFT ms", "TPOT ms", "tok/s", "per GPU", "$/M tok"):
         table.add_column(name, justify="left" if name in ("SLO", "engine", "format") else "right", no_wrap=True)
     for each in plan.candidates[:_SHOWN]:
-        met = plan.slo.excess(each.prediction) <= 1
         table.add_row(
-            "[green]ok[/]" if met else "[red]slow[/]",
+            _verdict(plan, each),
             each.engine.title,
             each.weight_format,
             f"{each.tp}{'+EP' if each.expert_parallel else ''} x {each.replicas}",
@@ -255,6 +260,12 @@ def _ranking(plan: Plan) -> Table:
     if len(plan.candidates) > _SHOWN:
         table.caption = f"{len(plan.candidates) - _SHOWN} more with --json"
     return table
+
+
+def _verdict(plan: Plan, candidate: Candidate) -> str:
+    if plan.slo == ANY_SPEED:
+        return "-"
+    return "[green]ok[/]" if plan.slo.excess(candidate.prediction) <= 1 else "[red]slow[/]"
 
 
 def _interval(interval: Interval, scale: float, digits: int) -> str:
@@ -337,15 +348,18 @@ def _money(plan: Plan, best: Candidate) -> str:
 
 
 def _show_excluded(plan: Plan, console: Console) -> None:
-    """Every reason once, with the TP degrees it applies to."""
-    reasons: dict[tuple[str, str, str, str], list[int]] = {}
+    """Every reason once, with the TP degrees, engines and formats it applies to."""
+    reasons: dict[str, list[Excluded]] = {}
     for each in plan.excluded:
-        reasons.setdefault((each.engine, each.weight_format, each.found, each.fix), []).append(each.tp)
+        reasons.setdefault(f"{each.found} {each.fix}", []).append(each)
     if not reasons:
         return
     console.print("\n[bold]Left out[/]")
-    for (engine, number_format, found, fix), tps in list(reasons.items())[:_EXCLUDED_SHOWN]:
-        degrees = ",".join(str(tp) for tp in tps)
-        console.print(f"  {engine} {number_format} TP={degrees}: {found} {fix}", soft_wrap=True, highlight=False)
+    for reason, cases in list(reasons.items())[:_EXCLUDED_SHOWN]:
+        degrees, engines, formats = (
+            ",".join(dict.fromkeys(str(getattr(case, name)) for case in cases))
+            for name in ("tp", "engine", "weight_format")
+        )
+        console.print(f"  TP={degrees} {engines} {formats}: {reason}", soft_wrap=True, highlight=False)
     if len(reasons) > _EXCLUDED_SHOWN:
         console.print(f"  {len(reasons) - _EXCLUDED_SHOWN} more reasons with --json")
