@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,9 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+_WIDE = 140
+"""Columns that a table of errors needs."""
 
 Model = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, .gguf file or Hugging Face id. Default: SmolLM2-135M-Instruct.")
@@ -150,6 +154,7 @@ def plan(
     tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
     number_format: Annotated[str, typer.Option("--format", help="bf16, fp8, awq, ...; several with commas.")] = "",
     kv_format: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    spread: Annotated[float, typer.Option(help="Lengths are this share shorter at most; 0: all alike.")] = 0.2,
     requests: Annotated[int | None, typer.Option(help="Requests to simulate. Default: ten a client.")] = None,
     rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second, in place of --concurrency.")] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV or JSON lines of arrivals, in place of lengths.")] = None,
@@ -188,6 +193,7 @@ def plan(
                 tps=tp,
                 formats=number_format,
                 kv_format=kv_format,
+                spread=spread,
                 requests=requests,
                 rate=rate,
                 trace=trace,
@@ -211,7 +217,9 @@ def _evaluate(file: Path, folds: int | None, plot: Path | None, as_json: bool) -
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
-        Console().print(report.table())
+        Console(width=max(Console().width, _WIDE)).print(report.table())
+    for problem, count in Counter(row.problem for row in report.unpredicted).items():
+        print(f"{count} rows not predicted: {problem}", file=sys.stderr)
     if plot is not None:
         draw(report, plot)
 

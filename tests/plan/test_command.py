@@ -128,6 +128,7 @@ def test_traffic_by_rate_trace_and_shared_prefix(tmp_path: Path) -> None:
         ({"--osl": "0"}, "at least 1"),
         ({"--concurrency": "-1"}, "at least 1"),
         ({"--rate": "-2"}, "above 0"),
+        ({"--spread": "1.5"}, "[0, 1)"),
         ({"--requests": "0"}, "at least 1"),
         ({"--shared-prefix": "2000"}, "at most 1024"),
         ({"--slo": "tpott:50"}, "Did you mean tpot"),
@@ -195,3 +196,21 @@ def test_help_loads_no_planner_and_planning_no_torch() -> None:
         "import phalanx.plan.ask; assert not {'torch', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_file_of_measurements_is_evaluated_and_rows_without_prediction_are_named(tmp_path: Path) -> None:
+    file, picture = tmp_path / "measured.csv", tmp_path / "errors.png"
+    told = "source,measured,engine,version,gpu,tp,ep,model,precision,kv_dtype,isl,osl,concurrency"
+    columns = f"{told},ttft_ms,tpot_ms,length_rule"
+    row = "made up,2026-11-15,vllm,0.18.0,H100 SXM,4,1,{},fp8,,1024,256,8,200,12,fixed"
+    rows = [row.format(model) for model in ("nvidia/Llama-3.3-70B-Instruct-FP8", "no-such-model")]
+    file.write_text("\n".join([columns, *rows, ""]))
+    result = run(app, ["plan", "--evaluate", str(file), "--json", "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    overall = json.loads(result.stdout)["overall"]
+    assert (overall["rows"], overall["predicted"]) == (2, 1)
+    assert overall["tpot"]["median_ape"] >= 0
+    assert "1 rows not predicted" in result.stderr
+    assert "such-model" in result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "H100" in run(app, ["plan", "--evaluate", str(file)]).stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -128,13 +129,22 @@ def test_a_config_from_the_hub_is_described(monkeypatch: pytest.MonkeyPatch, tmp
     file.write_text(json.dumps(dict(catalog.entries()["Qwen3-8B"].config)))
     asked = []
 
-    def download(model_id: str, name: str) -> str:
-        asked.append((model_id, name))
+    def download(model_id: str, name: str, local_files_only: bool) -> str:
+        asked.append((model_id, name, local_files_only))
         return str(file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert catalog.model("someone/else") == catalog.model("Qwen3-8B")
-    assert asked == [("someone/else", "config.json")]
+    for online in (True, False):
+        monkeypatch.setattr(catalog, "_hub_answers", lambda address, online=online: online)
+        assert catalog.model("someone/else") == catalog.model("Qwen3-8B")
+    assert asked == [("someone/else", "config.json", False), ("someone/else", "config.json", True)]
+
+
+def test_a_hub_that_does_not_answer_is_found_out_at_once() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert catalog._hub_answers(address) is False
 
 
 def test_an_unknown_format_is_answered_with_the_nearest() -> None:

@@ -37,6 +37,7 @@ class Question:
     tps: str = ""
     formats: str = ""
     kv_format: str = "bf16"
+    spread: float = 0.2
     requests: int | None = None
     rate: float | None = None
     trace: Path | None = None
@@ -90,6 +91,7 @@ def _workload(question: Question) -> Workload:
         input_tokens=question.input_tokens,
         output_tokens=question.output_tokens,
         concurrency=question.concurrency,
+        spread=question.spread,
         requests=question.requests,
         rate=question.rate,
         trace=trace,

@@ -98,7 +98,9 @@ def _kinds(spec: ModelSpec) -> list[str]:
 
 def _workload_dict(plan: Plan) -> dict[str, Any]:
     workload = plan.workload
-    told = {name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "concurrency", "rate")}
+    told = {
+        name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate")
+    }
     shared = {name: getattr(workload, name) for name in ("shared_prefix", "agents")}
     return told | shared | {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}
 

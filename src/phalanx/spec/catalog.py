@@ -18,6 +18,7 @@ from phalanx.spec.formats import FORMATS
 from phalanx.spec.model import ModelSpec
 
 _DECORATIONS = re.compile(r"-(instruct|chat|hf|it|base|meta)\b|^meta-")
+_PATIENCE_S = 3.0
 _FORMAT_SUFFIXES = {
     "fp8": "fp8",
     "fp8-dynamic": "fp8-channel",
@@ -114,11 +115,28 @@ def _plain(name: str) -> str:
     return _DECORATIONS.sub("", text)
 
 
-def _download_config(model_id: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
+@cache
+def _hub_answers(address: str) -> bool:
+    """Asked once, with little patience: the hub's own client retries for half a minute."""
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
 
-        return Path(hf_hub_download(model_id, "config.json"))
+    try:
+        urlopen(Request(address, method="HEAD"), timeout=_PATIENCE_S).close()
+    except HTTPError:
+        return True
+    except (URLError, TimeoutError, OSError):
+        return False
+    return True
+
+
+def _download_config(model_id: str) -> Path:
+    """Its config.json from the cache or the hub, and nothing else of it."""
+    try:
+        from huggingface_hub import constants, hf_hub_download
+
+        offline = not _hub_answers(constants.ENDPOINT)
+        return Path(hf_hub_download(model_id, "config.json", local_files_only=offline))
     except ImportError:
         reason = "huggingface_hub is not installed"
     except Exception as error:  # the hub's errors, requests' and httpx's have no common base
