@@ -200,6 +200,36 @@ def test_the_language_model_of_a_model_with_eyes_is_read() -> None:
     assert describe(kimi).mla is not None
 
 
+JUNK = (
+    -1,
+    0,
+    "x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    True,
+    1.5,
+    10**12,
+    float("nan"),
+    {"quant_method": "fp8", "weight_block_size": [0, 0]},
+)
+
+
+@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
+def test_a_configuration_with_nonsense_in_a_field_is_read_or_refused_but_never_breaks(family: Config) -> None:
+    config = TINY | {"torch_dtype": "bfloat16"} | family
+    lists = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "moe_layers", "mlp_only_layers"))
+    others = dict.fromkeys(("quantization_config", "rope_theta", "rope_scaling", "sliding_window", "no_rope_layers"))
+    for name in config | lists | others:
+        for junk in JUNK:
+            try:
+                spec = describe(config | {name: junk})
+            except ModelError:
+                continue
+            assert spec.parameters > 0
+
+
 def test_a_misspelt_architecture_names_the_nearest() -> None:
     with pytest.raises(ModelError) as refused:
         describe(TINY | {"model_type": "deepseek_v33"})

@@ -45,6 +45,7 @@ def test_a_matrix_of_300_x_256_by_hand(name: str, expected: float) -> None:
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8-channel", None),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, "awq", 64),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq", 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "gptq", None),
         ({"quant_method": "mxfp4"}, "mxfp4", 32),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8-channel", None),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", 16),

@@ -32,6 +32,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What a family means by a field it leaves out, where that is not what the others mean."""
 
+_MOST_LAYERS = 10_000
+
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -48,7 +50,7 @@ def describe(source: Config | str | Path) -> ModelSpec:
     config = source if isinstance(source, Mapping) else _read_json(Path(source))
     config = _text_part(config)
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise _unknown_family(family)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(
@@ -57,8 +59,15 @@ def describe(source: Config | str | Path) -> ModelSpec:
             f"Phalanx runs {family} models with 'silu'.",
         )
     given = {key: value for key, value in config.items() if value is not None}
-    spec = FAMILIES[family](_DEFAULTS.get(family, {}) | given)
-    return dataclasses.replace(spec, refusal=_refusal(family, given))
+    try:
+        spec = FAMILIES[family](_DEFAULTS.get(family, {}) | given)
+        return dataclasses.replace(spec, refusal=_refusal(family, given))
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
+        raise ModelError(
+            "bad_config",
+            f"The configuration has a value of the wrong kind: {error}.",
+            "Compare it with the model's own config.json.",
+        ) from error
 
 
 def _text_part(config: Config) -> Config:
@@ -138,7 +147,7 @@ def _qwen3(config: Config) -> ModelSpec:
 def _qwen3_moe(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     step, dense = _count(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers", ())
-    layers = range(_count(config, "num_hidden_layers"))
+    layers = range(_layers(config))
     sparse = (layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
     moe = Moe(
         experts=_count(config, "num_experts", "num_local_experts"),
@@ -158,7 +167,7 @@ def _mixtral(config: Config) -> ModelSpec:
         experts_per_token=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "intermediate_size"),
         renormalise=True,
-        sparse_layers=frozenset(range(_count(config, "num_hidden_layers"))),
+        sparse_layers=frozenset(range(_layers(config))),
     )
     names = ("block_sparse_moe", "w1", "w3", "w2")
     windows = _same_window(config, config.get("sliding_window"))
@@ -170,8 +179,8 @@ def _mistral(config: Config) -> ModelSpec:
 
 
 def _gpt_oss(config: Config) -> ModelSpec:
-    layers, window = _count(config, "num_hidden_layers"), _count(config, "sliding_window", default=128)
-    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+    layers, window = _layers(config), _count(config, "sliding_window", default=128)
+    kinds = _each_layer(config, "layer_types") or ["sliding_attention", "full_attention"] * layers
     moe = Moe(
         experts=_count(config, "num_local_experts", "num_experts"),
         experts_per_token=_count(config, "num_experts_per_tok", "experts_per_token"),
@@ -185,7 +194,7 @@ def _gpt_oss(config: Config) -> ModelSpec:
 
 
 def _llama4(config: Config) -> ModelSpec:
-    layers = range(_count(config, "num_hidden_layers"))
+    layers = range(_layers(config))
     step = _count(config, "interleave_moe_layer_step", default=1)
     intermediate = _count(config, "intermediate_size")
     moe = Moe(
@@ -197,8 +206,8 @@ def _llama4(config: Config) -> ModelSpec:
         shared=intermediate,
     )
     every = _count(config, "no_rope_layer_interval", default=4)
-    ropes = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
-    chunk = config.get("attention_chunk_size")
+    ropes = _each_layer(config, "no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
+    chunk = _whole(config, "attention_chunk_size") or None
     windows = tuple(chunk if ropes[layer] else None for layer in layers)
     dense = dict(config) | {"intermediate_size": _count(config, "intermediate_size_mlp", default=intermediate)}
     return _decoder(dense, moe=moe, windows=windows, chunked=True)
@@ -215,7 +224,7 @@ def _minimax_m2(config: Config) -> ModelSpec:
         experts_per_token=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "intermediate_size"),
         renormalise=True,
-        sparse_layers=frozenset(range(_count(config, "num_hidden_layers"))),
+        sparse_layers=frozenset(range(_layers(config))),
         correction_bias=True,
     )
     return _decoder(config, moe=moe, qk_norm=True, qk_norm_whole=True)
@@ -223,9 +232,9 @@ def _minimax_m2(config: Config) -> ModelSpec:
 
 def _qwen3_next(config: Config) -> ModelSpec:
     """Every fourth layer attends with an output gate, the others are gated delta nets."""
-    layers = range(_count(config, "num_hidden_layers"))
+    layers = range(_layers(config))
     every = _count(config, "full_attention_interval", default=4)
-    kinds = config.get("layer_types") or [
+    kinds = _each_layer(config, "layer_types") or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in layers
     ]
     delta = DeltaNet(
@@ -245,7 +254,7 @@ def _qwen3_next(config: Config) -> ModelSpec:
 
 def _qwen_shared_moe(config: Config) -> Moe:
     step, dense = _count(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers", ())
-    layers = range(_count(config, "num_hidden_layers"))
+    layers = range(_layers(config))
     return Moe(
         experts=_count(config, "num_experts"),
         experts_per_token=_count(config, "num_experts_per_tok"),
@@ -260,7 +269,7 @@ def _qwen_shared_moe(config: Config) -> Moe:
 def _deepseek(config: Config) -> ModelSpec:
     """Latent attention, and where the configuration has one, the indexer of sparse attention."""
     mla = Mla(
-        q_rank=config.get("q_lora_rank"),
+        q_rank=_whole(config, "q_lora_rank") or None,
         kv_rank=_count(config, "kv_lora_rank"),
         nope_dim=_count(config, "qk_nope_head_dim"),
         rope_dim=_count(config, "qk_rope_head_dim"),
@@ -273,8 +282,8 @@ def _deepseek(config: Config) -> ModelSpec:
 def _indexer(config: Config) -> Indexer | None:
     if "index_topk" not in config:
         return None
-    layers = range(_count(config, "num_hidden_layers"))
-    kinds = config.get("indexer_types") or ["full"] * len(layers)
+    layers = range(_layers(config))
+    kinds = _each_layer(config, "indexer_types") or ["full"] * len(layers)
     return Indexer(
         heads=_count(config, "index_n_heads"),
         head_dim=_count(config, "index_head_dim"),
@@ -284,10 +293,10 @@ def _indexer(config: Config) -> Indexer | None:
 
 
 def _deepseek_moe(config: Config) -> Moe:
-    layers = _count(config, "num_hidden_layers")
+    layers = _layers(config)
     inner = _count(config, "moe_intermediate_size")
-    kinds = config.get("mlp_layer_types")
-    first = int(config.get("first_k_dense_replace", 0))
+    kinds = _each_layer(config, "mlp_layer_types")
+    first = _whole(config, "first_k_dense_replace")
     sparse = (layer for layer in range(layers) if (kinds[layer] == "sparse" if kinds else layer >= first))
     return Moe(
         experts=_count(config, "n_routed_experts", "num_experts"),
@@ -295,7 +304,7 @@ def _deepseek_moe(config: Config) -> Moe:
         intermediate=inner,
         renormalise=bool(config.get("norm_topk_prob", True)),
         sparse_layers=frozenset(sparse),
-        shared=inner * int(config.get("n_shared_experts", 0)),
+        shared=inner * _whole(config, "n_shared_experts"),
         correction_bias=True,
     )
 
@@ -341,7 +350,7 @@ def _decoder(config: Config, **family: Any) -> ModelSpec:
     max_positions = _count(config, "max_position_embeddings")
     return ModelSpec(
         model_type=config["model_type"],
-        layers=_count(config, "num_hidden_layers"),
+        layers=_layers(config),
         hidden=hidden,
         vocab=_count(config, "vocab_size"),
         heads=heads,
@@ -372,6 +381,28 @@ def _count(config: Config, *names: str, default: int | None = None) -> int:
     raise ModelError("bad_config", f"The configuration has no {names[0]}.", "Is this a causal language model's config?")
 
 
+def _layers(config: Config) -> int:
+    layers = _count(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ModelError("bad_config", f"num_hidden_layers is {layers}.", f"It must be at most {_MOST_LAYERS}.")
+    return layers
+
+
+def _whole(config: Config, name: str) -> int:
+    """A count that may be zero or left out."""
+    return _count(config, name) if config.get(name) else 0
+
+
+def _each_layer(config: Config, name: str) -> list[Any] | None:
+    """A list with an entry for every layer, where the configuration has it."""
+    found = config.get(name)
+    if not found:
+        return None
+    if not isinstance(found, list) or len(found) < _layers(config):
+        raise ModelError("bad_config", f"{name} is {str(found)[:60]!r}.", f"It must list all {_layers(config)} layers.")
+    return found
+
+
 def _dtype(config: Config) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in _DTYPES:
@@ -386,11 +417,11 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _same_window(config: Config, window: int | None) -> tuple[int | None, ...]:
-    return (window,) * _count(config, "num_hidden_layers") if window else ()
+    return (window,) * _layers(config) if window else ()
 
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
-    window, layers = config.get("sliding_window"), _count(config, "num_hidden_layers")
+    window, layers = config.get("sliding_window"), _layers(config)
     if not config.get("use_sliding_window") or not window:
         return ()
     kinds = config.get("layer_types")
@@ -502,4 +533,7 @@ def _compressed_format(weights: Config) -> NumberFormat | None:
 
 
 def _tiled(name: str, rows: int, columns: int) -> NumberFormat:
-    return dataclasses.replace(FORMATS[name], tile=(int(rows), int(columns)))
+    """The format with another tile; -1 columns are a whole row."""
+    if rows < 1 or columns == 0:
+        raise ValueError(f"blocks of {rows} x {columns}")
+    return dataclasses.replace(FORMATS[name], tile=(int(rows), int(columns) if columns > 0 else None))
