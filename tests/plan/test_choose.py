@@ -14,6 +14,7 @@ from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.explain import advice, explain, gpus_needed
 from phalanx.plan.slo import Slo
 from phalanx.spec import catalog
+from phalanx.spec.config import describe
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 from tests.plan.conftest import ALL_REDUCE, Predictor, around
@@ -54,11 +55,9 @@ def test_every_tp_is_tried_with_as_many_replicas_as_the_machine_holds() -> None:
 
 
 def test_the_predictor_is_asked_about_one_replica_with_its_room(predictor: Predictor) -> None:
-    plan = planned(
-        formats=["fp8"], tps=[2], engines=[ENGINES["vllm"], ENGINES["phalanx"]], kv_format="fp8", machine="8xH200"
-    )
+    plan = planned(formats=["fp8"], tps=[2], engines=[ENGINES["vllm"], ENGINES["phalanx"]], machine="8xH200")
     vllm, phalanx = predictor.calls
-    assert (vllm["workload"].concurrency, vllm["engine"], vllm["weights"], vllm["kv"]) == (8, "vllm", "fp8", "fp8")
+    assert (vllm["workload"].concurrency, vllm["engine"], vllm["weights"], vllm["kv"]) == (8, "vllm", "fp8", "bf16")
     assert phalanx["weights"] == "bf16"
     assert {call["kv_tokens"] for call in predictor.calls} == {each.fit.kv_tokens for each in plan.candidates}
     assert plan.best is not None
@@ -192,6 +191,22 @@ def test_what_phalanx_does_not_run_is_left_out_by_name() -> None:
     assert "'gpt_oss'" in plan.excluded[0].found
     int4 = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], formats=["awq"], machine="1xH200")
     assert "it loads bf16, fp16, fp32, fp8" in int4.excluded[0].found
+    small_kv = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], kv_format="fp8", machine="1xH200")
+    assert "does not keep KV as fp8" in small_kv.excluded[0].found
+
+
+def test_a_checkpoint_that_phalanx_cannot_read_is_left_out_in_that_format_only() -> None:
+    blocks = {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}
+    told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": blocks}}
+    spec = describe(dict(catalog.entries()["Llama-3.1-8B"].config) | {"quantization_config": told})
+    machine, engines = Machine.parse("1xH200"), [ENGINES["phalanx"], ENGINES["vllm"]]
+    plan = choose(spec, "mine", machine, Workload(), engines=engines, formats=["fp8", "bf16"])
+    assert {(each.engine.name, each.weight_format) for each in plan.candidates} == {
+        ("vllm", "fp8"),
+        ("vllm", "bf16"),
+        ("phalanx", "bf16"),
+    }
+    assert "'compressed-tensors'" in plan.excluded[0].found
 
 
 def test_a_model_that_does_not_fit_says_how_much_is_missing_and_what_would_do() -> None:

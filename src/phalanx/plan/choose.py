@@ -166,7 +166,7 @@ class _Search:
 
     def consider(self, engine: EngineTraits, weight_format: str, tp: int) -> Iterator[Candidate | Excluded]:
         """The candidates of an engine, a format and a TP degree, or why there are none."""
-        refused = engine.refusal(self.spec, weight_format)
+        refused = engine.refusal(self.spec, weight_format, self.kv_format)
         if refused is not None:
             yield Excluded(engine.name, tp, weight_format, "not_loadable", refused, "Use another engine or format.")
             return

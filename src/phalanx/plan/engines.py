@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from phalanx.errors import ConfigError
-from phalanx.spec.formats import FORMATS
+from phalanx.spec.formats import FORMATS, KV_FORMATS, PLAIN
 from phalanx.spec.machine import Gpu
 from phalanx.spec.model import ModelSpec
 
@@ -32,9 +32,9 @@ Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_ten
 class EngineTraits:
     """An engine's habits.
 
-    `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV;
-    SGLang a static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in;
-    Phalanx what is free after loading, but for a tenth of the card. `weight_formats` are those it loads.
+    `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
+    static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
+    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in.
     """
 
     name: str
@@ -43,6 +43,7 @@ class EngineTraits:
     budget: Budget
     share: float
     weight_formats: tuple[str, ...]
+    kv_formats: tuple[str, ...] = KV_FORMATS
     deals_unevenly: bool = False
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
@@ -56,19 +57,20 @@ class EngineTraits:
             return 2048
         return 8192 if gpu.memory_bytes >= 70 * GIB or self.name != "vllm" else 2048
 
-    def refusal(self, spec: ModelSpec, number_format: str) -> str | None:
-        """Why this engine cannot load the model in this format at all."""
-        if self.name == "phalanx" and spec.refusal is not None and spec.refusal.code == "unsupported_architecture":
-            return spec.refusal.found
+    def refusal(self, spec: ModelSpec, number_format: str, kv_format: str) -> str | None:
+        """Why this engine cannot load the model in these formats at all."""
+        own = spec.refusal if self.name == "phalanx" else None
+        if own is not None and (own.code == "unsupported_architecture" or number_format == spec.number_format):
+            return own.found
         if number_format not in self.weight_formats:
             return f"{self.title} does not load {number_format}; it loads {', '.join(self.weight_formats)}."
+        if kv_format not in self.kv_formats:
+            return f"{self.title} does not keep KV as {kv_format}; it keeps {', '.join(self.kv_formats)}."
         return None
 
     def resident_format(self, spec: ModelSpec, number_format: str) -> str:
         """The format the weights have in memory."""
-        if self.unpacks_weights and number_format not in ("fp32", "bf16", "fp16"):
-            return spec.dtype if spec.dtype in ("bf16", "fp16") else "bf16"
-        return number_format
+        return spec.dtype if self.unpacks_weights and number_format not in PLAIN else number_format
 
 
 _QUANTISED = tuple(name for name in FORMATS if name != "fp32")
@@ -82,6 +84,7 @@ ENGINES = {
             "all_but_a_tenth",
             0.9,
             ("bf16", "fp16", "fp32", "fp8"),
+            PLAIN,
             deals_unevenly=True,
             trims_windows=False,
             unpacks_weights=True,
