@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import ceil
 
 from phalanx.plan.choose import Candidate, Plan, predict_replica
 from phalanx.plan.engines import ENGINES, GIB
@@ -12,6 +13,8 @@ from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 
 _HALVINGS = 8
+_MARGIN = 1.02
+"""A relaxed goal is this much above what is predicted."""
 _SMALLER_FORMATS = ("fp8", "awq")
 
 
@@ -50,7 +53,7 @@ def advice(plan: Plan) -> list[str]:
         f"{name.upper()} {found * 1e3:.0f} ms ({found / allowed:.1f} x the goal)" for name, found, allowed in goals
     ]
     lines = [f"Nothing meets the SLO. The nearest is {best.label}: {', '.join(words)}."]
-    relaxed = ",".join(f"{name}:{found * 1.02e3:.0f}" for name, found, _ in goals)
+    relaxed = ",".join(f"{name}:{ceil(found * _MARGIN * 1e3)}" for name, found, _ in goals)
     lines.append(f"Relax the SLO to {relaxed}, or")
     lines.append(_lighter_traffic(plan, best) or "use faster or more GPUs: no lighter traffic meets it here.")
     return lines
