@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
+    from phalanx.engine.sampling import SamplingParams
     from phalanx.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "PhalanxError", "SamplingParams", "__version__"]
 
+_HOMES = {"LLM": "phalanx.llm", "SamplingParams": "phalanx.engine.sampling"}
+
 
 def __getattr__(name: str) -> Any:
-    """LLM needs torch, which the base install does not have: it is imported when first asked for."""
-    if name != "LLM":
+    """Imported when first asked for: LLM needs torch, which the base install does not have, and help must be quick."""
+    if name not in _HOMES:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    from phalanx.llm import LLM
-
-    return LLM
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,14 +9,17 @@ import typer
 from phalanx import __version__
 from phalanx.cli.bench import bench
 from phalanx.cli.generate import generate
+from phalanx.cli.plan import plan
 from phalanx.cli.serve import serve
 
 app = typer.Typer(
     help="Plan, serve and prove tensor-parallel LLM deployments.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(serve)
 app.command()(generate)
 app.add_typer(bench, name="bench")

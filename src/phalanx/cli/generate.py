@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.shared import AsJson, Dtype, LoadFormat, Model, Tp, told_errors
-from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import ConfigError
 
 
@@ -32,6 +31,8 @@ def generate(
     with told_errors():
         if sum(given is not None for given in (prompt, chat, prompt_ids)) != 1:
             raise ConfigError("bad_option", "Give exactly one of --prompt, --chat, --prompt-ids.", "See --help.")
+        from phalanx.engine.sampling import SamplingParams
+
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         from phalanx.llm import LLM
 

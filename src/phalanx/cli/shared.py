@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from phalanx.errors import PhalanxError
 
@@ -27,6 +26,8 @@ def told_errors() -> Iterator[None]:
     try:
         yield
     except PhalanxError as error:
+        from rich.console import Console
+
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error[/] {error.code}: ", end="")
         print(f"{error.found}\n{error.fix}", file=sys.stderr)
         raise typer.Exit(1) from None

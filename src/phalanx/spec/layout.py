@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from phalanx.errors import LayoutError
-from phalanx.spec.model import ModelSpec, Split, Tensor
+from phalanx.spec.formats import FORMATS
+from phalanx.spec.model import CacheKind, ModelSpec, Split, Tensor
 
 ALIGNED_UNITS = (64, 32, 16)
 
@@ -32,7 +33,7 @@ def aligned_unit(elements: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank owns: ranges of heads, of FFN columns and of vocabulary rows."""
+    """What one rank owns: ranges of heads, of FFN columns, of vocabulary rows and of a delta net's key heads."""
 
     rank: int
     query_heads: range
@@ -40,10 +41,12 @@ class Shard:
     ffn: range
     expert_ffn: range
     vocab: range
+    shared_ffn: range
+    state_heads: range
 
 
 class Layout:
-    """Deals a model to `tp` ranks in whole units: KV-head groups, FP8 blocks, aligned column groups.
+    """Deals a model to `tp` ranks in whole units: KV-head groups, blocks that share a scale, aligned column groups.
 
     Shares may differ by one unit. Where there are more ranks than KV heads, a KV head is held by several ranks, which
     share its query heads. A rank may own no FFN block (6 blocks over 8 ranks), but every rank owns a query head.
@@ -53,21 +56,37 @@ class Layout:
         self.spec = spec
         self.tp = tp
         self._check()
-        block = spec.block_fp8.block if spec.block_fp8 else None
         heads = self._deal_heads()
-        ffn = deal_elements(spec.intermediate, block or aligned_unit(spec.intermediate, tp), tp)
-        inner = spec.moe.intermediate if spec.moe else 0
-        expert_ffn = deal_elements(inner, block or aligned_unit(inner, tp), tp)
+        ffn = self._deal_columns(spec.intermediate)
+        expert_ffn = self._deal_columns(spec.moe.intermediate if spec.moe else 0)
+        shared_ffn = self._deal_columns(spec.moe.shared if spec.moe else 0)
         vocab = deal_elements(spec.vocab, aligned_unit(spec.vocab, tp), tp)
-        self.shards = tuple(Shard(rank, *heads[rank], ffn[rank], expert_ffn[rank], vocab[rank]) for rank in range(tp))
+        state_heads = deal(spec.delta.k_heads if spec.delta else 0, tp)
+        self.shards = tuple(
+            Shard(rank, *heads[rank], ffn[rank], expert_ffn[rank], vocab[rank], shared_ffn[rank], state_heads[rank])
+            for rank in range(tp)
+        )
+
+    @property
+    def block(self) -> int | None:
+        """Columns that share a scale and stay together; None where a row has one scale or none."""
+        return self.spec.quantization.format.unit if self.spec.quantization else None
+
+    def _deal_columns(self, columns: int) -> list[range]:
+        return deal_elements(columns, self.block or aligned_unit(columns, self.tp), self.tp)
+
+    @property
+    def head_unit(self) -> int:
+        """Heads dealt together: one, or as many as fill whole blocks."""
+        unit = 1
+        while self.block and unit * self.spec.head_dim % self.block:
+            unit += 1
+        return unit
 
     @property
     def kv_unit(self) -> int:
-        """KV heads dealt together: one, or as many as fill whole FP8 blocks."""
-        unit = 1
-        while self.spec.block_fp8 and unit * self.spec.head_dim % self.spec.block_fp8.block:
-            unit += 1
-        return unit
+        """KV heads dealt together; a latent is not dealt, every rank keeps it."""
+        return 1 if self.spec.mla else self.head_unit
 
     def _check(self) -> None:
         if self.tp < 1:
@@ -77,7 +96,7 @@ class Layout:
             most = -(-self.spec.kv_heads // self.kv_unit)
             what = (
                 f"{most} groups of {self.kv_unit} KV heads (head_dim {self.spec.head_dim} "
-                f"fills an FP8 block only together)"
+                f"fills a block of {self.block} only together)"
             )
         if self.tp > most:
             raise LayoutError("tp_too_large", f"TP={self.tp}, but the model has {what} to deal.", f"Use TP <= {most}.")
@@ -89,7 +108,7 @@ class Layout:
             return [(range(kv.start * group, kv.stop * group), kv) for kv in shares]
         dealt = []
         for head, holders in enumerate(deal(self.tp, kv_heads)):
-            for query in deal(group, len(holders)):
+            for query in deal_elements(group, self.head_unit if self.spec.mla else 1, len(holders)):
                 query_heads = range(head * group + query.start, head * group + query.stop)
                 dealt.append((query_heads, range(head, head + 1)))
         return dealt
@@ -100,13 +119,27 @@ class Layout:
         if split in ("query", "kv"):
             heads = shard.query_heads if split == "query" else shard.kv_heads
             return range(heads.start * head_dim, heads.stop * head_dim)
-        return {"ffn": shard.ffn, "expert_ffn": shard.expert_ffn, "vocab": shard.vocab}[split]
+        dealt = {"ffn": shard.ffn, "expert_ffn": shard.expert_ffn, "shared_ffn": shard.shared_ffn, "vocab": shard.vocab}
+        return dealt[split]
+
+    def _owned_of(self, tensor: Tensor, split: Split, rank: int) -> range:
+        """Elements along the tensor's axis: of heads, as many for each head as this tensor has."""
+        shard, size = self.shards[rank], tensor.shape[tensor.axis]
+        dealt = {
+            "query": (shard.query_heads, self.spec.heads),
+            "kv": (shard.kv_heads, self.spec.kv_heads),
+            "state": (shard.state_heads, self.spec.delta.k_heads if self.spec.delta else 1),
+        }
+        if split not in dealt:
+            return self.owned(split, rank)
+        heads, total = dealt[split]
+        return range(heads.start * (size // total), heads.stop * (size // total))
 
     def slices(self, tensor: Tensor, rank: int) -> tuple[slice, ...]:
         """The part of a checkpoint tensor that the rank reads."""
         parts = [slice(0, size) for size in tensor.shape]
         if tensor.split is not None:
-            owned = self.owned(tensor.split, rank)
+            owned = self._owned_of(tensor, tensor.split, rank)
             parts[tensor.axis] = slice(owned.start, owned.stop)
         return tuple(parts)
 
@@ -116,11 +149,22 @@ class Layout:
     def weight_bytes(self, rank: int, number_format: str) -> int:
         """Bytes of the weights this rank holds."""
         return sum(
-            self.spec.tensor_bytes(tensor, self.shape(tensor, rank), number_format)
-            for tensor in self.spec.tensors.values()
+            self.spec.tensor_bytes(tensor, self.shape(tensor, rank), number_format) * count
+            for tensor, count in self.spec.tensor_kinds
         )
 
     def kv_bytes_per_token(self, rank: int, number_format: str = "bf16") -> int:
         """Bytes of keys and values this rank keeps of one token."""
         held = len(self.shards[rank].kv_heads)
         return self.spec.kv_bytes_per_token(number_format) * held // self.spec.kv_heads
+
+    def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> dict[CacheKind, int]:
+        """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
+        shard, element = self.shards[rank], FORMATS[number_format].bits / 8
+        kv_share = len(shard.kv_heads) / self.spec.kv_heads
+        state_share = len(shard.state_heads) / self.spec.delta.k_heads if self.spec.delta else 0.0
+        kept: dict[CacheKind, int] = {}
+        for cache in self.spec.caches:
+            share = state_share if cache.kind == "state" else kv_share
+            kept[cache.kind] = kept.get(cache.kind, 0) + int(cache.bytes(tokens, element) * share)
+        return kept

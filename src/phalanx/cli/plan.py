@@ -1,0 +1,98 @@
+"""`phalanx plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.shared import AsJson, told_errors
+from phalanx.errors import ConfigError
+
+_WIDE = 140
+"""Columns that a table of errors needs."""
+
+
+def plan(
+    model: Annotated[str | None, typer.Argument(help="Catalog name, config.json, folder or Hugging Face id.")] = None,
+    machine: Annotated[str, typer.Option(help="Such as 4xH100-SXM, 4xDGX-Spark, 2xRTX4090+1xRTX3090.")] = "",
+    isl: Annotated[int, typer.Option(help="Input tokens of a request.")] = 1024,
+    osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests at once, over the whole machine.")] = 32,
+    slo: Annotated[str, typer.Option(help="Goals in ms, such as ttft:800,tpot:50.")] = "",
+    engine: Annotated[str, typer.Option(help="phalanx, vllm, sglang, trtllm; several with commas.")] = "",
+    tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
+    number_format: Annotated[str, typer.Option("--format", help="bf16, fp8, awq, ...; several with commas.")] = "",
+    kv_format: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    spread: Annotated[float, typer.Option(help="Lengths are this share shorter at most; 0: all alike.")] = 0.2,
+    requests: Annotated[int | None, typer.Option(help="Requests to simulate. Default: ten a client.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second, in place of --concurrency.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV or JSON lines of arrivals, in place of lengths.")] = None,
+    shared_prefix: Annotated[int, typer.Option(help="First tokens that prompts of an agent share.")] = 0,
+    agents: Annotated[int, typer.Option(help="Agents with a prefix each.")] = 1,
+    electricity: Annotated[float, typer.Option(help="USD a kWh.")] = 0.12,
+    years: Annotated[float, typer.Option(help="Years over which a purchase is written off.")] = 4.0,
+    recipe: Annotated[str | None, typer.Option(help="Files to start it: shell, compose, systemd, k8s, ray.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
+    evaluate: Annotated[Path | None, typer.Option(help="Predict every row of this CSV of measurements.")] = None,
+    cross_validate: Annotated[int | None, typer.Option(help="With --evaluate: folds over whole series.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --evaluate: draw predicted against measured (PNG).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Does it fit, which TP, how fast, what it costs, and how to start it. Needs neither torch nor a GPU."""
+    with told_errors():
+        if evaluate is not None:
+            _evaluate(evaluate, cross_validate, plot, as_json)
+            return
+        if model is None or not machine:
+            missing = "model" if model is None else "machine"
+            raise ConfigError(
+                "bad_option", f"No {missing} is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
+            )
+        from phalanx.plan.ask import Question, answer
+
+        answer(
+            Question(
+                model=model,
+                machine=machine,
+                input_tokens=isl,
+                output_tokens=osl,
+                concurrency=concurrency,
+                slo=slo,
+                engines=engine,
+                tps=tp,
+                formats=number_format,
+                kv_format=kv_format,
+                spread=spread,
+                requests=requests,
+                rate=rate,
+                trace=trace,
+                shared_prefix=shared_prefix,
+                agents=agents,
+                electricity=electricity,
+                years=years,
+            ),
+            recipe=recipe,
+            folder=output,
+            as_json=as_json,
+        )
+
+
+def _evaluate(file: Path, folds: int | None, plot: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from phalanx.plan.evaluate import draw, evaluate
+
+    report = evaluate(file, folds)
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    else:
+        Console(width=max(Console().width, _WIDE)).print(report.table())
+    for problem, count in Counter(row.problem for row in report.unpredicted).items():
+        print(f"{count} rows not predicted: {problem}", file=sys.stderr)
+    if plot is not None:
+        draw(report, plot)

@@ -1,0 +1,58 @@
+"""What the cost model does not know: learned factors on its predictions, and how far off they still are.
+
+A correction is the exponential of a sum of effects. Effects are shrunk towards zero, so a deployment that was never
+measured is corrected by what it shares with measured ones: its engine family, its model, its GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log2
+
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.workload import Workload
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What effects can be told apart by."""
+
+    family: str
+    version: str
+    model: str
+    kind: str
+    number_format: str
+    gpu: str
+    tp: int
+    ep: int
+    workload: Workload
+
+
+def traits_of(spec: ModelSpec, family: str, version: str, gpu: str, tp: int, ep: int, workload: Workload) -> Traits:
+    experts = spec.moe.experts if spec.moe else 0
+    kind = ("latent" if spec.mla else "moe") if experts else "dense"
+    model = f"{spec.model_type}-{spec.layers}x{spec.hidden}-{experts}"
+    return Traits(family, version, model, kind, spec.number_format, gpu, tp, ep, workload)
+
+
+def effects(traits: Traits) -> Iterator[tuple[str, str, float]]:
+    """(kind of effect, its name, how strongly it applies) for everything a deployment is corrected by."""
+    family, model, load = traits.family, f"{traits.family}/{traits.model}", traits.workload
+    version = f"{model}/{traits.version}/{traits.number_format}"
+    yield "family", family, 1.0
+    yield "kind", f"{family}/{traits.kind}/{traits.number_format}", 1.0
+    yield "model", model, 1.0
+    yield "version", version, 1.0
+    yield "gpu", f"{model}/{traits.gpu}", 1.0
+    yield "series", f"{version}/{traits.gpu}/{traits.tp}/{traits.ep}", 1.0
+    slopes = {
+        "tp": (log2(traits.tp) - 1.5) / 1.5,
+        "concurrency": (log2(load.concurrency) - 5) / 2,
+        "input": (log2(load.input_tokens) - 11) / 1.5,
+        "output": (log2(load.output_tokens) - 9) / 2,
+    }
+    for name, strength in slopes.items():
+        yield "slope", f"{family}/{name}", strength
+        yield "model_slope", f"{model}/{name}", strength
+        yield "series_slope", f"{version}/{traits.gpu}/{traits.tp}/{name}", strength

@@ -1,0 +1,157 @@
+"""The price of a step: what hardware would take at its limits (`Limits`), and an engine's distance to them (`Rates`).
+
+`combine` uses plain arithmetic only, so that prediction runs it on floats and calibration on arrays of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from phalanx.cost.allreduce import all_reduce_seconds
+from phalanx.cost.step import Step
+from phalanx.cost.work import Work
+from phalanx.spec.machine import Gpu, Link
+
+_ACTIVATION_BYTES = 2
+_REFERENCE_BANDWIDTH = 4e12
+
+
+class Limits(NamedTuple):
+    """Seconds of a step at peak bandwidth and peak FLOP/s, and the counts that overheads grow with."""
+
+    linear_read: float
+    linear_compute: float
+    expert_read: float
+    expert_compute: float
+    head_read: float
+    head_compute: float
+    cache_read: float
+    prompt_attention: float
+    all_reduce: float
+    activations: float
+    layers: float
+    sparse_layers: float
+    rows: float
+    has_prompt: float
+    bandwidth: float
+    is_fp8: float
+
+
+class Rates(NamedTuple):
+    """An engine family on top of the limits: shares of peak reached, microseconds and milliseconds added."""
+
+    linear_bandwidth: float
+    linear_compute: float
+    fp8_compute: float
+    expert_bandwidth: float
+    expert_compute: float
+    expert_bandwidth_power: float
+    cache_bandwidth: float
+    prompt_attention: float
+    all_reduce: float
+    activation_passes: float
+    layer_us: float
+    fp8_layer_us: float
+    sparse_layer_us: float
+    prompt_layer_us: float
+    step_ms: float
+    prompt_step_ms: float
+    row_us: float
+    first_token_ms: float
+    prompt_token_us: float
+
+
+class Cost(NamedTuple):
+    """Seconds of a step by what they go to."""
+
+    weights: Any
+    experts: Any
+    attention: Any
+    all_reduce: Any
+    overhead: Any
+
+    @property
+    def total(self) -> Any:
+        return self.weights + self.experts + self.attention + self.all_reduce + self.overhead
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Prices steps of one model on one machine at the hardware's limits."""
+
+    work: Work
+    gpu: Gpu
+    link: Link
+    implementation: str
+
+    def of(self, step: Step) -> Limits:
+        work, gpu, tokens = self.work, self.gpu, step.tokens
+        sampled = step.decodes + step.prompts
+        reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
+        message = tokens * work.hidden * _ACTIVATION_BYTES
+        return Limits(
+            linear_read=work.linear_bytes / gpu.bandwidth,
+            linear_compute=tokens * work.linear_flops / gpu.peak(work.compute),
+            expert_read=reads / gpu.bandwidth,
+            expert_compute=tokens * work.expert_flops / gpu.peak(work.expert_compute),
+            head_read=work.head_bytes / gpu.bandwidth,
+            head_compute=sampled * work.head_flops / gpu.peak("bf16"),
+            cache_read=self._cache_bytes(step) / gpu.bandwidth,
+            prompt_attention=self._pair_flops(step) / gpu.peak("bf16"),
+            all_reduce=2 * work.layers * all_reduce_seconds(message, work.tp, self.link, self.implementation),
+            activations=message * work.layers / gpu.bandwidth,
+            layers=work.layers,
+            sparse_layers=work.sparse_layers,
+            rows=step.decodes,
+            has_prompt=float(step.prompt_tokens > 0),
+            bandwidth=gpu.bandwidth,
+            is_fp8=float(work.compute == "fp8"),
+        )
+
+    def _cache_bytes(self, step: Step) -> float:
+        if not step.decodes:
+            return 0.0
+        context = step.context / step.decodes
+        positions = (
+            size * (context if reach is None else min(context, reach)) for reach, size in self.work.cache_bytes
+        )
+        return step.decodes * (sum(positions) + self.work.state_bytes)
+
+    def _pair_flops(self, step: Step) -> float:
+        if not step.prompt_tokens:
+            return 0.0
+        context = step.prompt_pairs / step.prompt_tokens
+        pairs = (flops * (context if reach is None else min(context, reach)) for reach, flops in self.work.pair_flops)
+        return step.prompt_tokens * sum(pairs)
+
+
+def combine(limits: Limits, rates: Rates) -> Cost:
+    """Seconds of a step. Reading and computing overlap, so their cubic mean counts, near the larger of the two."""
+    compute = rates.linear_compute * rates.fp8_compute**limits.is_fp8
+    linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
+    head = _overlapped(limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute)
+    slower = (limits.bandwidth / _REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
+    experts = _overlapped(
+        limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
+    )
+    layer = rates.layer_us + limits.is_fp8 * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
+    steps = rates.step_ms + limits.has_prompt * rates.prompt_step_ms
+    return Cost(
+        weights=linear + head,
+        experts=experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us,
+        attention=limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention,
+        all_reduce=limits.all_reduce * rates.all_reduce,
+        overhead=1e-6 * (limits.layers * layer + limits.rows * rates.row_us)
+        + 1e-3 * steps
+        + limits.activations * rates.activation_passes,
+    )
+
+
+def _overlapped(read: Any, compute: Any) -> Any:
+    return (read**3 + compute**3) ** (1 / 3)
+
+
+def first_token_seconds(rates: Rates, prompt_tokens: Any) -> Any:
+    """What a request spends outside the engine's steps until its first token: network, tokenizer, queues."""
+    return 1e-3 * rates.first_token_ms + 1e-6 * rates.prompt_token_us * prompt_tokens

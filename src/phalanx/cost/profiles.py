@@ -1,0 +1,54 @@
+"""EngineProfile: how an engine schedules, and which family of versions its fitted numbers come from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.cost.rules import Rules
+from phalanx.errors import PhalanxError
+
+
+class ProfileError(PhalanxError):
+    """No profile describes this engine."""
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """One engine family: versions from `since` on. `like` names the family whose fitted numbers it borrows."""
+
+    family: str
+    engine: str
+    since: tuple[int, ...]
+    rules: Rules
+    all_reduce: str
+    like: str | None = None
+
+    @property
+    def fitted_as(self) -> str:
+        return self.like or self.family
+
+
+PROFILES = (
+    EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm"),
+    EngineProfile("vllm-0.10", "vllm", (), Rules("mixed", 8192), "vllm"),
+    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang"),
+    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang"),
+    EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
+    EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
+    EngineProfile("phalanx", "phalanx", (), Rules("mixed", 2048), "nccl", like="vllm-0.18"),
+)
+"""Newest family of an engine first. Phalanx has no measurements on several GPUs yet: it borrows vLLM's distances."""
+
+
+def profile(engine: str, version: str = "") -> EngineProfile:
+    """The family of this version; a version without a number is taken as the newest."""
+    families = [known for known in PROFILES if known.engine == engine]
+    if not families:
+        names = ", ".join(dict.fromkeys(known.engine for known in PROFILES))
+        raise ProfileError("unknown_engine", f"No engine is called {engine!r}.", f"Known: {names}.")
+    matched = re.match(r"\d+(?:\.\d+)*", version)
+    if matched is None:
+        return families[0]
+    number = tuple(int(part) for part in matched[0].split("."))
+    return next(known for known in families if number >= known.since)

@@ -1,0 +1,21 @@
+"""Rules: how an engine fills its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Admission = Literal["mixed", "whole", "first"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`mixed`: prompts in chunks beside decodes. `whole`: prompts uncut beside decodes. `first`: prompts alone, before
+    any decode. Where the KV cache is short, requests are admitted as if each took its prompt and `kv_reserve` of its
+    output.
+    """
+
+    admission: Admission = "mixed"
+    max_batched_tokens: int = 8192
+    max_sequences: int = 1024
+    kv_reserve: float = 0.75

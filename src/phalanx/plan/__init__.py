@@ -1,0 +1,1 @@
+"""What to deploy: fit, prediction, choice, price and recipes. No torch."""

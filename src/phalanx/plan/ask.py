@@ -1,0 +1,132 @@
+"""From the words of a command line to a plan, and from a plan to what is printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from rich.console import Console
+
+from phalanx.errors import ConfigError
+from phalanx.plan.choose import Plan, choose
+from phalanx.plan.engines import ENGINES, engine
+from phalanx.plan.price import Tariff
+from phalanx.plan.recipes import recipe as make_recipe
+from phalanx.plan.report import launch_of, show, to_dict
+from phalanx.plan.slo import Slo
+from phalanx.plan.traffic import read_trace
+from phalanx.spec import catalog
+from phalanx.spec.formats import KV_FORMATS
+from phalanx.spec.machine import Machine
+from phalanx.spec.workload import Workload
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked for, as it was written."""
+
+    model: str
+    machine: str
+    input_tokens: int = 1024
+    output_tokens: int = 256
+    concurrency: int = 32
+    slo: str = ""
+    engines: str = ""
+    tps: str = ""
+    formats: str = ""
+    kv_format: str = "bf16"
+    spread: float = 0.2
+    requests: int | None = None
+    rate: float | None = None
+    trace: Path | None = None
+    shared_prefix: int = 0
+    agents: int = 1
+    electricity: float = 0.12
+    years: float = 4.0
+
+
+def answer(question: Question, recipe: str | None, folder: Path | None, as_json: bool) -> None:
+    """Plan, then print the plan and write or print its files. Raises when nothing fits, after saying why."""
+    plan = ask(question)
+    files = make_recipe(launch_of(plan, plan.best), recipe) if recipe is not None and plan.best else None
+    if as_json:
+        print(json.dumps(to_dict(plan, files)))
+    else:
+        show(plan, Console(highlight=False))
+    if files is not None and folder is not None:
+        _write(files, folder)
+    elif files is not None and not as_json:
+        for name, text in files.items():
+            print(f"\n# ---- {name}\n{text}", end="")
+    if plan.best is None and not as_json:
+        raise ConfigError(
+            "does_not_fit", f"{plan.model} does not run on {plan.machine.name}.", "See the reasons above."
+        )
+
+
+def ask(question: Question) -> Plan:
+    """The plan for a question; every word that is not understood is refused with the nearest that is."""
+    spec = catalog.model(question.model)
+    machine = Machine.parse(question.machine)
+    formats = tuple(catalog.check_format(name) for name in _words(question.formats))
+    return choose(
+        spec,
+        question.model,
+        machine,
+        _workload(question),
+        slo=Slo.parse(question.slo),
+        engines=[engine(name) for name in _words(question.engines)] or list(ENGINES.values()),
+        formats=formats,
+        kv_format=_kv_format(question.kv_format),
+        tps=_degrees(question.tps, len(machine)),
+        tariff=Tariff(question.electricity, years=question.years),
+    )
+
+
+def _workload(question: Question) -> Workload:
+    trace = read_trace(question.trace) if question.trace is not None else ()
+    return Workload(
+        input_tokens=question.input_tokens,
+        output_tokens=question.output_tokens,
+        concurrency=question.concurrency,
+        spread=question.spread,
+        requests=question.requests,
+        rate=question.rate,
+        trace=trace,
+        shared_prefix=question.shared_prefix,
+        agents=question.agents,
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip().lower() for word in text.split(",") if word.strip()]
+
+
+def _kv_format(name: str) -> str:
+    if name not in KV_FORMATS:
+        near = get_close_matches(name, KV_FORMATS, n=1, cutoff=0.3)
+        suggestion = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            "unknown_format", f"KV cannot be kept as {name!r}.", f"{suggestion}Use {' or '.join(KV_FORMATS)}."
+        )
+    return name
+
+
+def _degrees(text: str, gpus: int) -> list[int]:
+    degrees = []
+    for word in _words(text):
+        if not word.isdecimal() or not 1 <= int(word) <= gpus:
+            raise ConfigError("bad_tp", f"--tp names {word!r}; the machine has {gpus} GPUs.", f"Use 1 to {gpus}.")
+        degrees.append(int(word))
+    return degrees
+
+
+def _write(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if path.suffix == ".sh":
+            path.chmod(0o755)

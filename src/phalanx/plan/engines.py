@@ -1,0 +1,132 @@
+"""How the four engines use a GPU's memory and which shapes they accept: what fit and recipes need to know of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from phalanx.errors import ConfigError
+from phalanx.spec.formats import FORMATS, KV_FORMATS, PLAIN
+from phalanx.spec.machine import Gpu
+from phalanx.spec.model import ModelSpec
+
+MIB = 2**20
+GIB = 2**30
+
+DRIVER_SHARE = 0.0043
+"""Of the memory the driver reports, what it keeps from programs: 140.40 GiB reported, 139.80 GiB usable on an H200."""
+OS_SHARE = 0.15
+"""Of unified memory, what stays with the operating system and the network buffers."""
+CONTEXT_BYTES = int(0.4 * GIB)
+"""CUDA context, libraries and allocator slack of one rank."""
+COLLECTIVE_BYTES = int(0.45 * GIB)
+"""Buffers of the collectives, where there is more than one rank."""
+GRAPH_BYTES = int(1.1 * GIB)
+"""CUDA graphs; vLLM 0.24 took 0.5 to 1.1 GiB."""
+
+Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_tenth"]
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """An engine's habits.
+
+    `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
+    static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
+    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in.
+    """
+
+    name: str
+    title: str
+    version: str
+    budget: Budget
+    share: float
+    weight_formats: tuple[str, ...]
+    kv_formats: tuple[str, ...] = KV_FORMATS
+    deals_unevenly: bool = False
+    keeps_blocks_whole: bool = False
+    expert_parallel: bool = False
+    trims_windows: bool = True
+    unpacks_weights: bool = False
+    block_tokens: int = 16
+
+    def batched_tokens(self, gpu: Gpu) -> int:
+        """Tokens of one step unless told otherwise."""
+        if self.name == "phalanx":
+            return 2048
+        return 8192 if gpu.memory_bytes >= 70 * GIB or self.name != "vllm" else 2048
+
+    def refusal(self, spec: ModelSpec, number_format: str, kv_format: str) -> str | None:
+        """Why this engine cannot load the model in these formats at all."""
+        own = spec.refusal if self.name == "phalanx" else None
+        if own is not None and (own.code == "unsupported_architecture" or number_format == spec.number_format):
+            return own.found
+        if number_format not in self.weight_formats:
+            return f"{self.title} does not load {number_format}; it loads {', '.join(self.weight_formats)}."
+        if kv_format not in self.kv_formats:
+            return f"{self.title} does not keep KV as {kv_format}; it keeps {', '.join(self.kv_formats)}."
+        return None
+
+    def resident_format(self, spec: ModelSpec, number_format: str) -> str:
+        """The format the weights have in memory."""
+        return spec.dtype if self.unpacks_weights and number_format not in PLAIN else number_format
+
+
+_QUANTISED = tuple(name for name in FORMATS if name != "fp32")
+ENGINES = {
+    traits.name: traits
+    for traits in (
+        EngineTraits(
+            "phalanx",
+            "Phalanx",
+            "",
+            "all_but_a_tenth",
+            0.9,
+            ("bf16", "fp16", "fp32", "fp8"),
+            PLAIN,
+            deals_unevenly=True,
+            trims_windows=False,
+            unpacks_weights=True,
+        ),
+        EngineTraits(
+            "vllm",
+            "vLLM",
+            "0.24",
+            "share_of_all",
+            0.9,
+            _QUANTISED,
+            keeps_blocks_whole=True,
+            expert_parallel=True,
+        ),
+        EngineTraits(
+            "sglang",
+            "SGLang",
+            "0.5.9",
+            "static_share",
+            0.0,
+            _QUANTISED,
+            keeps_blocks_whole=True,
+            expert_parallel=True,
+            block_tokens=1,
+        ),
+        EngineTraits(
+            "trtllm", "TensorRT-LLM", "1.2", "share_of_free", 0.9, _QUANTISED, expert_parallel=True, block_tokens=32
+        ),
+    )
+}
+
+
+def engine(name: str) -> EngineTraits:
+    """The engine of this name, or a refusal that names the nearest."""
+    plain = name.strip().lower().replace("-", "").replace("tensorrtllm", "trtllm").replace("tensorrt_llm", "trtllm")
+    if plain in ENGINES:
+        return ENGINES[plain]
+    near = get_close_matches(plain, ENGINES, n=1, cutoff=0.4)
+    suggestion = f"Did you mean {near[0]}? " if near else ""
+    raise ConfigError("unknown_engine", f"No engine is called {name!r}.", f"{suggestion}Known: {', '.join(ENGINES)}.")
+
+
+def static_reserve(tp: int, batched_tokens: int) -> int:
+    """What SGLang leaves beside weights and KV: 1.5 MiB a token of a step, graphs, and a share for more ranks."""
+    return int((512 + 1.5 * max(batched_tokens, 2048) + 2 * 256 + 128 * tp) * MIB)

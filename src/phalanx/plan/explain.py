@@ -1,0 +1,98 @@
+"""A plan in words: why this one wins, what to relax when nothing does, what would be enough when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import ceil
+
+from phalanx.plan.choose import Candidate, Plan, predict_replica
+from phalanx.plan.engines import ENGINES, GIB
+from phalanx.plan.fit import fit
+from phalanx.plan.shapes import MOST_RANKS, shape
+from phalanx.spec.machine import Machine
+from phalanx.spec.workload import Workload
+
+_HALVINGS = 8
+_MARGIN = 1.02
+"""A relaxed goal is this much above what is predicted."""
+_SMALLER_FORMATS = ("fp8", "awq")
+
+
+def explain(plan: Plan) -> str:
+    """The winner in two sentences: what each GPU holds, what a step is made of, what the next choice would give."""
+    best = plan.best
+    if best is None:
+        return ""
+    tight = best.fit.tightest
+    first = (
+        f"{best.label}: each GPU holds {tight.weight_bytes / GIB:.1f} GiB of weights and keeps "
+        f"{max(tight.kv_bytes, 0) / GIB:.1f} GiB for KV, room for {best.fit.kv_tokens:,} tokens or "
+        f"{best.fit.max_sequences} requests of {best.fit.context}."
+    )
+    if best.tp == 1:
+        second = "With one GPU a replica there is no all-reduce"
+    else:
+        second = f"All-reduces take {best.prediction.all_reduce_share:.0%} of a decode step"
+    rivals = [each for each in plan.side_by_side if each.tp != best.tp]
+    if rivals:
+        rival = max(rivals, key=lambda each: each.per_gpu)
+        second += (
+            f"; TP={rival.tp} x {rival.replicas} gives {rival.per_gpu / best.per_gpu - 1:+.0%} tokens a GPU at "
+            f"TPOT {rival.prediction.tpot.mid * 1e3:.1f} against {best.prediction.tpot.mid * 1e3:.1f} ms"
+        )
+    return f"{first} {second}."
+
+
+def advice(plan: Plan) -> list[str]:
+    """For an SLO that nothing meets: how far the nearest point is, and what to relax."""
+    best = plan.best
+    if best is None or plan.feasible:
+        return []
+    goals = plan.slo.missed(best.prediction)
+    words = [
+        f"{name.upper()} {found * 1e3:.0f} ms ({found / allowed:.1f} x the goal)" for name, found, allowed in goals
+    ]
+    lines = [f"Nothing meets the SLO. The nearest is {best.label}: {', '.join(words)}."]
+    relaxed = ",".join(f"{name}:{ceil(found * _MARGIN * 1e3)}" for name, found, _ in goals)
+    lines.append(f"Relax the SLO to {relaxed}, or")
+    lines.append(_lighter_traffic(plan, best) or "use faster or more GPUs: no lighter traffic meets it here.")
+    return lines
+
+
+def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
+    """By halving, the traffic at which the nearest candidate would meet the SLO."""
+    share = best.workload
+    for _ in range(_HALVINGS):
+        if share.trace or (share.rate is None and share.concurrency == 1):
+            return None
+        share = _halved(share)
+        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel)) > 1:
+            continue
+        if share.rate is not None:
+            return f"lower the rate to {share.rate * best.replicas:g} requests/s (this plan: {plan.workload.rate:g})."
+        concurrency = share.concurrency * best.replicas
+        return f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency})."
+    return None
+
+
+def _halved(workload: Workload) -> Workload:
+    if workload.rate is not None:
+        return dataclasses.replace(workload, rate=workload.rate / 2)
+    return dataclasses.replace(workload, concurrency=workload.concurrency // 2, requests=None)
+
+
+def gpus_needed(plan: Plan) -> list[str]:
+    """The smallest number of GPUs of this kind that would hold the model, in its own format and in smaller ones."""
+    gpu, engine = plan.machine.smallest, ENGINES["vllm"]
+    words = []
+    for number_format in dict.fromkeys((plan.spec.number_format, *_SMALLER_FORMATS)):
+        for tp in range(1, MOST_RANKS + 1):
+            if not shape(plan.spec.in_format(number_format), tp, engine).is_legal:
+                continue
+            machine = Machine((gpu,) * tp)
+            if fit(plan.spec, machine, tp, engine, weight_format=number_format, context=plan.workload.longest).fits:
+                words.append(f"TP={tp} in {number_format}")
+                break
+    if not words:
+        return [f"No TP degree up to {MOST_RANKS} of {gpu.name} holds it with {engine.title}; use larger cards."]
+    return [f"With {engine.title}, {gpu.name} holds it at " + ", ".join(words) + "."]

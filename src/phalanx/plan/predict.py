@@ -1,0 +1,159 @@
+"""Predictions: the scheduler's steps priced, corrected by what was measured, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp
+
+from phalanx.cost.correction import Traits, traits_of
+from phalanx.cost.fitted import Fitted, Quantity, load_fitted
+from phalanx.cost.price import Cost, StepLimits, combine, first_token_seconds
+from phalanx.cost.profiles import profile
+from phalanx.cost.rules import Rules
+from phalanx.cost.step import Step
+from phalanx.cost.work import count_work
+from phalanx.plan.simulate import Price, Times, Trace, simulate
+from phalanx.spec.machine import Machine
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.workload import Workload
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and the bounds that hold nine in ten."""
+
+    mid: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, mid: float, half_width: float) -> Interval:
+        """`half_width` is a logarithm."""
+        return cls(mid, mid * exp(-half_width), mid * exp(half_width))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one replica delivers: mean seconds to the first token and between tokens, output tokens a second.
+
+    `step` is a decode step in the middle of an answer, by what its seconds go to.
+    """
+
+    ttft: Interval
+    tpot: Interval
+    throughput: Interval
+    step: Cost
+    requests_ttft: tuple[float, ...]
+    requests_tpot: tuple[float, ...]
+    preemptions: int
+    cached_share: float
+
+    @property
+    def all_reduce_share(self) -> float:
+        """Of a decode step."""
+        return self.step.all_reduce / self.step.total
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of all do not exceed; of none, 0."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def predict(
+    spec: ModelSpec,
+    machine: Machine,
+    tp: int,
+    engine: str = "vllm",
+    workload: Workload | None = None,
+    weights: str | None = None,
+    kv: str = "bf16",
+    ep: int = 1,
+    version: str = "",
+    kv_tokens: int | None = None,
+) -> Prediction:
+    """One replica of `tp` GPUs under a workload. `kv_tokens` is the room of its KV cache; None: it never runs out."""
+    workload = workload or Workload()
+    weights = weights or spec.number_format
+    group = machine.take(tp)
+    slowest = min(group.gpus, key=lambda gpu: (gpu.bandwidth, gpu.peak("bf16")))
+    found = profile(engine, version)
+    work = count_work(spec, tp, weights, kv)
+    traits = traits_of(spec.in_format(weights), found.fitted_as, version, slowest.name, tp, ep, workload)
+    limits = StepLimits(work, slowest, machine.link(tp), found.all_reduce)
+    return Predictor(limits, traits, load_fitted()).predict(workload, found.rules, kv_tokens)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Prices the steps of one deployment with fitted numbers."""
+
+    limits: StepLimits
+    traits: Traits
+    fitted: Fitted
+
+    def cost(self, step: Step) -> Cost:
+        return combine(self.limits.of(step), self.fitted.family_rates(self.traits.family))
+
+    def predict(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Prediction:
+        factor = self.fitted.tpot.correction(self.traits)
+        rates = self.fitted.family_rates(self.traits.family)
+
+        def price(step: Step) -> float:
+            return float(combine(self.limits.of(step), rates).total) * factor
+
+        trace = _trace(workload, rules, kv_tokens, price)
+        times = trace.times(price)
+        outside = first_token_seconds(rates, workload.input_tokens)
+        first = self.fitted.ttft.correction(self.traits)
+        ttft = (times.mean_ttft / factor + outside) * first
+        stretch = ttft / times.mean_ttft if times.mean_ttft else 1.0
+        return Prediction(
+            ttft=Interval.around(ttft, self._half_width(self.fitted.ttft)),
+            tpot=Interval.around(times.mean_tpot, self._half_width(self.fitted.tpot)),
+            throughput=self._throughput(times, ttft, workload),
+            step=self.cost(_typical_step(workload, trace)),
+            requests_ttft=tuple(value * stretch for value in times.ttft),
+            requests_tpot=tuple(times.tpot),
+            preemptions=trace.preemptions,
+            cached_share=trace.cached_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
+        )
+
+    def _half_width(self, quantity: Quantity) -> float:
+        known = frozenset(self.fitted.models), frozenset(self.fitted.gpus)
+        return quantity.half_width(self.traits, *known)
+
+    def _throughput(self, times: Times, ttft: float, workload: Workload) -> Interval:
+        """In a closed loop, tokens in flight over the time an answer takes; by the clock, what arrived and was done."""
+        between = self._half_width(self.fitted.tpot)
+        simulated = times.output_tokens / times.seconds if times.seconds else 0.0
+        if not workload.is_closed_loop:
+            return Interval.around(simulated, between)
+        rest = (workload.mean_output - 1) * times.mean_tpot
+        answer, corrected = times.mean_ttft + rest, ttft + rest
+        return Interval.around(simulated * answer / corrected, between)
+
+
+def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: Price) -> Trace:
+    if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):
+        kv_tokens = None
+    if workload.is_closed_loop:
+        return _closed_loop(workload, rules, kv_tokens)
+    return simulate(workload, rules, kv_tokens, price)
+
+
+@lru_cache(maxsize=1024)
+def _closed_loop(workload: Workload, rules: Rules, kv_tokens: int | None) -> Trace:
+    """The steps of a closed loop do not depend on their price, so every GPU, TP and format shares them."""
+    return simulate(workload, rules, kv_tokens)
+
+
+def _typical_step(workload: Workload, trace: Trace) -> Step:
+    """A decode of as many sequences as there are on average, each in the middle of its answer."""
+    decoded = sum(step.decodes * step.repeats for step in trace.steps)
+    steps = sum(step.repeats for step in trace.steps if step.decodes)
+    rows = max(1, round(decoded / steps)) if steps else 1
+    context = sum(step.context * step.repeats for step in trace.steps) / decoded if decoded else workload.longest
+    return Step(rows, rows * context)

@@ -1,0 +1,6 @@
+"""Recipes: a plan as commands and files that start it."""
+
+from phalanx.plan.recipes.files import KINDS, recipe
+from phalanx.plan.recipes.launch import Launch, command
+
+__all__ = ["KINDS", "Launch", "command", "recipe"]

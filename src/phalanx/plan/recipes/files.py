@@ -1,0 +1,263 @@
+"""The files of a recipe: shell, docker compose, systemd, Kubernetes, and Ray over several DGX Spark."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from phalanx.errors import ConfigError
+from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
+
+Files = dict[str, str]
+
+
+def recipe(launch: Launch, kind: str) -> Files:
+    """File names and their text. The shell script alone needs nothing but the engine."""
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
+        suggestion = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
+    if launch.spans_machines and kind != "ray":
+        raise ConfigError(
+            "needs_ray",
+            f"TP={launch.tp} on {launch.machine.name} spans {launch.tp} machines of one GPU each.",
+            "Use --recipe ray with --engine vllm, or --tp 1.",
+        )
+    files = KINDS[kind](launch)
+    if launch.engine.name == "trtllm" and kind != "k8s":
+        files[TRTLLM_OPTIONS] = trtllm_options(launch)
+    if launch.engine.name == "phalanx" and kind in ("compose", "k8s"):
+        files["Dockerfile"] = _DOCKERFILE
+    return files
+
+
+def _devices(launch: Launch, replica: int) -> list[str]:
+    """GPUs of a replica, by their number on the machine it runs on."""
+    if launch.one_gpu_machines:
+        return ["0"]
+    return [str(device) for device in range(replica * launch.tp, (replica + 1) * launch.tp)]
+
+
+def _wrapped(words: list[str], indent: str = "    ") -> str:
+    """A command over several lines, a flag with its value on each."""
+    lines: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return f" \\\n{indent}".join(shlex.join(line) for line in lines)
+
+
+def _shell(launch: Launch) -> Files:
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {_title(launch)}",
+        "set -euo pipefail",
+        "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
+        "",
+    ]
+    for replica in range(launch.replicas):
+        devices, words = ",".join(_devices(launch, replica)), command(launch, port=FIRST_PORT + replica)
+        lines.append(f"CUDA_VISIBLE_DEVICES={devices} {_wrapped(words)} &")
+    return {"serve.sh": "\n".join([*lines, "wait -n", ""])}
+
+
+def _title(launch: Launch) -> str:
+    return (
+        f"{launch.model} with {launch.engine.title} in {launch.weight_format}: TP={launch.tp}, "
+        f"{launch.replicas} replica{'s' if launch.replicas > 1 else ''} on {launch.machine.name}"
+    )
+
+
+_DOCKERFILE = """FROM python:3.12-slim
+RUN pip install --no-cache-dir 'phalanx[serve]'
+ENTRYPOINT []
+"""
+
+
+def _compose(launch: Launch) -> Files:
+    lines = [f"# {_title(launch)}", "services:"]
+    for replica in range(launch.replicas):
+        words = command(launch, host="0.0.0.0")
+        lines += [f"  replica-{replica}:", f"    image: {launch.image}"]
+        if launch.engine.name == "phalanx":
+            lines.append("    build: .")
+        lines += [
+            "    entrypoint: []",
+            f"    command: {json.dumps(words)}",
+            "    ipc: host",
+            "    restart: unless-stopped",
+            f'    ports: ["127.0.0.1:{FIRST_PORT + replica}:{FIRST_PORT}"]',
+            "    environment: [HF_TOKEN]",
+            "    volumes:",
+            '      - "${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"',
+        ]
+        if launch.engine.name == "trtllm":
+            lines += [f"      - ./{TRTLLM_OPTIONS}:/app/{TRTLLM_OPTIONS}:ro", "    working_dir: /app"]
+        lines += [
+            "    deploy:",
+            "      resources:",
+            "        reservations:",
+            "          devices:",
+            "            - driver: nvidia",
+            f"              device_ids: {json.dumps(_devices(launch, replica))}",
+            "              capabilities: [gpu]",
+        ]
+    return {"compose.yaml": "\n".join([*lines, ""])}
+
+
+def _systemd(launch: Launch) -> Files:
+    files = {}
+    for replica in range(launch.replicas):
+        words = ["/usr/bin/env", *command(launch, port=FIRST_PORT + replica)]
+        files[f"{launch.engine.name}-{replica}.service"] = "\n".join(
+            [
+                "[Unit]",
+                f"Description={_title(launch)}, replica {replica}",
+                "After=network-online.target",
+                "Wants=network-online.target",
+                "",
+                "[Service]",
+                f"User={launch.engine.name}",
+                f"WorkingDirectory=/var/lib/{launch.engine.name}",
+                f"StateDirectory={launch.engine.name}",
+                f"Environment=CUDA_VISIBLE_DEVICES={','.join(_devices(launch, replica))}",
+                f"Environment=HF_HOME=/var/lib/{launch.engine.name}",
+                f"Environment=PATH=/opt/{launch.engine.name}/bin:/usr/local/bin:/usr/bin:/bin",
+                f"ExecStart={shlex.join(words)}",
+                "Restart=on-failure",
+                "RestartSec=10",
+                "LimitMEMLOCK=infinity",
+                "NoNewPrivileges=true",
+                "ProtectSystem=full",
+                "",
+                "[Install]",
+                "WantedBy=multi-user.target",
+                "",
+            ]
+        )
+    return files
+
+
+def _kubernetes(launch: Launch) -> Files:
+    name = re.sub(r"[^a-z0-9]+", "-", launch.model.rpartition("/")[2].lower()).strip("-")[:50]
+    words = json.dumps(command(launch, host="0.0.0.0"))
+    options = _kubernetes_options(launch, name) if launch.engine.name == "trtllm" else ""
+    mount = (
+        f"\n            - {{name: options, mountPath: /app/{TRTLLM_OPTIONS}, subPath: {TRTLLM_OPTIONS}}}"
+        if options
+        else ""
+    )
+    volume = f"\n        - {{name: options, configMap: {{name: {name}}}}}" if options else ""
+    text = f"""# {_title(launch)}
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {name}}}
+spec:
+  replicas: {launch.replicas}
+  selector: {{matchLabels: {{app: {name}}}}}
+  template:
+    metadata: {{labels: {{app: {name}}}}}
+    spec:
+      containers:
+        - name: engine
+          image: {launch.image}
+          command: {words}
+          workingDir: /app
+          ports: [{{containerPort: {FIRST_PORT}}}]
+          resources: {{limits: {{nvidia.com/gpu: {launch.tp}}}}}
+          readinessProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10}}
+          startupProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10, failureThreshold: 180}}
+          env:
+            - name: HF_TOKEN
+              valueFrom: {{secretKeyRef: {{name: hugging-face, key: token, optional: true}}}}
+          volumeMounts:
+            - {{name: shm, mountPath: /dev/shm}}{mount}
+      volumes:
+        - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: 16Gi}}}}{volume}
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  selector: {{app: {name}}}
+  ports: [{{port: 80, targetPort: {FIRST_PORT}}}]
+"""
+    return {"kubernetes.yaml": text + options}
+
+
+def _kubernetes_options(launch: Launch, name: str) -> str:
+    indented = "".join(f"    {line}\n" for line in trtllm_options(launch).splitlines())
+    return f"---\napiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata:\n  {TRTLLM_OPTIONS}: |\n{indented}"
+
+
+_NETWORK = "192.168.100"
+_FIRST_NODE = 10
+_PORTS = ("enp1s0f0np0", "enp1s0f1np1")
+_HCAS = ("rocep1s0f0", "rocep1s0f1")
+
+
+def _ray(launch: Launch) -> Files:
+    """One rank a machine over RoCE: the network, the limits, the cluster, and the server on its first machine."""
+    if launch.engine.name != "vllm":
+        raise ConfigError(
+            "no_ray_recipe",
+            f"{launch.engine.title} does not start its ranks through Ray.",
+            "Use --engine vllm with --recipe ray, or another recipe on one machine.",
+        )
+    nodes = launch.tp * launch.replicas
+    files = {f"node-{node}/40-fabric.yaml": _netplan(node) for node in range(nodes)}
+    files["90-fabric.conf"] = (
+        "# /etc/sysctl.d: buffers for 200 Gb/s\n"
+        "net.core.rmem_max = 268435456\nnet.core.wmem_max = 268435456\n"
+        "net.ipv4.tcp_rmem = 4096 87380 134217728\nnet.ipv4.tcp_wmem = 4096 65536 134217728\nvm.swappiness = 1\n"
+    )
+    files["90-memlock.conf"] = "# /etc/security/limits.d: RDMA pins its buffers\n* - memlock unlimited\n"
+    for replica in range(launch.replicas):
+        head = replica * launch.tp
+        files[f"replica-{replica}.sh"] = _ray_script(launch, head)
+    return files
+
+
+def _netplan(node: int) -> str:
+    address = f"{_NETWORK}.{_FIRST_NODE + node}/24"
+    return (
+        f"# /etc/netplan on machine {node}; then: sudo netplan apply\nnetwork:\n  version: 2\n  ethernets:\n"
+        f"    {_PORTS[0]}: {{dhcp4: false, mtu: 9000, addresses: [{address}]}}\n"
+    )
+
+
+def _ray_script(launch: Launch, head: int) -> str:
+    address = f"{_NETWORK}.{_FIRST_NODE + head}"
+    serve = _wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
+    workers = ", ".join(f"{_NETWORK}.{_FIRST_NODE + head + rank}" for rank in range(1, launch.tp)) or "none"
+    return f"""#!/usr/bin/env bash
+# {_title(launch)}
+# Run on every machine of this replica: first on {address}, which serves, then on its workers ({workers}).
+set -euo pipefail
+ulimit -l unlimited
+SELF=$(ip -4 -o addr show {_PORTS[0]} | grep -oP '(?<=inet )[0-9.]+')
+export VLLM_HOST_IP=$SELF
+export NCCL_SOCKET_IFNAME={_PORTS[0]} GLOO_SOCKET_IFNAME={_PORTS[0]} UCX_NET_DEVICES={_PORTS[0]}
+export NCCL_IB_HCA={_HCAS[0]} NCCL_IB_GID_INDEX=3
+export RAY_memory_monitor_refresh_ms=0
+
+if [ "$SELF" != {address} ]; then
+  exec ray start --block --address={address}:6379 --node-ip-address="$SELF" --num-gpus=1
+fi
+ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1
+until [ "$(ray status | grep -c ' node_')" -ge {launch.tp} ]; do sleep 2; done
+exec {serve}
+"""
+
+
+KINDS: dict[str, Callable[[Launch], Files]] = {
+    "shell": _shell,
+    "compose": _compose,
+    "systemd": _systemd,
+    "k8s": _kubernetes,
+    "ray": _ray,
+}

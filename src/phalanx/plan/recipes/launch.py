@@ -1,0 +1,149 @@
+"""The launch command of each engine, in the flags of its current command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx import __version__
+from phalanx.errors import ConfigError
+from phalanx.plan.engines import OS_SHARE, EngineTraits, static_reserve
+from phalanx.spec.formats import PLAIN
+from phalanx.spec.machine import Machine
+
+FIRST_PORT = 8000
+TRTLLM_OPTIONS = "trtllm.yaml"
+_SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start: `replicas` engines of `tp` GPUs. `converts`: to FP8 while loading, if it can."""
+
+    model: str
+    engine: EngineTraits
+    machine: Machine
+    tp: int
+    replicas: int
+    weight_format: str
+    kv_format: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    expert_parallel: bool = False
+    converts: bool = False
+
+    def __post_init__(self) -> None:
+        if not _SAFE_MODEL.fullmatch(self.model):
+            raise ConfigError(
+                "bad_model_name",
+                f"A recipe cannot be written for the model name {self.model!r}.",
+                "Use letters, digits, dots, dashes and slashes, such as meta-llama/Llama-3.3-70B-Instruct.",
+            )
+
+    @property
+    def one_gpu_machines(self) -> bool:
+        """Unified memory is a whole computer around one GPU."""
+        return self.machine.smallest.unified_memory
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.one_gpu_machines and self.tp > 1
+
+    @property
+    def image(self) -> str:
+        """The container that has this engine."""
+        return {
+            "phalanx": f"phalanx:{__version__}",
+            "vllm": "vllm/vllm-openai:v0.24.0",
+            "sglang": "lmsysorg/sglang:v0.5.9",
+            "trtllm": "nvcr.io/nvidia/tensorrt-llm/release:1.2.0",
+        }[self.engine.name]
+
+    @property
+    def utilization(self) -> float:
+        """vLLM's share of memory: what unified memory can spare, or what the engine takes."""
+        return 1 - OS_SHARE if self.one_gpu_machines else self.engine.share
+
+    @property
+    def static_fraction(self) -> float:
+        """SGLang's share for weights and KV."""
+        memory = self.machine.smallest.memory_bytes * (1 - OS_SHARE if self.one_gpu_machines else 1)
+        kept = static_reserve(self.tp, self.max_num_batched_tokens)
+        return round((memory - kept) / self.machine.smallest.memory_bytes, 3)
+
+
+def command(launch: Launch, host: str = "127.0.0.1", port: int = FIRST_PORT, extra: tuple[str, ...] = ()) -> list[str]:
+    """One replica's command, word by word."""
+    flags = {"phalanx": _phalanx, "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[launch.engine.name]
+    return [*flags(launch), *extra, "--host", host, "--port", str(port)]
+
+
+def _phalanx(launch: Launch) -> list[str]:
+    words = ["phalanx", "serve", launch.model, "--tp", str(launch.tp)]
+    if launch.weight_format in PLAIN:
+        words += ["--dtype", launch.weight_format]
+    return [
+        *words,
+        *("--max-model-len", str(launch.max_model_len)),
+        *("--max-num-seqs", str(launch.max_num_seqs)),
+        *("--max-num-batched-tokens", str(launch.max_num_batched_tokens)),
+    ]
+
+
+def _vllm(launch: Launch) -> list[str]:
+    words = ["vllm", "serve", launch.model, "--tensor-parallel-size", str(launch.tp)]
+    if launch.expert_parallel:
+        words += ["--enable-expert-parallel"]
+    if launch.converts:
+        words += ["--quantization", "fp8"]
+    if launch.kv_format == "fp8":
+        words += ["--kv-cache-dtype", "fp8"]
+    return [
+        *words,
+        *("--max-model-len", str(launch.max_model_len)),
+        *("--max-num-seqs", str(launch.max_num_seqs)),
+        *("--max-num-batched-tokens", str(launch.max_num_batched_tokens)),
+        *("--gpu-memory-utilization", f"{launch.utilization:g}"),
+    ]
+
+
+def _sglang(launch: Launch) -> list[str]:
+    words = ["python3", "-m", "sglang.launch_server", "--model-path", launch.model, "--tp-size", str(launch.tp)]
+    if launch.expert_parallel:
+        words += ["--ep-size", str(launch.tp)]
+    if launch.converts:
+        words += ["--quantization", "fp8"]
+    if launch.kv_format == "fp8":
+        words += ["--kv-cache-dtype", "fp8_e4m3"]
+    return [
+        *words,
+        *("--context-length", str(launch.max_model_len)),
+        *("--max-running-requests", str(launch.max_num_seqs)),
+        *("--chunked-prefill-size", str(launch.max_num_batched_tokens)),
+        *("--mem-fraction-static", f"{launch.static_fraction:g}"),
+    ]
+
+
+def _trtllm(launch: Launch) -> list[str]:
+    words = ["trtllm-serve", launch.model, "--backend", "pytorch", "--tp_size", str(launch.tp)]
+    if launch.expert_parallel:
+        words += ["--ep_size", str(launch.tp)]
+    return [
+        *words,
+        *("--max_seq_len", str(launch.max_model_len)),
+        *("--max_batch_size", str(launch.max_num_seqs)),
+        *("--max_num_tokens", str(launch.max_num_batched_tokens)),
+        *("--extra_llm_api_options", TRTLLM_OPTIONS),
+    ]
+
+
+def trtllm_options(launch: Launch) -> str:
+    """What TensorRT-LLM reads from a file: the KV cache and chunked prefill."""
+    dtype = "fp8" if launch.kv_format == "fp8" else "auto"
+    return (
+        "enable_chunked_prefill: true\n"
+        "kv_cache_config:\n"
+        f"  free_gpu_memory_fraction: {launch.engine.share:g}\n"
+        f"  dtype: {dtype}\n"
+    )

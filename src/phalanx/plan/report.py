@@ -1,0 +1,367 @@
+"""A plan as tables for a person and as a dictionary for a program."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
+from phalanx.plan.engines import GIB, MIB
+from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.fit import Fit
+from phalanx.plan.predict import Interval, percentile
+from phalanx.plan.recipes import Launch, command
+from phalanx.spec import catalog
+from phalanx.spec.model import ModelSpec
+
+_SHOWN = 8
+_TAIL = 0.99
+_EXCLUDED_SHOWN = 6
+
+
+def launch_of(plan: Plan, candidate: Candidate) -> Launch:
+    """What to start so that it does what was planned."""
+    is_fp8 = candidate.weight_format in ("fp8", "fp8-channel")
+    known = catalog.find(plan.model)
+    either = ("fp8", "fp8-channel") if is_fp8 and candidate.engine.name != "phalanx" else (candidate.weight_format,)
+    ready = known[0].checkpoint(*either) if known else None
+    converts = is_fp8 and ready is None and plan.spec.quantization is None
+    return Launch(
+        model=ready or (known[0].ids[0] if known else plan.model),
+        engine=candidate.engine,
+        machine=plan.machine,
+        tp=candidate.tp,
+        replicas=candidate.replicas,
+        weight_format=candidate.weight_format,
+        kv_format=candidate.fit.kv_format,
+        max_model_len=plan.workload.longest,
+        max_num_seqs=max(1, min(candidate.workload.concurrency, candidate.fit.max_sequences)),
+        max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
+        expert_parallel=candidate.expert_parallel,
+        converts=converts,
+    )
+
+
+def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
+    """Everything that is printed, for programs. Times are milliseconds."""
+    best = plan.best
+    return {
+        "model": _model_dict(plan.model, plan.spec),
+        "machine": plan.machine.name,
+        "workload": _workload_dict(plan),
+        "slo_ms": {"ttft": _ms(plan.slo.ttft), "tpot": _ms(plan.slo.tpot)},
+        "meets_slo": bool(plan.feasible),
+        "explanation": explain(plan),
+        "advice": [*advice(plan), *([] if best else gpus_needed(plan))],
+        "best": _candidate_dict(plan, best) if best else None,
+        "fit": _fit_dict(best.fit) if best else None,
+        "side_by_side": [
+            _candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
+        ],
+        "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
+        "excluded": [vars(each) for each in plan.excluded],
+        "cost": _cost_dict(best) if best else None,
+        "power_w": _power_dict(plan),
+        "command": command(launch_of(plan, best)) if best else None,
+        "recipe": files,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _model_dict(name: str, spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "name": name,
+        "family": spec.model_type,
+        "parameters": spec.parameters,
+        "active_parameters": spec.active_parameters,
+        "layers": spec.layers,
+        "caches": {kind: sum(cache.kind == kind for cache in spec.caches) for kind in _kinds(spec)},
+        "kv_bytes_per_token": spec.kv_bytes_per_token(),
+        "state_bytes_per_sequence": sum(cache.state_bytes for cache in spec.caches),
+        "max_positions": spec.max_positions,
+        "checkpoint_format": spec.number_format,
+        "served_by_phalanx": spec.refusal is None,
+    }
+
+
+def _kinds(spec: ModelSpec) -> list[str]:
+    return list(dict.fromkeys(cache.kind for cache in spec.caches))
+
+
+def _workload_dict(plan: Plan) -> dict[str, Any]:
+    workload = plan.workload
+    told = {
+        name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate")
+    }
+    shared = {name: getattr(workload, name) for name in ("shared_prefix", "agents")}
+    return told | shared | {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}
+
+
+def _interval_dict(interval: Interval, scale: float) -> dict[str, float]:
+    return {"mid": interval.mid * scale, "low": interval.low * scale, "high": interval.high * scale}
+
+
+def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
+    tight, prediction = each.fit.tightest, each.prediction
+    return {
+        "engine": each.engine.name,
+        "tp": each.tp,
+        "replicas": each.replicas,
+        "gpus": each.gpus,
+        "gpus_paid": len(each.paid),
+        "expert_parallel": each.expert_parallel,
+        "weight_format": each.weight_format,
+        "kv_format": each.fit.kv_format,
+        "meets_slo": plan.slo.excess(prediction) <= 1,
+        "ttft_ms": _interval_dict(prediction.ttft, 1e3),
+        "tpot_ms": _interval_dict(prediction.tpot, 1e3),
+        "ttft_p99_ms": percentile(prediction.requests_ttft, _TAIL) * 1e3,
+        "tpot_p99_ms": percentile(prediction.requests_tpot, _TAIL) * 1e3,
+        "tokens_per_s": _interval_dict(prediction.throughput, each.replicas),
+        "tokens_per_s_per_gpu": each.per_gpu,
+        "usd_per_million_tokens": each.usd_per_million,
+        "weights_gib_per_gpu": tight.weight_bytes / GIB,
+        "kv_gib_per_gpu": tight.kv_bytes / GIB,
+        "kv_tokens": each.fit.kv_tokens,
+        "max_sequences": each.fit.max_sequences,
+        "longest_context": each.fit.longest_context,
+        "all_reduce_share": prediction.all_reduce_share,
+        "preemptions": prediction.preemptions,
+        "cached_share": prediction.cached_share,
+    }
+
+
+def _fit_dict(fit: Fit) -> dict[str, Any]:
+    return {
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "gpu": rank.gpu.name,
+                "lines": [vars(line) for line in rank.lines],
+                "weight_bytes": rank.weight_bytes,
+                "kv_bytes": rank.kv_bytes,
+            }
+            for rank in fit.ranks
+        ],
+        "tightest_rank": fit.tightest.rank,
+        "kv_bytes_per_token": fit.kv_bytes_per_token,
+        "kv_bytes_per_request": dict(fit.request_bytes),
+        "kv_tokens": fit.kv_tokens,
+        "notes": list(fit.notes),
+    }
+
+
+def _cost_dict(best: Candidate) -> dict[str, Any]:
+    cost = best.cost
+    return {
+        "usd_per_hour": {"rent": cost.rent, "reserved": cost.reserved, "owned": cost.owned},
+        "purchase_usd": cost.purchase,
+        "break_even_utilisation": cost.break_even,
+        "usd_per_million_tokens": best.usd_per_million,
+        "basis": cost.basis,
+        "prices_as_of": list(cost.dates),
+    }
+
+
+def _power_dict(plan: Plan) -> dict[str, Any] | None:
+    power = plan.power
+    if power is None:
+        return None
+    return {
+        "sustained": power.sustained_w,
+        "limit": power.limit_w,
+        "transient": power.transient_w,
+        "hint": power.hint,
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan for a person."""
+    console.print(_headline(plan))
+    best = plan.best
+    if best is None:
+        console.print(Text("It does not fit.", style="bold red"))
+        _show_excluded(plan, console)
+        for line in gpus_needed(plan):
+            console.print(line, soft_wrap=True)
+        return
+    console.print(_ranking(plan))
+    for line in advice(plan):
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+    console.print(explain(plan), soft_wrap=True, highlight=False)
+    console.print(_side_by_side(plan))
+    console.print(_arithmetic(best))
+    if plan.machine.is_mixed and best.replicas > 1:
+        console.print(
+            f"note: Replicas differ: times are of the slowest, {best.group.name}, memory of the smallest.",
+            soft_wrap=True,
+        )
+    for note in best.fit.notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
+    console.print(_money(plan, best), soft_wrap=True, highlight=False)
+    _show_excluded(plan, console)
+    console.print("\n[bold]Launch[/]")
+    for replica in range(min(best.replicas, 2)):
+        print(shlex.join(command(launch_of(plan, best), port=8000 + replica)))
+    if best.replicas > 2:
+        console.print(f"... {best.replicas - 2} more replicas; files: --recipe shell, compose, systemd, k8s, ray")
+
+
+def _headline(plan: Plan) -> Text:
+    spec, workload = plan.spec, plan.workload
+    active = f", {spec.active_parameters / 1e9:.1f} B active" if spec.moe else ""
+    kinds = ", ".join(f"{sum(cache.kind == kind for cache in spec.caches)} {kind}" for kind in _kinds(spec))
+    if workload.trace:
+        traffic = f"trace of {len(workload.trace)} requests"
+    elif workload.rate is not None:
+        traffic = f"{workload.input_tokens} in, {workload.output_tokens} out, {workload.rate:g} requests/s"
+    else:
+        traffic = f"{workload.input_tokens} in, {workload.output_tokens} out, {workload.concurrency} at once"
+    if workload.shared_prefix:
+        traffic += f", {workload.shared_prefix} shared by {workload.agents} agents"
+    text = Text()
+    text.append(plan.model, style="bold")
+    text.append(
+        f"  {spec.parameters / 1e9:.1f} B{active}, {spec.layers} layers ({kinds}), "
+        f"KV {spec.kv_bytes_per_token() / 1024:.0f} KiB a token in bf16\n"
+    )
+    text.append(plan.machine.name, style="bold")
+    text.append(f"  {traffic}")
+    return text
+
+
+def _table(title: str) -> Table:
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
+    return Table(title=title, min_width=len(title) + 2, padding=(0, 1, 0, 0), **style)
+
+
+def _ranking(plan: Plan) -> Table:
+    table = _table("Ranking: SLO first, then tokens a second and GPU")
+    for name in ("SLO", "engine", "format", "TP x n", "TTFT ms", "TPOT ms", "tok/s", "per GPU", "$/M tok"):
+        table.add_column(name, justify="left" if name in ("SLO", "engine", "format") else "right", no_wrap=True)
+    for each in plan.candidates[:_SHOWN]:
+        table.add_row(
+            _verdict(plan, each),
+            each.engine.title,
+            each.weight_format,
+            f"{each.tp}{'+EP' if each.expert_parallel else ''} x {each.replicas}",
+            f"{each.prediction.ttft.mid * 1e3:,.0f}",
+            f"{each.prediction.tpot.mid * 1e3:.1f}",
+            f"{each.throughput:,.0f}",
+            f"{each.per_gpu:,.0f}",
+            _usd(each.usd_per_million),
+        )
+    if len(plan.candidates) > _SHOWN:
+        table.caption = f"{len(plan.candidates) - _SHOWN} more with --json"
+    return table
+
+
+def _verdict(plan: Plan, candidate: Candidate) -> str:
+    if plan.slo == ANY_SPEED:
+        return "-"
+    return "[green]ok[/]" if plan.slo.excess(candidate.prediction) <= 1 else "[red]slow[/]"
+
+
+def _interval(interval: Interval, scale: float, digits: int) -> str:
+    low, mid, high = (f"{value * scale:,.{digits}f}" for value in (interval.low, interval.mid, interval.high))
+    return f"{mid}\n[dim]{low}-{high}[/]"
+
+
+def _usd(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def _side_by_side(plan: Plan) -> Table:
+    """The winner beside the powers of two, each with the interval that holds nine times in ten."""
+    best = plan.best
+    assert best is not None
+    shown = [each for each in plan.side_by_side if each.tp & (each.tp - 1) == 0 or each.tp == best.tp]
+    table = _table(f"{best.engine.title} {best.weight_format} by TP x replicas, below each the 90 % interval")
+    table.add_column("")
+    for each in shown:
+        table.add_column(f"{each.tp} x {each.replicas}", justify="right", no_wrap=True)
+    predictions = [each.prediction for each in shown]
+    table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
+    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, _TAIL) * 1e3:,.0f}" for each in predictions))
+    table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
+    table.add_row("tok/s", *(_interval(each.prediction.throughput, each.replicas, 0) for each in shown))
+    table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
+    table.add_row("scaling", *(f"{plan.scaling(each):.0%}" for each in shown))
+    table.add_row("all-reduce", *(f"{each.all_reduce_share:.0%} of a step" for each in predictions))
+    table.add_row("weights", *(f"{each.fit.tightest.weight_bytes / GIB:.1f} GiB" for each in shown))
+    table.add_row("KV tokens", *(f"{each.fit.kv_tokens:,}" for each in shown))
+    return table
+
+
+def _arithmetic(best: Candidate) -> Table:
+    fit = best.fit
+    tight = fit.tightest
+    which = "every rank" if len({rank.kv_bytes for rank in fit.ranks}) == 1 else f"rank {tight.rank}, the tightest"
+    table = _table(f"Memory of {which}")
+    table.add_column("")
+    table.add_column("GiB", justify="right")
+    table.add_column("how")
+    for line in tight.lines:
+        table.add_row(line.what, f"{line.bytes / GIB:+.2f}", line.how)
+    if len(fit.request_bytes) > 1:
+        kept = ", ".join(f"{size / MIB:.1f} MiB in {kind} layers" for kind, size in fit.request_bytes.items())
+        table.add_row("a request keeps", "", kept)
+    per_token = fit.kv_bytes_per_token
+    table.add_row(
+        "left for KV",
+        f"{tight.kv_bytes / GIB:.2f}",
+        f"/ {per_token:,.0f} B a token ({fit.kv_format}) = {fit.kv_tokens:,} tokens = "
+        f"{fit.max_sequences} requests of {fit.context:,}; longest context {fit.longest_context:,}",
+        style="bold",
+    )
+    return table
+
+
+def _money(plan: Plan, best: Candidate) -> str:
+    cost, power = best.cost, plan.power
+    assert power is not None
+    parts = []
+    if cost.rent:
+        low, median, high = cost.rent
+        parts.append(f"rent {median:.2f} $/h ({low:.2f}-{high:.2f}), reserved about {cost.reserved:.2f}")
+    if cost.owned is not None:
+        bought = f" (purchase {cost.purchase:,.0f} $)" if cost.purchase else ""
+        parts.append(f"owned {cost.owned:.2f} $/h over {plan.tariff.years:g} years{bought}")
+    if cost.break_even is not None:
+        parts.append(
+            f"owning pays from {cost.break_even:.0%} utilisation"
+            if cost.break_even <= 1
+            else "renting is cheaper at any utilisation"
+        )
+    money = "; ".join(parts) or "no price known"
+    watts = (
+        f"{power.sustained_w / 1000:.1f} kW sustained, {power.limit_w / 1000:.1f} kW at the limit, "
+        f"{power.transient_w / 1000:.1f} kW for milliseconds: {power.hint}"
+    )
+    return f"[bold]Price[/] {best.paid.name}: {money}. Prices: {'; '.join(cost.dates)}.\n[bold]Power[/] {watts}."
+
+
+def _show_excluded(plan: Plan, console: Console) -> None:
+    """Every reason once, with the TP degrees, engines and formats it applies to."""
+    reasons: dict[str, list[Excluded]] = {}
+    for each in plan.excluded:
+        reasons.setdefault(f"{each.found} {each.fix}", []).append(each)
+    if not reasons:
+        return
+    console.print("\n[bold]Left out[/]")
+    for reason, cases in list(reasons.items())[:_EXCLUDED_SHOWN]:
+        degrees, engines, formats = (
+            ",".join(dict.fromkeys(str(getattr(case, name)) for case in cases))
+            for name in ("tp", "engine", "weight_format")
+        )
+        console.print(f"  TP={degrees} {engines} {formats}: {reason}", soft_wrap=True, highlight=False)
+    if len(reasons) > _EXCLUDED_SHOWN:
+        console.print(f"  {len(reasons) - _EXCLUDED_SHOWN} more reasons with --json")

@@ -1,0 +1,262 @@
+"""The engine's own scheduler in virtual time: a workload in, the steps it takes and when each request moves out.
+
+In a closed loop the order of steps does not depend on how long they take, so one simulation serves every GPU, TP degree
+and number format: `Trace.times` prices its steps afterwards. With arrivals by the clock the price is needed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+
+from phalanx.cost.rules import Rules
+from phalanx.cost.step import Step
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.plan import StepPlan
+from phalanx.engine.request import Request
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.plan.policies import POLICIES
+from phalanx.spec.workload import Workload
+
+BLOCK_SIZE = 16
+_FOREVER = 2**31
+_FEWEST_WAVES = 3
+_FEWEST_REQUESTS = 64
+Price = Callable[[Step], float]
+
+
+@dataclass
+class Passage:
+    """How one request passed, by step boundaries: boundary i is the start of step i. Sent `early` seconds before one.
+
+    `weight`: how many requests of the workload it stands for.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    sent: int
+    early: float = 0.0
+    weight: float = 1.0
+    first: int = -1
+    last: int = -1
+
+
+@dataclass
+class Trace:
+    """Every step of a run in order, and the passage of every request."""
+
+    steps: list[Step] = field(default_factory=list)
+    passages: list[Passage] = field(default_factory=list)
+    idle_seconds: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def step_weights(self) -> tuple[list[float], list[float]]:
+        """How much every step counts in the mean TTFT and in the mean TPOT of all requests."""
+        ttft, tpot = [0.0] * (len(self.steps) + 1), [0.0] * (len(self.steps) + 1)
+        requests = sum(passage.weight for passage in self.passages)
+        answers = sum(passage.weight for passage in self.passages if passage.output_tokens > 1)
+        for passage in self.passages:
+            ttft[passage.sent] += passage.weight / requests
+            ttft[passage.first] -= passage.weight / requests
+            if passage.output_tokens > 1:
+                share = passage.weight / answers / (passage.output_tokens - 1)
+                tpot[passage.first] += share
+                tpot[passage.last] -= share
+        repeats = [step.repeats for step in self.steps]
+        return tuple(  # type: ignore[return-value]
+            [max(0.0, running) * count for running, count in zip(accumulate(changes), repeats, strict=False)]
+            for changes in (ttft, tpot)
+        )
+
+    def times(self, price: Price) -> Times:
+        """What requests see when steps cost this much."""
+        clock = list(accumulate((price(step) * step.repeats for step in self.steps), initial=0.0))
+        longer = [passage for passage in self.passages if passage.output_tokens > 1]
+        ttft = [clock[passage.first] - clock[passage.sent] + passage.early for passage in self.passages]
+        tpot = [(clock[passage.last] - clock[passage.first]) / (passage.output_tokens - 1) for passage in longer]
+        return Times(
+            ttft=ttft,
+            tpot=tpot,
+            mean_ttft=_mean(ttft, [passage.weight for passage in self.passages]),
+            mean_tpot=_mean(tpot, [passage.weight for passage in longer]),
+            seconds=clock[-1] + self.idle_seconds,
+            output_tokens=sum(passage.output_tokens for passage in self.passages),
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds to the first token and between tokens, one of each a request; and how long the whole run took."""
+
+    ttft: list[float]
+    tpot: list[float]
+    mean_ttft: float
+    mean_tpot: float
+    seconds: float
+    output_tokens: int
+
+
+def _mean(values: list[float], weights: list[float]) -> float:
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
+
+
+def simulate(workload: Workload, rules: Rules, kv_tokens: int | None = None, price: Price | None = None) -> Trace:
+    """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out."""
+    return _Simulation(workload, rules, kv_tokens, price).run()
+
+
+class _Simulation:
+    def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None, price: Price | None) -> None:
+        assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
+        self.workload = workload
+        self.trace = Trace()
+        self.scheduler = _scheduler(workload, rules, kv_tokens)
+        self.runner = ModelledRunner(self._record)
+        self._price: Price = price if price is not None else lambda step: 0.0
+        self._coming = iter(enumerate(islice(workload.lengths(), _simulated(workload))))
+        self._next = next(self._coming, None)
+        self._passages: dict[int, Passage] = {}
+        self._requests: list[Request] = []
+        self._shared = workload.shared_prefix > 0
+
+    def run(self) -> Trace:
+        if self.workload.is_closed_loop:
+            self._run_closed_loop()
+        else:
+            self._run_by_the_clock()
+        self.trace.passages = list(self._passages.values())
+        self.trace.preemptions = sum(request.preemptions for request in self._requests)
+        self.trace.prompt_tokens = sum(request.prompt_length for request in self._requests)
+        self.trace.cached_tokens = sum(request.cached_tokens or 0 for request in self._requests)
+        return self.trace
+
+    def _run_closed_loop(self) -> None:
+        """A client sends its next prompt when its last answer ends; it misses the step that starts just then."""
+        self._send(1)
+        on_the_way = self.workload.concurrency - 1
+        while self.scheduler.requests or on_the_way:
+            if not self.scheduler.requests:
+                on_the_way = self._send(on_the_way)
+                continue
+            arriving, on_the_way = on_the_way, self._step()
+            self._send(arriving, sent=len(self.trace.steps) - 1)
+            if not arriving and not on_the_way:
+                self._leap()
+
+    def _run_by_the_clock(self) -> None:
+        while self._next is not None or self.scheduler.requests:
+            if not self.scheduler.requests:
+                self._wait_for_next()
+            while self._next is not None and self._next[1][0] <= self.runner.clock:
+                self._send(1)
+            self._step()
+            self._leap()
+
+    def _wait_for_next(self) -> None:
+        assert self._next is not None
+        idle = max(0.0, self._next[1][0] - self.runner.clock)
+        self.trace.idle_seconds += idle
+        self.runner.clock += idle
+
+    def _send(self, count: int, sent: int | None = None) -> int:
+        """Hand the next `count` prompts to the scheduler; they were sent at boundary `sent`."""
+        boundary = len(self.trace.steps) if sent is None else sent
+        for _ in range(count):
+            if self._next is None:
+                return 0
+            index, (arrival, input_tokens, output_tokens) = self._next
+            early = 0.0 if self.workload.is_closed_loop else self.runner.clock - arrival
+            params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+            request = Request(index, self._prompt(index, input_tokens), params, seed=0, salt=None)
+            self._requests.append(request)
+            self.scheduler.add(request)
+            self._passages[index] = Passage(input_tokens, output_tokens, boundary, early, self._weight(index))
+            self._next = next(self._coming, None)
+        return 0
+
+    def _weight(self, index: int) -> float:
+        """Requests after the first wave stand for those that were left out."""
+        total, simulated, wave = self.workload.total_requests, _simulated(self.workload), self.workload.concurrency
+        return 1.0 if index < wave or simulated == total else (total - wave) / (simulated - wave)
+
+    def _prompt(self, index: int, length: int) -> list[int]:
+        if not self._shared:
+            return [0] * length
+        shared = min(self.workload.shared_prefix, length)
+        return [index % self.workload.agents] * shared + [self.workload.agents + index] * (length - shared)
+
+    def _step(self) -> int:
+        """One step of the engine. Returns how many requests it finished."""
+        plan = self.scheduler.schedule()
+        assert plan is not None, "requests are waiting but nothing can run"
+        self.runner.launch(plan)
+        boundary = len(self.trace.steps) + 1
+        finished = 0
+        for output in self.scheduler.apply(self.runner.collect()):
+            passage = self._passages[output.request_id]
+            if passage.first < 0:
+                passage.first = boundary
+            if output.finish_reason is not None:
+                passage.last = boundary
+                finished += 1
+        return finished
+
+    def _record(self, plan: StepPlan) -> float:
+        step = Step.of(plan)
+        self.trace.steps.append(step)
+        return self._price(step)
+
+    def _leap(self) -> None:
+        """Take all steps up to the next change at once: until then every step is a decode of the same requests."""
+        running, pool = self.scheduler.running, self.scheduler.pool
+        if not running or self.trace.steps[-1].prompt_tokens:
+            return
+        count = min((request.params.max_tokens or 1) - len(request.output) for request in running) - 1
+        count = min(count, self._steps_before_next(Step(len(running), sum(request.computed for request in running))))
+        while count > 0 and sum(self._missing(request, count) for request in running) > pool.available:
+            count //= 2
+        if count <= 0:
+            return
+        context = sum(request.computed for request in running) + len(running) * (count + 1) / 2
+        for request in running:
+            request.blocks += pool.allocate(self._missing(request, count))
+            request.tokens.extend([0] * count)
+            request.computed += count
+        step = Step(len(running), context, repeats=count)
+        self.trace.steps.append(step)
+        self.runner.clock += count * self._price(step)
+
+    def _steps_before_next(self, step: Step) -> int:
+        """Steps like this one that end before the next request arrives by the clock."""
+        if self.workload.is_closed_loop or self._next is None:
+            return _FOREVER
+        return int((self._next[1][0] - self.runner.clock) / self._price(step))
+
+    def _missing(self, request: Request, count: int) -> int:
+        return self.scheduler.pool.blocks_for(request.computed + count) - len(request.blocks)
+
+
+def _simulated(workload: Workload) -> int:
+    """Requests worth simulating: in a closed loop every wave after the first few is like the last."""
+    if not workload.is_closed_loop:
+        return workload.total_requests
+    return min(workload.total_requests, max(_FEWEST_WAVES * workload.concurrency, _FEWEST_REQUESTS))
+
+
+def _scheduler(workload: Workload, rules: Rules, kv_tokens: int | None) -> Scheduler:
+    longest = workload.longest + 1
+    most = min(rules.max_sequences, workload.concurrency if workload.is_closed_loop else rules.max_sequences)
+    if kv_tokens is not None:
+        held = workload.mean_input + rules.kv_reserve * workload.mean_output
+        most = max(1, min(most, int(kv_tokens / held)))
+    blocks = -(-longest // BLOCK_SIZE)
+    room = blocks * (most + 1) if kv_tokens is None else max(blocks, kv_tokens // BLOCK_SIZE)
+    pool = BlockPool(room, BLOCK_SIZE, prefix_caching=workload.shared_prefix > 0)
+    limits = Limits(most, max(rules.max_batched_tokens, 1), longest)
+    return POLICIES[rules.admission](limits, pool)

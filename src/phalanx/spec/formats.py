@@ -1,0 +1,76 @@
+"""Number formats: how many bytes a weight takes, its share of the scales included."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """Bits of one weight, and the tile of weights that shares one scale (with its zero point, where there is one).
+
+    A tile of None columns is a whole row. No rank's share may cut a tile, so `unit` is what `Layout` deals by.
+    """
+
+    name: str
+    bits: int
+    tile: tuple[int, int | None] | None = None
+    scale_bytes: float = 0.0
+
+    @property
+    def unit(self) -> int | None:
+        return self.tile[1] if self.tile else None
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix with its scales; half a tile at the edge has a whole scale."""
+        payload = rows * columns * self.bits / 8
+        if self.tile is None:
+            return int(payload)
+        tall, wide = self.tile[0], self.tile[1] or columns
+        return int(payload + -(-rows // tall) * -(-columns // max(wide, 1)) * self.scale_bytes)
+
+
+_KNOWN = (
+    NumberFormat("fp32", 32),
+    NumberFormat("bf16", 16),
+    NumberFormat("fp16", 16),
+    NumberFormat("fp8", 8, (128, 128), 4),
+    NumberFormat("fp8-channel", 8, (1, None), 4),
+    NumberFormat("int4", 4, (1, 128), 2),
+    NumberFormat("awq", 4, (1, 128), 2.5),
+    NumberFormat("gptq", 4, (1, 128), 2.5),
+    NumberFormat("mxfp4", 4, (1, 32), 1),
+    NumberFormat("nvfp4", 4, (1, 16), 1),
+)
+FORMATS = {known.name: known for known in _KNOWN}
+"""`fp8` has a scale per 128 x 128 block, `fp8-channel` one per output channel or tensor."""
+
+PLAIN = ("fp32", "bf16", "fp16")
+KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The format of a model's linear layers, but for the modules it names as skipped: those stay bf16."""
+
+    format: NumberFormat
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def block(self) -> int:
+        """Rows and columns of an FP8 block."""
+        return self.format.tile[0] if self.format.tile else 1
+
+    def skips(self, tensor: str) -> bool:
+        """Checkpoints name modules by path, by a part of the path, with `*`, or as `re:` and a pattern."""
+        return any(_names(module, tensor) for module in self.skipped)
+
+
+def _names(module: str, tensor: str) -> bool:
+    if module.startswith("re:"):
+        return re.match(module[3:], tensor.rpartition(".")[0]) is not None
+    if "*" in module:
+        return fnmatchcase(tensor, f"{module}*")
+    return f".{module}." in f".{tensor}"

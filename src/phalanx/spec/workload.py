@@ -1,0 +1,95 @@
+"""Workload: who asks for what, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
+
+
+class WorkloadError(PhalanxError):
+    """The traffic is described wrongly."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Traffic: a closed loop of `concurrency` clients, or arrivals at `rate` a second, or a `trace` of what happened.
+
+    Lengths are uniform in [(1 - spread) x length, length]. A closed loop sends `requests` prompts, ten a client unless
+    told. A trace lists (arrival in seconds, input tokens, output tokens). With `shared_prefix`, prompts of the same
+    agent (of `agents`) begin with the same tokens.
+    """
+
+    input_tokens: int = 1024
+    output_tokens: int = 256
+    concurrency: int = 32
+    spread: float = 0.0
+    requests: int | None = None
+    rate: float | None = None
+    trace: tuple[tuple[float, int, int], ...] = ()
+    shared_prefix: int = 0
+    agents: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("input_tokens", "output_tokens", "concurrency", "agents"):
+            if getattr(self, name) < 1:
+                raise WorkloadError("bad_workload", f"{name} is {getattr(self, name)}.", "It must be at least 1.")
+        if self.requests is not None and self.requests < 1:
+            raise WorkloadError("bad_workload", f"requests is {self.requests}.", "It must be at least 1.")
+        if self.rate is not None and self.rate <= 0:
+            raise WorkloadError("bad_workload", f"The rate is {self.rate} requests/s.", "It must be above 0.")
+        if not 0 <= self.spread < 1:
+            raise WorkloadError("bad_workload", f"spread is {self.spread}.", "It must be in [0, 1).")
+        if not 0 <= self.shared_prefix <= self.input_tokens:
+            raise WorkloadError(
+                "bad_workload",
+                f"The shared prefix has {self.shared_prefix} tokens, the prompt {self.input_tokens}.",
+                f"Share at most {self.input_tokens}.",
+            )
+
+    @property
+    def is_closed_loop(self) -> bool:
+        return self.rate is None and not self.trace
+
+    @property
+    def total_requests(self) -> int:
+        if self.trace:
+            return len(self.trace)
+        return self.requests if self.requests is not None else 10 * self.concurrency
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        if self.trace:
+            return max(prompt + output for _, prompt, output in self.trace)
+        return self.input_tokens + self.output_tokens
+
+    @property
+    def mean_input(self) -> float:
+        if self.trace:
+            return sum(prompt for _, prompt, _ in self.trace) / len(self.trace)
+        return self.input_tokens * (1 - self.spread / 2)
+
+    @property
+    def mean_output(self) -> float:
+        if self.trace:
+            return sum(output for *_, output in self.trace) / len(self.trace)
+        return self.output_tokens * (1 - self.spread / 2)
+
+    def lengths(self) -> Iterator[tuple[float, int, int]]:
+        """Arrival time (0 in a closed loop), input and output tokens of every request, in order."""
+        if self.trace:
+            yield from sorted(self.trace)
+            return
+        chance = random.Random(self.seed)
+        arrival = 0.0
+        for _ in range(self.total_requests):
+            if self.rate is not None:
+                arrival += chance.expovariate(self.rate)
+            yield arrival, self._draw(chance, self.input_tokens), self._draw(chance, self.output_tokens)
+
+    def _draw(self, chance: random.Random, length: int) -> int:
+        return length if self.spread == 0 else chance.randint(max(1, round(length * (1 - self.spread))), length)

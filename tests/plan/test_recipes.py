@@ -1,0 +1,203 @@
+"""Recipes are files that their readers accept: shells, YAML and unit parsers, and the engines' own command lines."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import shlex
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx.errors import ConfigError
+from phalanx.plan.engines import ENGINES
+from phalanx.plan.recipes import KINDS, Launch, command, recipe
+from phalanx.spec.machine import Machine
+
+ALL = list(ENGINES)
+
+
+def launch(engine: str = "vllm", **changed: Any) -> Launch:
+    told: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.3-70B-Instruct",
+        "engine": ENGINES[engine],
+        "machine": Machine.parse("8xH100-SXM"),
+        "tp": 4,
+        "replicas": 2,
+        "weight_format": "bf16",
+        "kv_format": "bf16",
+        "max_model_len": 1280,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+    }
+    return Launch(**told | changed)
+
+
+def value_of(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [
+        (
+            "phalanx",
+            {"--tp": "4", "--max-model-len": "1280", "--max-num-seqs": "16", "--max-num-batched-tokens": "8192"},
+        ),
+        ("vllm", {"--tensor-parallel-size": "4", "--max-model-len": "1280", "--gpu-memory-utilization": "0.9"}),
+        ("sglang", {"--tp-size": "4", "--context-length": "1280", "--max-running-requests": "16"}),
+        ("trtllm", {"--tp_size": "4", "--max_seq_len": "1280", "--max_batch_size": "16", "--max_num_tokens": "8192"}),
+    ],
+)
+def test_a_command_says_what_was_planned(engine: str, flags: dict[str, str]) -> None:
+    words = command(launch(engine), port=8003)
+    assert "meta-llama/Llama-3.3-70B-Instruct" in words
+    assert {flag: value_of(words, flag) for flag in flags} == flags
+    assert (value_of(words, "--host"), value_of(words, "--port")) == ("127.0.0.1", "8003")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", ["--enable-expert-parallel", "--quantization fp8", "--kv-cache-dtype fp8"]),
+        ("sglang", ["--ep-size 4", "--quantization fp8", "--kv-cache-dtype fp8_e4m3"]),
+        ("trtllm", ["--ep_size 4"]),
+    ],
+)
+def test_experts_formats_and_kv_are_told(engine: str, words: list[str]) -> None:
+    plain = shlex.join(command(launch(engine)))
+    told = shlex.join(command(launch(engine, expert_parallel=True, converts=True, kv_format="fp8")))
+    for word in words:
+        assert word in told
+        assert word not in plain
+
+
+def test_sglang_leaves_what_fit_leaves() -> None:
+    static = float(value_of(command(launch("sglang")), "--mem-fraction-static"))
+    assert static == pytest.approx((81_559 - 512 - 1.5 * 8192 - 512 - 4 * 128) / 81_559, abs=1e-3)
+
+
+def test_unified_memory_is_not_taken_whole() -> None:
+    spark = launch(machine=Machine.parse("4xDGX-Spark"), replicas=1)
+    assert value_of(command(spark), "--gpu-memory-utilization") == "0.85"
+
+
+def test_the_shell_script_starts_each_replica_on_its_own_gpus_and_port() -> None:
+    script = recipe(launch(), "shell")["serve.sh"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 vllm" in script
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7 vllm" in script
+    assert "--port 8000" in script
+    assert "--port 8001" in script
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_compose_reserves_the_gpus_and_publishes_to_loopback(engine: str) -> None:
+    files = recipe(launch(engine), "compose")
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    assert list(services) == ["replica-0", "replica-1"]
+    second = services["replica-1"]
+    device = second["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device["device_ids"] == ["4", "5", "6", "7"]
+    assert second["ports"] == ["127.0.0.1:8001:8000"]
+    assert second["command"] == command(launch(engine), host="0.0.0.0")
+    assert ("Dockerfile" in files) == (engine == "phalanx")
+    assert ("trtllm.yaml" in files) == (engine == "trtllm")
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_kubernetes_asks_for_the_gpus_of_a_replica(engine: str) -> None:
+    documents = list(yaml.safe_load_all(recipe(launch(engine), "k8s")["kubernetes.yaml"]))
+    deployment, service = documents[:2]
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert deployment["spec"]["replicas"] == 2
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert container["command"] == command(launch(engine), host="0.0.0.0")
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert service["metadata"]["name"] == "llama-3-3-70b-instruct"
+    if engine == "trtllm":
+        options = yaml.safe_load(documents[2]["data"]["trtllm.yaml"])
+        assert options["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_a_systemd_unit_starts_one_replica(engine: str) -> None:
+    files = recipe(launch(engine), "systemd")
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(files[f"{engine}-1.service"])
+    assert shlex.split(unit["Service"]["ExecStart"]) == ["/usr/bin/env", *command(launch(engine), port=8001)]
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in files[f"{engine}-1.service"]
+    assert unit["Service"]["LimitMEMLOCK"] == "infinity"
+
+
+def test_ray_over_four_dgx_spark() -> None:
+    files = recipe(launch(machine=Machine.parse("4xDGX-Spark"), replicas=1), "ray")
+    addresses = [
+        yaml.safe_load(files[f"node-{node}/40-fabric.yaml"])["network"]["ethernets"]["enp1s0f0np0"]["addresses"]
+        for node in range(4)
+    ]
+    assert addresses == [[f"192.168.100.{node}/24"] for node in range(10, 14)]
+    script = files["replica-0.sh"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    for needed in ("ray start --head", "ray start --block", "NCCL_SOCKET_IFNAME", "ulimit -l", "-ge 4", "0.85"):
+        assert needed in script
+    assert "--distributed-executor-backend ray" in script
+    assert "memlock unlimited" in files["90-memlock.conf"]
+    assert "net.core.rmem_max" in files["90-fabric.conf"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])
+def test_ranks_on_several_machines_need_ray(kind: str) -> None:
+    with pytest.raises(ConfigError, match="--recipe ray"):
+        recipe(launch(machine=Machine.parse("4xDGX-Spark"), replicas=1), kind)
+
+
+def test_replicas_on_machines_of_one_gpu_each_use_their_only_gpu() -> None:
+    script = recipe(launch(machine=Machine.parse("2xDGX-Spark"), tp=1), "shell")["serve.sh"]
+    assert script.count("CUDA_VISIBLE_DEVICES=0 vllm") == 2
+
+
+@pytest.mark.parametrize("engine", ["phalanx", "sglang", "trtllm"])
+def test_ray_is_refused_for_engines_that_do_not_use_it(engine: str) -> None:
+    with pytest.raises(ConfigError, match="--engine vllm"):
+        recipe(launch(engine), "ray")
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean compose"):
+        recipe(launch(), "docker-compose")
+
+
+@pytest.mark.parametrize("name", ["x; rm -rf /", "$(reboot)", "a'b", 'a"b', "a\nb", "", "--trust-remote-code"])
+def test_a_model_name_that_a_shell_would_read_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        launch(model=name)
+    assert refused.value.code == "bad_model_name"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])
+@pytest.mark.parametrize("engine", ALL)
+def test_every_engine_has_every_recipe(engine: str, kind: str) -> None:
+    files = recipe(launch(engine, model="/models/my model"), kind)
+    assert all(text.endswith("\n") for text in files.values())
+
+
+def test_vllm_s_own_parser_takes_the_command() -> None:
+    """Where vLLM is installed; its parser lives in one of two places."""
+    vllm = pytest.importorskip("vllm", exc_type=ImportError)
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    told = launch(expert_parallel=True, converts=True, kv_format="fp8")
+    words = command(told, extra=("--distributed-executor-backend", "ray"))
+    read: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+    assert vllm.__version__
+    assert (read.tensor_parallel_size, read.quantization, read.kv_cache_dtype) == (4, "fp8", "fp8")
+    assert (read.max_model_len, read.max_num_seqs, read.max_num_batched_tokens) == (1280, 16, 8192)
+    assert read.enable_expert_parallel
