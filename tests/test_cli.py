@@ -65,7 +65,7 @@ def test_a_mistake_is_explained_without_a_traceback(tiny_llama: Path, arguments:
 
 def test_bench_offline_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
-    cases = "1x16x4,3x8x2"
+    cases = "1x16x64,3x8x48"
     result = run(app, ["bench", "offline", str(tiny_llama), "--cases", cases, "--repeats", "1", "--json", str(output)])
     assert result.exit_code == 0, result.output
     assert "of limit" in result.output
