@@ -104,6 +104,13 @@ def test_what_does_not_fit_ends_with_an_error_and_what_would_do() -> None:
 
 
 @pytest.mark.usefixtures("predictor")
+def test_ranks_on_several_machines_are_sent_to_ray() -> None:
+    spark = ["plan", "gpt-oss-120b", "--machine", "2xDGX-Spark", "--engine", "vllm", "--tp", "2"]
+    assert "--recipe ray has the files" in run(app, spark).output
+    assert "ray start --head" in run(app, [*spark, "--recipe", "ray"]).output
+
+
+@pytest.mark.usefixtures("predictor")
 def test_traffic_by_rate_trace_and_shared_prefix(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,900,80\n1,500,60\n")

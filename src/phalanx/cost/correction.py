@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from math import log2
 
 from phalanx.spec.model import ModelSpec
@@ -46,13 +47,23 @@ def effects(traits: Traits) -> Iterator[tuple[str, str, float]]:
     yield "version", version, 1.0
     yield "gpu", f"{model}/{traits.gpu}", 1.0
     yield "series", f"{version}/{traits.gpu}/{traits.tp}/{traits.ep}", 1.0
-    slopes = {
-        "tp": (log2(traits.tp) - 1.5) / 1.5,
-        "concurrency": (log2(load.concurrency) - 5) / 2,
-        "input": (log2(load.input_tokens) - 11) / 1.5,
-        "output": (log2(load.output_tokens) - 9) / 2,
-    }
-    for name, strength in slopes.items():
+    for name, strength in _slopes(traits.tp, load):
         yield "slope", f"{family}/{name}", strength
         yield "model_slope", f"{model}/{name}", strength
-        yield "series_slope", f"{version}/{traits.gpu}/{traits.tp}/{name}", strength
+
+
+def _slopes(tp: int, load: Workload) -> Iterator[tuple[str, float]]:
+    """How far TP and load are from the middle of what was measured, each and in pairs; beyond its ends, as at them."""
+    far = {
+        "tp": (log2(_within(tp, 1, 8)) - 1.5) / 1.5,
+        "concurrency": (log2(_within(load.concurrency, 4, 512)) - 5) / 2,
+        "input": (log2(_within(load.input_tokens, 128, 8192)) - 11) / 1.5,
+        "output": (log2(_within(load.output_tokens, 100, 8192)) - 9) / 2,
+    }
+    yield from far.items()
+    for one, other in combinations_with_replacement(far, 2):
+        yield f"{one}*{other}", far[one] * far[other]
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)

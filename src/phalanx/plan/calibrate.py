@@ -79,8 +79,8 @@ _EFFECT_SPREAD = {
     "ttft": {"family": 0.1, "kind": 0.1, "model": 0.2, "version": 0.2, "gpu": 0.1, "series": 0.15},
 }
 _SLOPE_SPREAD = {
-    "tpot": {"slope": 0.05, "model_slope": 0.05, "series_slope": 0.03},
-    "ttft": {"slope": 0.15, "model_slope": 0.15, "series_slope": 0.05},
+    "tpot": {"slope": 0.06, "model_slope": 0.06},
+    "ttft": {"slope": 0.18, "model_slope": 0.18},
 }
 
 

@@ -190,6 +190,8 @@ def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
 
 def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequences: int) -> int | None:
     """Room of the KV cache where it is short; None where it never runs out or, by our count, nothing fits at all."""
+    if spec.mla is not None and measurement.ep > 1:
+        return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
     longest = measurement.input_tokens + measurement.output_tokens
     fitted = fit(
         spec,

@@ -208,11 +208,17 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"note: {note}", soft_wrap=True, highlight=False)
     console.print(_money(plan, best), soft_wrap=True, highlight=False)
     _show_excluded(plan, console)
+    _show_launch(launch_of(plan, best), console)
+
+
+def _show_launch(launch: Launch, console: Console) -> None:
     console.print("\n[bold]Launch[/]")
-    for replica in range(min(best.replicas, 2)):
-        print(shlex.join(command(launch_of(plan, best), port=8000 + replica)))
-    if best.replicas > 2:
-        console.print(f"... {best.replicas - 2} more replicas; files: --recipe shell, compose, systemd, k8s, ray")
+    if launch.spans_machines:
+        console.print("The ranks are on several machines: --engine vllm --recipe ray has the files.")
+        return
+    print(shlex.join(command(launch)))
+    if launch.replicas > 1:
+        console.print(f"and {launch.replicas - 1} more like it; --recipe shell, compose, systemd or k8s has the files")
 
 
 def _headline(plan: Plan) -> Text:

@@ -1,0 +1,95 @@
+"""Corrections: effects add up, what is unknown is left alone, and ignorance widens the bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+
+from phalanx.cost.correction import Traits, effects, traits_of
+from phalanx.cost.fitted import Quantity, Width, load_fitted
+from phalanx.cost.price import Rates
+from phalanx.cost.profiles import PROFILES, profile
+from phalanx.spec import catalog
+from phalanx.spec.workload import Workload
+
+MIDDLE = Workload(2048, 512, 32)
+
+
+def traits(name: str = "Llama-3.3-70B", tp: int = 4, load: Workload = MIDDLE) -> Traits:
+    return traits_of(catalog.model(name), "vllm-0.10", "0.10.2", "H100-SXM", tp, 1, load)
+
+
+def quantity(**named: float) -> Quantity:
+    names = {key.replace("__", ":"): value for key, value in named.items()}
+    return Quantity(names, Width(0.2, {"vllm-0.10": 0.1}))
+
+
+def test_nothing_known_corrects_nothing() -> None:
+    assert quantity().correction(traits()) == 1.0
+
+
+def test_effects_add_up_in_logarithms() -> None:
+    known = {"family:vllm-0.10": 0.1, "model:vllm-0.10/llama-80x8192-0": 0.2, "family:sglang-0.5": 5.0}
+    assert Quantity(known, Width(0, {})).correction(traits()) == pytest.approx(exp(0.3))
+
+
+def test_slopes_start_in_the_middle_of_what_was_measured_and_stop_at_its_ends() -> None:
+    def slope(load: Workload, name: str = "slope") -> dict[str, float]:
+        return {what: strength for kind, what, strength in effects(traits(load=load)) if kind == name}
+
+    middle = slope(MIDDLE)
+    assert middle["vllm-0.10/concurrency"] == middle["vllm-0.10/input"] == middle["vllm-0.10/output"] == 0
+    crowded, crushed = (slope(replace(MIDDLE, concurrency=clients)) for clients in (512, 100_000))
+    assert crowded == crushed
+    assert crowded["vllm-0.10/concurrency"] == 2
+    assert crowded["vllm-0.10/concurrency*concurrency"] == 4
+
+
+def test_models_of_the_same_shape_share_their_effects() -> None:
+    assert traits("DeepSeek-R1").model == traits("DeepSeek-V3").model
+    assert traits("Llama-3.1-8B").model != traits("Llama-3.3-70B").model
+    assert [traits(name).kind for name in ("Llama-3.1-8B", "gpt-oss-120b", "DeepSeek-R1")] == ["dense", "moe", "latent"]
+
+
+def test_the_unseen_is_less_certain() -> None:
+    models, cards = frozenset({"vllm-0.10/llama-80x8192-0"}), frozenset({"H100-SXM"})
+    known = quantity().half_width(traits(), models, cards)
+    assert known == 0.1
+    assert quantity().half_width(traits("Llama-3.1-8B"), models, cards) > known
+    assert quantity().half_width(replace(traits(), gpu="B200"), models, cards) > known
+    assert quantity().half_width(replace(traits(), family="new"), models, cards) > 0.2
+
+
+def test_fitted_numbers_are_dated_and_physical() -> None:
+    fitted = load_fitted()
+    assert fitted.source
+    assert fitted.date.startswith("20")
+    assert fitted.rows > 500
+    shares = ("linear_bandwidth", "linear_compute", "expert_compute", "cache_bandwidth", "prompt_attention")
+    for each in PROFILES:
+        rates = fitted.family_rates(each.fitted_as)._asdict()
+        assert rates.keys() == set(Rates._fields)
+        assert all(value > 0 for value in rates.values())
+        assert all(0.05 < rates[name] <= 1 for name in shares), each.family
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "family"),
+    [
+        ("vllm", "0.10.2", "vllm-0.10"),
+        ("vllm", "0.12.0", "vllm-0.10"),
+        ("vllm", "0.18.0", "vllm-0.18"),
+        ("vllm", "", "vllm-0.18"),
+        ("sglang", "0.5.8.post1", "sglang-0.5"),
+        ("sglang", "0.5.9", "sglang-0.5.9"),
+        ("sglang", "0.5.10", "sglang-0.5.9"),
+        ("trtllm", "1.0.0rc3", "trtllm-1.0"),
+        ("trtllm", "1.1.0rc2.post2", "trtllm-1.1"),
+        ("trtllm", "gpt-oss-dev", "trtllm-1.1"),
+        ("phalanx", "", "phalanx"),
+    ],
+)
+def test_versions_belong_to_families(engine: str, version: str, family: str) -> None:
+    assert profile(engine, version).family == family

@@ -1,0 +1,133 @@
+"""Calibration finds the numbers that made the measurements, and never looks at what it is tested on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from phalanx.cost.fitted import load_fitted, write_fitted  # noqa: E402
+from phalanx.cost.step import Step  # noqa: E402
+from phalanx.plan import calibrate as calibration  # noqa: E402
+from phalanx.plan.calibrate import Data, calibrate, cross_validate, fold_of, load_data, summarise, to_fitted  # noqa: E402
+from phalanx.plan.measurements import Case, Measurement, prepare  # noqa: E402
+from phalanx.plan.simulate import simulate  # noqa: E402
+
+MODELS = ("Llama-3.1-8B", "Llama-3.3-70B")
+
+
+def cases() -> list[Case]:
+    """Two models on one to eight cards, small loads: quick to simulate."""
+    return [
+        prepare(Measurement("vllm", "0.10.2", gpu, tp, 1, model, "fp8", "bf16", tokens, 64, clients, 1.0, 1.0, False))
+        for model in MODELS
+        for gpu in ("H100-SXM", "H200-SXM")
+        for tp in (1, 2, 4, 8)
+        for tokens, clients in ((256, 1), (256, 8), (1024, 4), (2048, 2))
+    ]
+
+
+def measured_with(data: Data, shifts: dict[str, float], bump: dict[str, float] | None = None) -> Data:
+    """The same cases as if rates were shifted so, and a model's TPOT by a factor of its own."""
+    shift = np.array([shifts.get(name, 0.0) for name in calibration._STARTS])
+    found = data.predict(np.tile(shift, (len(data.cases), 1)))
+    for row, case in enumerate(data.cases):
+        found["tpot"][row] += (bump or {}).get(case.measurement.model, 0.0)
+    data.measured = found
+    return data
+
+
+@pytest.fixture(scope="module")
+def plain() -> Data:
+    return load_data(cases())
+
+
+def off(data: Data, predicted: dict[str, object], name: str) -> float:
+    return float(np.median(np.abs(np.asarray(predicted[name]) - data.measured[name])))
+
+
+def test_a_faster_engine_is_recognised(plain: Data) -> None:
+    data = measured_with(plain, {"linear_bandwidth": 1.0, "layer_us": -1.0, "first_token_ms": 1.0})
+    found = calibrate(data)
+    assert off(data, found.predict(data), "tpot") < 0.01
+    assert off(data, found.predict(data), "ttft") < 0.03
+    rates = found.rates()["vllm-0.10"]
+    assert rates["linear_bandwidth"] > 0.88
+    assert rates["layer_us"] < 20
+
+
+def test_unseen_series_follow_from_the_seen(plain: Data) -> None:
+    data = measured_with(plain, {"linear_bandwidth": 0.5, "cache_bandwidth": -0.5, "layer_us": 0.5})
+    assert off(data, cross_validate(data), "tpot") < 0.02
+
+
+def test_what_rates_cannot_say_becomes_a_correction(plain: Data) -> None:
+    data = measured_with(plain, {}, {"Llama-3.1-8B": 0.3})
+    found = calibrate(data)
+    assert off(data, found.predict(data), "tpot") < 0.02
+    assert off(data, data.predict(found.shifts(data)), "tpot") > off(data, found.predict(data), "tpot")
+
+
+def test_wild_rows_do_not_lead_astray(plain: Data) -> None:
+    data = measured_with(plain, {})
+    data.measured["tpot"][::10] += 2.0
+    found = calibrate(data).predict(data)["tpot"] - data.measured["tpot"]
+    honest = np.ones(len(found), bool)
+    honest[::10] = False
+    assert np.median(np.abs(found[honest])) < 0.02
+
+
+def test_series_stay_whole_and_neighbours_part() -> None:
+    rows = cases()
+    fold = fold_of(rows, 4)
+    by_series = {row.measurement.series: set() for row in rows}
+    for row, number in zip(rows, fold, strict=True):
+        by_series[row.measurement.series].add(int(number))
+    assert all(len(numbers) == 1 for numbers in by_series.values())
+    degrees = [by_series["vllm", "H100-SXM", "Llama-3.1-8B", tp] for tp in (1, 2, 4, 8)]
+    assert len(set.union(*degrees)) == 4
+    assert (fold_of(rows, 4, seed=1) != fold).any()
+
+
+def test_a_fold_is_predicted_without_its_rows(plain: Data) -> None:
+    """If the held-out rows were seen, doubling them would show in their own prediction."""
+    data = measured_with(plain, {})
+    before = cross_validate(data, 4)["tpot"]
+    chosen = fold_of(data.cases, 4) == 0
+    data.measured["tpot"][chosen] += 0.7
+    after = cross_validate(data, 4)["tpot"]
+    assert np.allclose(before[chosen], after[chosen], atol=1e-6)
+    assert not np.allclose(before[~chosen], after[~chosen], atol=1e-3)
+
+
+def test_a_summary_weighs_as_the_trace_does() -> None:
+    case = cases()[1]
+    trace = simulate(*case.trace_key)
+
+    def price(step: Step) -> float:
+        return 0.01 + 1e-4 * step.prompt_tokens + 1e-3 * step.decodes + 1e-6 * step.context
+
+    times, steps = trace.times(price), summarise(trace)
+    assert len(steps) < len(trace.steps)
+    assert sum(price(step) * first for step, first, _ in steps) == pytest.approx(times.mean_ttft, rel=0.01)
+    assert sum(price(step) * between for step, _, between in steps) == pytest.approx(times.mean_tpot, rel=0.01)
+
+
+def test_bounds_hold_nine_in_ten(plain: Data) -> None:
+    rows = plain.cases
+    errors = np.random.default_rng(0).normal(0, 0.1, len(rows))
+    width = calibration.widths(rows, errors)
+    assert width.overall == pytest.approx(np.quantile(np.abs(errors), 0.9))
+    assert width.families.keys() == {"vllm-0.10"}
+
+
+def test_fitted_numbers_are_written_and_read(plain: Data, tmp_path: Path) -> None:
+    fitted = to_fitted(measured_with(plain, {}), "made up", folds=2)
+    write_fitted(fitted, tmp_path / "fitted.json")
+    assert load_fitted(tmp_path / "fitted.json") == fitted
+    assert fitted.rows == len(plain.cases)
+    assert fitted.gpus == ["H100-SXM", "H200-SXM"]
+    assert replace(plain.cases[0]).traits.family in fitted.rates

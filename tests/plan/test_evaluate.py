@@ -1,0 +1,180 @@
+"""The evaluation: right arithmetic, every row accounted for, and the promises made about the calibration file."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.plan.evaluate import EvaluationError, Report, Row, Score, draw, evaluate
+from phalanx.plan.measurements import COLUMNS, Measurement, MeasurementError, prepare, read_measurements
+from phalanx.plan.predict import Interval
+from tests.shared_data import shared_file
+
+FILE = "serving_measurements.csv"
+KEYS = {"median_ape", "mean_ape", "bias", "within_10", "within_20", "coverage_90"}
+LINE = {
+    "engine": "vllm",
+    "version": "0.10.2",
+    "gpu": "H100 SXM",
+    "tp": "4",
+    "ep": "1",
+    "model": "nvidia/Llama-3.3-70B-Instruct-FP8",
+    "precision": "fp8",
+    "kv_dtype": "fp8",
+    "isl": "1024",
+    "osl": "1024",
+    "concurrency": "4",
+    "ttft_ms": "80.5",
+    "tpot_ms": "11.776",
+    "length_rule": "uniform 0.8-1.0",
+}
+
+
+def write(path: Path, *changes: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({**LINE, **change} for change in changes)
+    return path
+
+
+def sample(path: Path, wanted: dict[str, set[str]]) -> Path:
+    """Rows of the calibration file whose columns are among these."""
+    with shared_file(FILE).open() as file:
+        rows = [row for row in csv.DictReader(file) if all(row[name] in values for name, values in wanted.items())]
+    return write(path, *({name: row[name] for name in COLUMNS} for row in rows))
+
+
+def test_scores_are_plain_arithmetic() -> None:
+    pairs = [(Interval(1.09, 0.9, 1.3), 1.0), (Interval(0.7, 0.6, 0.8), 1.0), (Interval(1.15, 0.5, 2.0), 1.0)]
+    score = Score.of(pairs)
+    assert score.median_ape == pytest.approx(0.15)
+    assert score.mean_ape == pytest.approx((0.09 + 0.3 + 0.15) / 3)
+    assert score.bias == pytest.approx(0.09)
+    assert score.within_10 == pytest.approx(1 / 3)
+    assert score.within_20 == pytest.approx(2 / 3)
+    assert score.coverage_90 == pytest.approx(2 / 3)
+
+
+def test_a_row_is_predicted_near_what_was_measured(tmp_path: Path) -> None:
+    report = evaluate(write(tmp_path / "one.csv", {}))
+    (row,) = report.rows
+    assert row.tpot is not None
+    assert row.ttft is not None
+    assert row.tpot.mid == pytest.approx(0.011776, rel=0.08)
+    assert row.ttft.low < 0.0805 < row.ttft.high
+
+
+def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.csv", {}, {"concurrency": "8"}, {"tp": "8"}, {"gpu": "H300"}, {"model": "nobody/unknown"}
+    )
+    told = evaluate(path).to_dict()
+    assert told.keys() == {"overall", "groups"}
+    assert (told["overall"]["rows"], told["overall"]["predicted"]) == (5, 3)
+    assert told["overall"]["tpot"].keys() == told["overall"]["ttft"].keys() == KEYS
+    groups = {(group["gpu"], group["tp"]): group for group in told["groups"] if group["model"].startswith("nvidia")}
+    assert {key: (group["rows"], group["predicted"]) for key, group in groups.items()} == {
+        ("H100 SXM", 4): (2, 2),
+        ("H100 SXM", 8): (1, 1),
+        ("H300", 4): (1, 0),
+    }
+    assert groups["H300", 4]["tpot"] is None
+
+
+def test_rows_it_cannot_predict_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", {}, {"gpu": "H300"}, {"engine": "tgi"}, {"tp": "128"})
+    problems = [row.problem for row in evaluate(path).unpredicted]
+    assert len(problems) == 3
+    assert "H300" in problems[0]
+    assert "tgi" in problems[1]
+    assert "128" in problems[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"tp": "four"}, "line 2"), ({"isl": ""}, "line 2"), ({"tpot_ms": "fast"}, "line 2")]
+)
+def test_a_row_that_is_no_measurement_is_refused(tmp_path: Path, change: dict[str, str], said: str) -> None:
+    with pytest.raises(MeasurementError, match=said):
+        evaluate(write(tmp_path / "bad.csv", change))
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(MeasurementError, match="engine, version"):
+        evaluate(tmp_path / "other.csv")
+    with pytest.raises(MeasurementError, match="no rows"):
+        evaluate(write(tmp_path / "empty.csv"))
+
+
+def test_one_fold_is_none(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="at least 2"):
+        evaluate(write(tmp_path / "one.csv", {}), folds=1)
+
+
+def test_the_table_ends_with_all_rows(tmp_path: Path) -> None:
+    table = evaluate(write(tmp_path / "rows.csv", {}, {"tp": "8"}, {"gpu": "H300"})).table()
+    assert table.row_count == 4
+    assert list(table.columns[4].cells)[-1] == "2 of 3"
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measurement = read_measurements(write(tmp_path / "one.csv", {}))[0]
+    rows = tuple(
+        Row(replace(measurement, engine=engine), Interval(0.01, 0.009, 0.011), Interval(0.1, 0.05, 0.2))
+        for engine in ("vllm", "sglang")
+    )
+    draw(Report(rows), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_low_concurrency_rows_of_the_calibration_file_are_met(tmp_path: Path) -> None:
+    path = sample(tmp_path / "low.csv", {"concurrency": {"4", "8"}, "osl": {"128", "256", "1024"}})
+    told = evaluate(path).to_dict()["overall"]
+    assert told["predicted"] == told["rows"] > 100
+    assert told["tpot"]["median_ape"] < 0.05
+    assert told["ttft"]["median_ape"] < 0.15
+
+
+def test_series_held_out_are_met(tmp_path: Path) -> None:
+    """A small cross-validation: one engine and model, a TP degree at a time unseen."""
+    pytest.importorskip("numpy")
+    path = sample(tmp_path / "some.csv", {"engine": {"vllm"}, "concurrency": {"4"}, "version": {"0.10.2", "0.18.0"}})
+    told = evaluate(path, folds=4).to_dict()["overall"]
+    assert told["predicted"] == told["rows"] > 20
+    assert told["tpot"]["median_ape"] < 0.12
+
+
+class TestReading:
+    """What a row says, and what it leaves unsaid."""
+
+    def measurement(self, tmp_path: Path, **change: str) -> Measurement:
+        return read_measurements(write(tmp_path / "row.csv", change))[0]
+
+    def test_lengths(self, tmp_path: Path) -> None:
+        assert prepare(self.measurement(tmp_path)).workload.spread == 0.2
+        assert prepare(self.measurement(tmp_path, length_rule="fixed")).workload.spread == 0
+
+    def test_formats(self, tmp_path: Path) -> None:
+        llama = {"model": "meta-llama/Llama-3.1-8B-Instruct", "kv_dtype": ""}
+        half = prepare(self.measurement(tmp_path, **llama, precision="bf16")).limits.work
+        small = prepare(self.measurement(tmp_path, **llama, precision="fp8")).limits.work
+        assert small.linear_bytes == pytest.approx(half.linear_bytes / 2, rel=0.01)
+        assert self.measurement(tmp_path, kv_dtype="").kv_dtype == "fp8"
+        assert self.measurement(tmp_path, **llama).kv_dtype == "bf16"
+
+    def test_rules(self, tmp_path: Path) -> None:
+        assert prepare(self.measurement(tmp_path)).rules.max_batched_tokens == 8192
+        assert prepare(self.measurement(tmp_path, length_rule="fixed")).rules.max_batched_tokens == 2048
+        trtllm = prepare(self.measurement(tmp_path, engine="trtllm", version="1.1"))
+        assert (trtllm.rules.admission, trtllm.rules.max_batched_tokens) == ("whole", 1024 + 128)
+
+    def test_a_cache_that_is_too_small_bounds_the_run(self, tmp_path: Path) -> None:
+        assert prepare(self.measurement(tmp_path)).kv_tokens is None
+        short = prepare(self.measurement(tmp_path, tp="2", osl="8192", concurrency="64")).kv_tokens
+        assert short is not None
+        assert 300_000 < short < 64 * 9216
