@@ -73,6 +73,22 @@ def test_experts_are_read_as_far_as_tokens_touch_them() -> None:
     assert many == pytest.approx(one * 128 / 8, rel=0.001)
 
 
+def test_only_rows_that_sample_pass_the_head() -> None:
+    decodes, with_prompts = limits().of(Step(8, 8000)), limits().of(Step(8, 8000, 4096, 4096 * 1024, 4))
+    assert decodes.head_compute == pytest.approx(8 * 2 * 128256 / 4 * 8192 / 989e12)
+    assert with_prompts.head_compute == pytest.approx(decodes.head_compute * 12 / 8)
+    assert with_prompts.head_read == decodes.head_read
+
+
+def test_experts_may_gain_less_from_bandwidth_than_it_grows() -> None:
+    def seconds_of(machine: str, power: float) -> float:
+        found = limits("Qwen3-235B-A22B", machine, "fp8").of(Step(1, 1))
+        return float(combine(found, PERFECT._replace(expert_bandwidth_power=power)).experts)
+
+    assert seconds_of("4xH100-SXM", 1) / seconds_of("4xH200", 1) == pytest.approx(4.8 / 3.35, rel=0.001)
+    assert seconds_of("4xH100-SXM", 0) / seconds_of("4xH200", 0) == pytest.approx(1, rel=0.001)
+
+
 def test_two_all_reduces_a_layer() -> None:
     found = limits().of(Step(8, 8))
     assert found.all_reduce == pytest.approx(2 * 80 * 5.8e-6, rel=0.01)  # 8 x 8192 x 2 B = 128 KiB over TP4

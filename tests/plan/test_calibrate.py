@@ -73,11 +73,10 @@ def test_what_rates_cannot_say_becomes_a_correction(plain: Data) -> None:
 
 def test_wild_rows_do_not_lead_astray(plain: Data) -> None:
     data = measured_with(plain, {})
-    data.measured["tpot"][::10] += 2.0
-    found = calibrate(data).predict(data)["tpot"] - data.measured["tpot"]
-    honest = np.ones(len(found), bool)
-    honest[::10] = False
-    assert np.median(np.abs(found[honest])) < 0.02
+    honest = np.arange(len(data.cases)) % 5 != 0
+    data.measured["tpot"][~honest] += 2.0
+    rates_alone = data.predict(calibrate(data).shifts(data))["tpot"] - data.measured["tpot"]
+    assert np.median(np.abs(rates_alone[honest])) < 0.03
 
 
 def test_series_stay_whole_and_neighbours_part() -> None:

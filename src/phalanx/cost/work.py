@@ -114,7 +114,7 @@ def compute_format(weight_format: str) -> str:
 def _cache_bytes(layout: Layout, rank: int, kv_format: str) -> tuple[tuple[int | None, float], ...]:
     spec = layout.spec
     element = FORMATS[kv_format].bits / 8
-    share = 1.0 if spec.mla else len(layout.shards[rank].kv_heads) / spec.kv_heads
+    share = len(layout.shards[rank].kv_heads) / spec.kv_heads
     found: dict[int | None, float] = {}
     for cache in spec.caches:
         if cache.kind == "state":

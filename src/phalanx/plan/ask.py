@@ -14,7 +14,8 @@ from phalanx.plan.choose import Plan, choose
 from phalanx.plan.engines import ENGINES, engine
 from phalanx.plan.price import Tariff
 from phalanx.plan.recipes import recipe as make_recipe
-from phalanx.plan.report import launch_of, show, to_dict
+from phalanx.plan.record import launch_of, to_dict
+from phalanx.plan.report import show
 from phalanx.plan.slo import Slo
 from phalanx.plan.traffic import read_trace
 from phalanx.spec import catalog

@@ -27,7 +27,9 @@ class PrefillFirst(Scheduler):
 
 
 class WholePrompts(Scheduler):
-    """A prompt is not cut: it waits for a step with room for all of it. One too long for any step runs in pieces."""
+    """A prompt is not cut: it waits for a step with room for all of it. One too long to fit beside the decodes alone
+    runs in pieces.
+    """
 
     def _admit_waiting(self, rows: _Rows, budget: int) -> None:
         fitting = self._fitting(budget)
@@ -37,13 +39,12 @@ class WholePrompts(Scheduler):
         self.waiting.extend(behind)
 
     def _fitting(self, budget: int) -> int:
-        """How many of the waiting requests fit whole, or one that is too long for any step."""
+        """How many of the waiting requests fit whole, or one that would never."""
         count = 0
         for request in self.waiting:
             budget -= request.length
             if budget < 0:
-                never = request.length > self.limits.max_num_batched_tokens - len(self.running)
-                return 1 if never and count == 0 and not any(map(_is_prompt, self.running)) else count
+                return count or int(not any(map(_is_prompt, self.running)))
             count += 1
         return count
 

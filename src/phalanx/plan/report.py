@@ -1,8 +1,9 @@
-"""A plan as tables for a person and as a dictionary for a program."""
+"""A plan as tables for a person."""
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,174 +14,12 @@ from rich.text import Text
 from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
 from phalanx.plan.engines import GIB, MIB
 from phalanx.plan.explain import advice, explain, gpus_needed
-from phalanx.plan.fit import Fit
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
-from phalanx.spec import catalog
-from phalanx.spec.model import ModelSpec
+from phalanx.plan.record import TAIL, launch_of
 
 _SHOWN = 8
-_TAIL = 0.99
 _EXCLUDED_SHOWN = 6
-
-
-def launch_of(plan: Plan, candidate: Candidate) -> Launch:
-    """What to start so that it does what was planned."""
-    is_fp8 = candidate.weight_format in ("fp8", "fp8-channel")
-    known = catalog.find(plan.model)
-    either = ("fp8", "fp8-channel") if is_fp8 and candidate.engine.name != "phalanx" else (candidate.weight_format,)
-    ready = known[0].checkpoint(*either) if known else None
-    converts = is_fp8 and ready is None and plan.spec.quantization is None
-    return Launch(
-        model=ready or (known[0].ids[0] if known else plan.model),
-        engine=candidate.engine,
-        machine=plan.machine,
-        tp=candidate.tp,
-        replicas=candidate.replicas,
-        weight_format=candidate.weight_format,
-        kv_format=candidate.fit.kv_format,
-        max_model_len=plan.workload.longest,
-        max_num_seqs=max(1, min(candidate.workload.concurrency, candidate.fit.max_sequences)),
-        max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
-        expert_parallel=candidate.expert_parallel,
-        converts=converts,
-    )
-
-
-def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
-    """Everything that is printed, for programs. Times are milliseconds."""
-    best = plan.best
-    return {
-        "model": _model_dict(plan.model, plan.spec),
-        "machine": plan.machine.name,
-        "workload": _workload_dict(plan),
-        "slo_ms": {"ttft": _ms(plan.slo.ttft), "tpot": _ms(plan.slo.tpot)},
-        "meets_slo": bool(plan.feasible),
-        "explanation": explain(plan),
-        "advice": [*advice(plan), *([] if best else gpus_needed(plan))],
-        "best": _candidate_dict(plan, best) if best else None,
-        "fit": _fit_dict(best.fit) if best else None,
-        "side_by_side": [
-            _candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
-        ],
-        "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
-        "excluded": [vars(each) for each in plan.excluded],
-        "cost": _cost_dict(best) if best else None,
-        "power_w": _power_dict(plan),
-        "command": command(launch_of(plan, best)) if best else None,
-        "recipe": files,
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
-
-
-def _model_dict(name: str, spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "name": name,
-        "family": spec.model_type,
-        "parameters": spec.parameters,
-        "active_parameters": spec.active_parameters,
-        "layers": spec.layers,
-        "caches": {kind: sum(cache.kind == kind for cache in spec.caches) for kind in _kinds(spec)},
-        "kv_bytes_per_token": spec.kv_bytes_per_token(),
-        "state_bytes_per_sequence": sum(cache.state_bytes for cache in spec.caches),
-        "max_positions": spec.max_positions,
-        "checkpoint_format": spec.number_format,
-        "served_by_phalanx": spec.refusal is None,
-    }
-
-
-def _kinds(spec: ModelSpec) -> list[str]:
-    return list(dict.fromkeys(cache.kind for cache in spec.caches))
-
-
-def _workload_dict(plan: Plan) -> dict[str, Any]:
-    workload = plan.workload
-    told = {
-        name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate")
-    }
-    shared = {name: getattr(workload, name) for name in ("shared_prefix", "agents")}
-    return told | shared | {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}
-
-
-def _interval_dict(interval: Interval, scale: float) -> dict[str, float]:
-    return {"mid": interval.mid * scale, "low": interval.low * scale, "high": interval.high * scale}
-
-
-def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
-    tight, prediction = each.fit.tightest, each.prediction
-    return {
-        "engine": each.engine.name,
-        "tp": each.tp,
-        "replicas": each.replicas,
-        "gpus": each.gpus,
-        "gpus_paid": len(each.paid),
-        "expert_parallel": each.expert_parallel,
-        "weight_format": each.weight_format,
-        "kv_format": each.fit.kv_format,
-        "meets_slo": plan.slo.excess(prediction) <= 1,
-        "ttft_ms": _interval_dict(prediction.ttft, 1e3),
-        "tpot_ms": _interval_dict(prediction.tpot, 1e3),
-        "ttft_p99_ms": percentile(prediction.requests_ttft, _TAIL) * 1e3,
-        "tpot_p99_ms": percentile(prediction.requests_tpot, _TAIL) * 1e3,
-        "tokens_per_s": _interval_dict(prediction.throughput, each.replicas),
-        "tokens_per_s_per_gpu": each.per_gpu,
-        "usd_per_million_tokens": each.usd_per_million,
-        "weights_gib_per_gpu": tight.weight_bytes / GIB,
-        "kv_gib_per_gpu": tight.kv_bytes / GIB,
-        "kv_tokens": each.fit.kv_tokens,
-        "max_sequences": each.fit.max_sequences,
-        "longest_context": each.fit.longest_context,
-        "all_reduce_share": prediction.all_reduce_share,
-        "preemptions": prediction.preemptions,
-        "cached_share": prediction.cached_share,
-    }
-
-
-def _fit_dict(fit: Fit) -> dict[str, Any]:
-    return {
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "gpu": rank.gpu.name,
-                "lines": [vars(line) for line in rank.lines],
-                "weight_bytes": rank.weight_bytes,
-                "kv_bytes": rank.kv_bytes,
-            }
-            for rank in fit.ranks
-        ],
-        "tightest_rank": fit.tightest.rank,
-        "kv_bytes_per_token": fit.kv_bytes_per_token,
-        "kv_bytes_per_request": dict(fit.request_bytes),
-        "kv_tokens": fit.kv_tokens,
-        "notes": list(fit.notes),
-    }
-
-
-def _cost_dict(best: Candidate) -> dict[str, Any]:
-    cost = best.cost
-    return {
-        "usd_per_hour": {"rent": cost.rent, "reserved": cost.reserved, "owned": cost.owned},
-        "purchase_usd": cost.purchase,
-        "break_even_utilisation": cost.break_even,
-        "usd_per_million_tokens": best.usd_per_million,
-        "basis": cost.basis,
-        "prices_as_of": list(cost.dates),
-    }
-
-
-def _power_dict(plan: Plan) -> dict[str, Any] | None:
-    power = plan.power
-    if power is None:
-        return None
-    return {
-        "sustained": power.sustained_w,
-        "limit": power.limit_w,
-        "transient": power.transient_w,
-        "hint": power.hint,
-    }
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -224,7 +63,7 @@ def _show_launch(launch: Launch, console: Console) -> None:
 def _headline(plan: Plan) -> Text:
     spec, workload = plan.spec, plan.workload
     active = f", {spec.active_parameters / 1e9:.1f} B active" if spec.moe else ""
-    kinds = ", ".join(f"{sum(cache.kind == kind for cache in spec.caches)} {kind}" for kind in _kinds(spec))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(cache.kind for cache in spec.caches).items())
     if workload.trace:
         traffic = f"trace of {len(workload.trace)} requests"
     elif workload.rate is not None:
@@ -296,7 +135,7 @@ def _side_by_side(plan: Plan) -> Table:
         table.add_column(f"{each.tp} x {each.replicas}", justify="right", no_wrap=True)
     predictions = [each.prediction for each in shown]
     table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
-    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, _TAIL) * 1e3:,.0f}" for each in predictions))
+    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, TAIL) * 1e3:,.0f}" for each in predictions))
     table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
     table.add_row("tok/s", *(_interval(each.prediction.throughput, each.replicas, 0) for each in shown))
     table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
