@@ -127,6 +127,7 @@ def test_every_request_of_a_connection_has_the_bounds_of_its_own() -> None:
 
 
 def test_a_body_is_no_part_of_the_head() -> None:
+    assert statuses(talk(*pieces(post(b"/a", b"x" * 200_000), 10_000), b"\r\n", post(b"/b", b""))) == [200, 200]
     assert talk(*pieces(post(b"/a", b"x" * 200_000), 10_000)).written.endswith(b"/a 200000")
 
 
