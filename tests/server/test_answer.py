@@ -233,6 +233,14 @@ def test_a_closed_mailbox_gives_what_it_has_first() -> None:
         asyncio.run(box.take())
 
 
+def test_a_mailbox_tells_what_closed_it_first() -> None:
+    box = Mailbox()
+    box.close(ApiError(499, "left", "client_gone"))
+    box.close(ApiError(500, "died", "engine_died"))
+    with pytest.raises(ApiError, match="left"):
+        asyncio.run(box.take())
+
+
 def test_the_role_comes_once_with_the_first_piece_of_each_choice(tokenizer: Tokenizer) -> None:
     format = ChatFormat("id", 0, "model", tokenizer)
     roles = [format.chunk(Piece(choice, "x")).choices[0].delta.role for choice in (0, 0, 1, 1)]

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
@@ -133,21 +134,34 @@ def test_what_outlasts_the_drain_timeout_is_ended_with_an_error(tiny_chat: Path,
         assert server.process.wait(30) == 0
 
 
-def test_a_server_that_is_told_to_stop_takes_its_engine_with_it(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path) as server:
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers put their temporary folders: a short path, for a socket's is limited."""
+    with TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_a_server_that_is_told_to_stop_takes_its_engine_with_it(
+    tiny_chat: Path, tmp_path: Path, temporary: Path
+) -> None:
+    with running(tiny_chat, tmp_path, "--tp", "2") as server:
+        assert list(temporary.iterdir())
         assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
         engine = server.engine()
         assert server.stop() == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    assert not list(temporary.iterdir())
 
 
-def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path: Path) -> None:
+def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path: Path, temporary: Path) -> None:
     with running(tiny_chat, tmp_path, "--tp", "2") as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) >= 2
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
+    assert not list(temporary.iterdir())
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None:

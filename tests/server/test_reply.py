@@ -126,6 +126,8 @@ def exchange(
         )
         async with asyncio.timeout(5):
             await sent({"extensions": {"abort": to.abort}}, to.receive, to.send)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "something goes on behind the answer"
         return to
 
     got = asyncio.run(run())
@@ -216,11 +218,11 @@ def test_an_answer_that_takes_too_long_is_ended_and_left(stream: bool) -> None:
 
 @pytest.mark.parametrize(("stream", "stops_after"), [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1)])
 def test_a_client_that_does_not_read_is_cut_off_after_the_time_limit(stream: bool, stops_after: int) -> None:
-    client, end = exchange(
-        Spoken("a", "b", "c"), lambda: Client(stops_after=stops_after), stream=stream, timeout_s=0.05
-    )
+    answer = Spoken("a", "b", "c")
+    client, end = exchange(answer, lambda: Client(stops_after=stops_after), stream=stream, timeout_s=0.05)
     assert client.aborted
     assert end is not None
+    assert answer.left
 
 
 def test_a_client_that_does_not_take_its_error_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import guard
+from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
 from phalanx.server.options import ServeOptions
 from phalanx.server.serve import serve
@@ -183,6 +185,33 @@ def test_it_listens_on_loopback_unless_told(server: Server) -> None:
 def test_an_empty_key_does_not_open_the_server(tiny_chat: Path, tmp_path: Path, options: tuple[str, str]) -> None:
     with pytest.raises(AssertionError, match="error bad_option"), running(tiny_chat, tmp_path, *options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("announced", "sent", "fits"), [(10, 10, True), (None, 10, True), (11, 0, False), (None, 11, False)]
+)
+def test_a_body_ends_at_its_limit_whether_it_was_announced_or_not(announced: int | None, sent: int, fits: bool) -> None:
+    left = deque(b"x" * sent)
+    answers: list[int] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes([left.popleft()]), "more_body": bool(left)}
+
+    async def read_body(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        answers.append(200)
+
+    async def send(message: Message) -> None:
+        answers.append(message.get("status", 0))
+
+    headers = [(b"content-length", str(announced).encode())] if announced is not None else []
+    scope = {"type": "http", "path": "/x", "method": "POST", "headers": headers}
+    try:
+        asyncio.run(Guard(read_body, [], max_body=10)(scope, receive, send))  # type: ignore[arg-type]
+    except ApiError as error:
+        answers.append(error.status_code)
+    assert answers[0] == (200 if fits else 413)
 
 
 @pytest.mark.parametrize("pause_s", [60, 0.01], ids=["stops", "trickles"])

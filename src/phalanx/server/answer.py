@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -128,7 +128,7 @@ class Answer:
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
         ]
 
-    async def pieces(self, engine: EngineClient) -> AsyncIterator[list[Piece]]:
+    async def pieces(self, engine: EngineClient) -> AsyncGenerator[list[Piece], None]:
         """Ask the engine and pass on what comes. However this ends, nothing goes on running behind it."""
         ids: list[int] = []
         self.asked = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -51,11 +53,16 @@ _GRAMMAR_POLL_MS = 5
 
 
 def main(start: Start = start_engine) -> None:
-    """Read the start-up line, load, serve until the other end of standard input closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Read the start-up line, load, serve until the other end of standard input closes.
+
+    Signals that stop a whole service are for the API process: this one and its ranks are needed until it has drained.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     startup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Startup)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     context, folder = zmq.Context(), Path(startup.folder)
+    tempfile.tempdir = startup.folder
+    threading.Thread(target=_end_with_parent, args=[folder], daemon=True).start()
     orders = Receiver(context, orders_address(folder), startup.token)
     reports = Sender(context, reports_address(folder), startup.token)
     try:
@@ -68,8 +75,10 @@ def main(start: Start = start_engine) -> None:
         os._exit(1)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
+    """Nobody else may be left to remove the folder, and what the ranks keep in it."""
     sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -36,7 +36,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The parser tells of a header when it is whole; what it has taken in since it last told is counted here."""
+        """The parser tells of a header when it is whole; what it has taken in and not told is counted here."""
         self._untold_bytes += len(data)
         super().data_received(_without_upgrade(data) if self._in_head else data)
         if self._in_head and self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -44,7 +44,6 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._untold_bytes = 0
         self._head_bytes = 0
         self._head_timer.cancel()
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
@@ -59,7 +58,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._count_head(len(name) + len(value))
 
     def _count_head(self, size: int) -> None:
-        self._untold_bytes = 0
+        self._untold_bytes -= size
         self._head_bytes += size
         if len(self.headers) > MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES:
             self._problem = _head_too_large()

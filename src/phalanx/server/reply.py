@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
@@ -104,17 +105,19 @@ class Reply(Response):
         self.answer.mailbox.close(ApiError(499, "The client has gone.", "client_gone"))
 
     async def _send_stream(self) -> None:
-        async for pieces in self.answer.pieces(self._engine()):
-            events = b"".join(event(self._format.chunk(piece)) for piece in pieces)
-            if events:
-                await self._write(events)
+        async with aclosing(self.answer.pieces(self._engine())) as batches:
+            async for pieces in batches:
+                events = b"".join(event(self._format.chunk(piece)) for piece in pieces)
+                if events:
+                    await self._write(events)
         last = event(self._format.usage_chunk(self.answer.usage())) if self._include_usage else b""
         await self._write(last + _DONE, more=False)
 
     async def _send_whole(self) -> None:
         pieces: list[Piece] = []
-        async for some in self.answer.pieces(self._engine()):
-            pieces += some
+        async with aclosing(self.answer.pieces(self._engine())) as batches:
+            async for some in batches:
+                pieces += some
         await self._send_json(200, self._format.body(pieces, self.answer), {})
 
     async def _tell(self, error: ApiError) -> None:

@@ -1,0 +1,179 @@
+"""The engine process: orders between steps, every step's tokens in one report, and ends that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.errors import ConfigError
+from phalanx.runtime.config import EngineConfig
+from phalanx.server import engine_process
+from phalanx.server.engine_client import EngineClient, Launch
+from phalanx.server.engine_process import EngineLoop
+from phalanx.server.mailbox import Mailbox
+from phalanx.server.messages import (
+    Cancel,
+    Loading,
+    Order,
+    Pulses,
+    Refused,
+    Report,
+    Started,
+    Stepped,
+    Submit,
+    decode_report,
+    encode,
+)
+
+
+class Over(Exception):
+    """There are no more orders, and nothing runs."""
+
+
+class Orders:
+    """Orders in the order given; `None` lets a step run first."""
+
+    def __init__(self, *orders: Order | None) -> None:
+        self._orders = deque(orders)
+
+    def receive(self, timeout_ms: int | None = None) -> list[bytes] | None:
+        if not self._orders and timeout_ms is None:
+            raise Over
+        order = self._orders.popleft() if self._orders else None
+        assert order is not None or timeout_ms == 0, "it waits for orders while requests run"
+        return None if order is None else [encode(order)]
+
+
+class Told:
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def send(self, *frames: bytes) -> None:
+        self.reports.append(decode_report(frames[0]))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Report], list[Report]]:
+    """What an engine of 4 sequences and 8 blocks reports, and its signs of life: one beat is enough."""
+    monkeypatch.setattr(engine_process, "every_beat", lambda tell: tell())
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    runner = ModelledRunner(price=lambda plan: 0.0, token=lambda slot, position: 40 + position)
+    engine = Engine(Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,)), runner, vocab=100)
+    reports, pulses = Told(), Told()
+    channels: Any = (Orders(*orders), reports, pulses)
+    with pytest.raises(Over):
+        EngineLoop(engine, *channels).run()
+    return reports.reports, pulses.reports
+
+
+def params(max_tokens: int = 2) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def tokens(reports: list[Report]) -> list[list[tuple[int, int, str | None]]]:
+    steps = [report for report in reports if isinstance(report, Stepped)]
+    return [[(token.id, token.token, token.finish_reason) for token in step.tokens] for step in steps]
+
+
+def test_it_says_its_sizes_first_and_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, pulses = run(monkeypatch)
+    assert reports == [Started(100, 64, 4, 8, 16, [2])]
+    (pulse,) = pulses
+    assert isinstance(pulse, Pulses)
+    assert [beat.rank for beat in pulse.beats] == [0]
+
+
+def test_tokens_go_by_the_client_s_ids_a_step_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = run(monkeypatch, Submit(70, [5, 6, 7], params()), Submit(71, [5], params()))
+    first_step, second_step = tokens(reports)
+    assert sorted(first_step) == [(70, 43, None), (71, 41, None)]
+    assert sorted(second_step) == [(70, 44, "length"), (71, 42, "length")]
+    first, last = [report.books for report in reports if isinstance(report, Stepped)]
+    assert (first.running, first.waiting, first.free_blocks) == (2, 0, 6)
+    assert (last.running, last.waiting, last.free_blocks) == (0, 0, 8)
+    assert last.totals.steps == 2
+
+
+def test_a_request_that_comes_while_another_runs_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = run(monkeypatch, Submit(1, [5], params(3)), None, Submit(2, [5], params(1)), None)
+    assert [{id for id, _, _ in step} for step in tokens(reports)] == [{1}, {1, 2}, {1}]
+
+
+def test_a_cancel_frees_the_blocks_and_the_books_say_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = run(monkeypatch, Submit(1, [5], params(50)), None, Cancel(1), Cancel(1), Cancel(99))
+    assert tokens(reports) == [[(1, 41, None)], []]
+    last = reports[-1]
+    assert isinstance(last, Stepped)
+    assert (last.books.running, last.books.free_blocks) == (0, 8)
+
+
+def test_a_cancel_of_what_has_ended_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = run(monkeypatch, Submit(1, [5], params(1)), None, Cancel(1))
+    assert tokens(reports) == [[(1, 41, "length")]]
+
+
+def test_what_cannot_be_run_is_refused_by_name_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = run(monkeypatch, Submit(1, [5] * 64, params()), Submit(2, [5], params(1)))
+    refused = reports[1]
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (1, "prompt_too_long")
+    assert tokens(reports) == [[(2, 41, "length")]]
+
+
+def test_progress_is_told_in_steps_of_a_few_percent() -> None:
+    told: Any = Told()
+    tell = engine_process._telling(told)
+    for done in range(0, 10_001):
+        tell(done, 10_000)
+    assert len(told.reports) == 51
+    assert told.reports[0] == Loading(0, 10_000)
+    assert told.reports[-1] == Loading(10_000, 10_000)
+    engine_process._telling(told)(0, 0)
+
+
+def test_a_cause_is_told_in_the_words_of_the_error_or_with_its_trace() -> None:
+    known = engine_process._cause(ConfigError("too_big", "It is too big.", "Make it small."))
+    assert (known.code, known.found, known.fix) == ("too_big", "It is too big.", "Make it small.")
+    try:
+        raise KeyError("oops")
+    except KeyError as error:
+        unknown = engine_process._cause(error)
+    assert unknown.code == "engine_failed"
+    assert "KeyError: 'oops'" in unknown.found
+    assert "test_engine_process.py" in unknown.found
+
+
+def test_a_real_one_outlives_signals_but_not_its_parent_and_leaves_no_folder() -> None:
+    """A service manager signals every process; the engine is needed until its parent has drained."""
+
+    async def live() -> None:
+        client = EngineClient(Launch(EngineConfig(), 300, "phalanx.bench.modelled_engine"), lambda report: None)
+        try:
+            await client.start()
+            process = psutil.Process(client._process.pid)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                process.send_signal(signum)
+            box = Mailbox()
+            client.submit([5, 6], params(3), box, 0)
+            taken = []
+            async with asyncio.timeout(20):
+                while len(taken) < 3:
+                    taken += await box.take()
+            assert taken[-1][1].finish_reason == "length"
+            assert client._process.stdin is not None
+            client._process.stdin.close()
+            assert await asyncio.wait_for(client._process.wait(), 20) == 0
+            assert not client._folder.exists()
+        finally:
+            await client.stop()
+
+    asyncio.run(live())
