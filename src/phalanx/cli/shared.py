@@ -32,5 +32,6 @@ def told_errors() -> Iterator[None]:
         print(f"{error.found}\n{error.fix}", file=sys.stderr)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
-        print(f"error: this command needs {error.name}: pip install 'phalanx[serve]'", file=sys.stderr)
+        extra = "plot" if error.name in ("matplotlib", "numpy") else "serve"
+        print(f"error: this command needs {error.name}: pip install 'phalanx[{extra}]'", file=sys.stderr)
         raise typer.Exit(1) from None
