@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.server.app import create_app
 from phalanx.server.engine_client import RankHealth
 from phalanx.server.errors import ApiError
+from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.service import Service
@@ -73,6 +75,7 @@ class Place:
                 tokenizer=tokenizer,
                 supervisor=supervisor,
                 metrics=self.metrics,
+                grammars=GrammarCompiler(Path(), vocab=49152, eos_token_ids=[2]),
                 reasoning_parser=None,
                 tool_parser=None,
                 request_timeout_s=5,

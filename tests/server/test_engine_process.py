@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -71,7 +72,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Re
     reports, pulses = Told(), Told()
     channels: Any = (Orders(*orders), reports, pulses)
     with pytest.raises(Over):
-        EngineLoop(engine, *channels).run()
+        EngineLoop(engine, Path(), *channels).run()
     return reports.reports, pulses.reports
 
 
