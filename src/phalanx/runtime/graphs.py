@@ -34,9 +34,8 @@ class DecodeGraphs:
 
     @staticmethod
     def serve(model: Decoder) -> bool:
-        """Whether this model can be captured: one rank on a GPU, and no routing that the host takes part in."""
-        place = model.place
-        return place.device.type == "cuda" and place.group.size == 1 and place.spec.moe is None
+        """Whether this model can be captured: one rank on a GPU."""
+        return model.place.device.type == "cuda" and model.place.group.size == 1
 
     def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Logits and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""

@@ -68,9 +68,8 @@ class TorchRunner:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
-        pool = self.batch.tokens
-        sampled = self.sampler(logits, rows, pool)
-        pool[[row.slot for row in rows], [row.position for row in rows]] = sampled.tokens
+        sampled = self.sampler(logits, rows, self.batch.tokens)
+        self.batch.keep([row.slot for row in rows], [row.position for row in rows], sampled.tokens)
         return sampled
 
     def collect(self) -> StepResult:

@@ -187,7 +187,7 @@ class ModelSpec:
 
     def tensor_bytes(self, tensor: Tensor, shape: tuple[int, ...], number_format: str) -> int:
         """Bytes of `shape` elements of this tensor (a whole tensor or a shard of it) in a number format."""
-        if number_format in ("fp32", "bf16", "fp16") or not self._is_quantised(tensor):
+        if number_format in ("fp32", "bf16", "fp16") or not self.is_quantised(tensor.name):
             size = BYTES_PER_ELEMENT[number_format] if number_format == "fp32" else 2.0
             return int(prod(shape) * size)
         rows, columns = shape
@@ -197,9 +197,10 @@ class ModelSpec:
         block = self.block_fp8.block if self.block_fp8 else 128
         return payload + -(-rows // block) * -(-columns // block) * SCALE_BYTES
 
-    def _is_quantised(self, tensor: Tensor) -> bool:
+    def is_quantised(self, name: str) -> bool:
+        """Whether a number format such as `fp8` applies to this tensor."""
         skipped = self.block_fp8.skipped if self.block_fp8 else ()
-        return tensor.is_linear and not any(tensor.name.startswith(f"{module}.") for module in skipped)
+        return self.tensors[name].is_linear and not any(name.startswith(f"{module}.") for module in skipped)
 
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes of keys and values one token keeps, over all layers and all KV heads."""
