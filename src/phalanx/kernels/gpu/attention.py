@@ -16,7 +16,9 @@ SPLIT_TARGET = 528
 
 MOST_SPLITS = 32
 TOKENS_AT_ONCE = 64
+DECODE_WARPS, DECODE_STAGES = 4, 3
 KEYS_AT_ONCE = 64
+PREFILL_WARPS, PREFILL_STAGES = 8, 3
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def decode_attention(
         q, cache, table, positions, out, partial, peaks, totals, counters(q.device), q.stride(0), table.stride(0),
         window or 0, scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=max(16, triton.next_power_of_2(head_dim)),
-        TOKENS=TOKENS_AT_ONCE, launch_pdl=True,
+        TOKENS=TOKENS_AT_ONCE, num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -175,5 +177,6 @@ def prefill_attention(
     _prefill[(heads, len(tiles))](
         q, cache, tables, tiles, out, q.stride(0), tables.stride(0), window or 0, scale * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=max(16, triton.next_power_of_2(head_dim)),
-        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=8, num_stages=1 if wide else 3, launch_pdl=True,
+        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=PREFILL_WARPS,
+        num_stages=1 if wide else PREFILL_STAGES, launch_pdl=True,
     )  # fmt: skip

@@ -114,9 +114,9 @@ def tile_product(
 
 @triton.jit
 def _product(
-    x, x_scales, weight, scales, bias, out, partial, counter, rows, outputs, inputs,
+    x, x_scales, weight, scales, bias, out, partial, counter, rows, outputs, inputs, splits,
     FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SPLITS: tl.constexpr, STRIPE: tl.constexpr,
+    INPUTS: tl.constexpr, SPLIT: tl.constexpr, STRIPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ weight.T + bias. Programs that share a tile add up when the last of them is done."""
     cuda.gdc_launch_dependents()
@@ -127,7 +127,7 @@ def _product(
     within = tile % (STRIPE * output_tiles)
     row = (above + within % height) * ROWS + tl.arange(0, ROWS)
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
-    share = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
     first = split * share
     cuda.gdc_wait()
     acc = tile_product(
@@ -137,14 +137,14 @@ def _product(
     mask = (output[:, None] < outputs) & (row[None, :] < rows)
     place = row[None, :].to(tl.int64) * outputs + output[:, None]
     last = True
-    if SPLITS > 1:
+    if SPLIT:
         size = rows.to(tl.int64) * outputs
         tl.store(partial + split * size + place, acc, mask=mask)
         tl.debug_barrier()
-        last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == splits - 1
         if last:
             acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for part in tl.static_range(SPLITS):
+            for part in range(splits):
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counter + tile, 0)
     if last:
@@ -163,9 +163,9 @@ def _run_product(
     splits = max(1, min(PROGRAMS // tiles, triton.cdiv(inputs, 4 * tile.inputs)))
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else None
     _product[(tiles, splits)](
-        x, x_scales, weight, scales, bias, out, partial, counters(x.device), rows, outputs, inputs,
+        x, x_scales, weight, scales, bias, out, partial, counters(x.device), rows, outputs, inputs, splits,
         FP8=scales is not None, ROW_BLOCK=row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, SPLITS=splits, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip
     return out
 

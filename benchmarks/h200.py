@@ -1,0 +1,208 @@
+"""The H200 table: `python benchmarks/h200.py`. One process a model, random weights, one JSON line a case.
+
+Cases are BATCHxINPUTxOUTPUT; `256xmix` is 256 requests of 100 to 1024 tokens in and out. Everything is greedy and runs
+to its length. TPOT is the time of a run less that of the same run with one output token, over the other tokens; the
+better of two runs counts. Beside every speed stand the bytes or FLOPs a second it means, and their share of what the
+machine gave in the same process to a large copy and a large product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PEER = HERE / "results" / "vllm_0.24_h200.jsonl"
+MIX = "256xmix"
+ALL = ("1x128x256", "32x1024x256", "128x1024x256", MIX)
+CASES = {
+    "qwen3-0.6b": ALL,
+    "llama-3.1-8b": ALL,
+    "llama-3.1-8b-fp8": ALL,
+    "qwen3-30b-a3b-fp8": ALL,
+    "llama-3.3-70b-tp4-shard": ALL[:2],
+}
+GOALS = {
+    ("llama-3.1-8b", "1x128x256"): 4.2,
+    ("llama-3.1-8b", "32x1024x256"): 6.0,
+    ("llama-3.1-8b", "128x1024x256"): 10.5,
+    ("llama-3.1-8b", MIX): 10_500,
+    ("llama-3.3-70b-tp4-shard", "1x128x256"): 9.8,
+    ("llama-3.3-70b-tp4-shard", "32x1024x256"): 10.8,
+    ("llama-3.1-8b-fp8", "1x128x256"): 2.9,
+    ("llama-3.1-8b-fp8", "32x1024x256"): 4.6,
+    ("llama-3.1-8b-fp8", MIX): 13_000,
+    ("qwen3-30b-a3b-fp8", "1x128x256"): 3.0,
+    ("qwen3-30b-a3b-fp8", "32x1024x256"): 5.5,
+    ("qwen3-30b-a3b-fp8", "128x1024x256"): 9.8,
+    ("qwen3-30b-a3b-fp8", MIX): 12_500,
+    ("qwen3-0.6b", "1x128x256"): 1.2,
+    ("qwen3-0.6b", MIX): 28_000,
+}
+"""TPOT in ms at most, or output tokens a second at least."""
+
+
+def mixed_lengths() -> list[tuple[int, int]]:
+    rng = random.Random(1)
+    return [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
+
+
+def measure(model: str, cases: list[str], began: float) -> None:
+    """Run in a process of its own: print a line for the start, one for the machine, one a case."""
+    from phalanx.bench.machine import measure_ceilings
+    from phalanx.bench.offline import Work, time_requests
+    from phalanx.runtime.config import EngineConfig
+    from phalanx.runtime.start import start_engine
+    from phalanx.spec import ModelSpec
+
+    folder = HERE / "models" / model
+    config = EngineConfig(
+        load_format="dummy",
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        prefix_caching=False,
+    )
+    engine = start_engine(config, folder, progress=lambda done, total: None)
+    time_requests(engine, [(128, 1)], seed=0)
+    tell(model, metric="startup_s", value=round(time.time() - began, 2))
+
+    import torch
+
+    spec, dtype = ModelSpec.from_config(folder), torch.bfloat16
+    ceilings = measure_ceilings(torch.device("cuda", 0), dtype)
+    tell(
+        model,
+        metric="machine",
+        **machine_facts(),
+        tb_s=ceilings.bytes_per_s / 1e12,
+        tflop_s=ceilings.flops_per_s / 1e12,
+    )
+    work = Work(spec, dtype.itemsize, devices=1, fp8=True)
+    for case in cases:
+        tell(model, **(run_mix(engine) if case == MIX else run_case(engine, case, work, ceilings)))
+    engine.close()
+
+
+def run_case(engine: Any, name: str, work: Any, ceilings: Any) -> dict[str, object]:
+    from phalanx.bench.offline import Case, time_case
+
+    case = Case.parse(name)
+    timing = time_case(engine, case, repeats=2)
+    tpot = (timing.whole - timing.first) / (case.outputs - 1)
+    (moved, flops), (_, prefill_flops) = work.of_decode_step(case), work.of_prefill(case)
+    return {
+        "case": name,
+        "prefill_s": round(timing.first, 4),
+        "prefill_tok_s": round(case.batch * case.inputs / timing.first, 1),
+        "prefill_tflop_s": round(prefill_flops / timing.first / 1e12, 1),
+        "prefill_share": round(prefill_flops / timing.first / ceilings.flops_per_s, 3),
+        "tpot_ms": round(tpot * 1e3, 3),
+        "decode_tok_s": round(case.batch / tpot, 1),
+        "decode_gb_s": round(moved / tpot / 1e9, 1),
+        "decode_share": round(ceilings.seconds(moved, flops) / tpot, 3),
+        "out_tok_s": round(case.batch * case.outputs / timing.whole, 1),
+    }
+
+
+def run_mix(engine: Any) -> dict[str, object]:
+    from phalanx.bench.offline import time_requests
+
+    lengths = mixed_lengths()
+    seconds = min(time_requests(engine, lengths, seed) for seed in range(2))
+    outputs = sum(output for _, output in lengths)
+    return {
+        "case": MIX,
+        "seconds": round(seconds, 3),
+        "out_tok_s": round(outputs / seconds, 1),
+        "total_tok_s": round(sum(map(sum, lengths)) / seconds, 1),
+    }
+
+
+def machine_facts() -> dict[str, str]:
+    import torch
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return {"gpu": name, "driver": driver, "torch": torch.__version__, "triton": triton.__version__}
+
+
+def tell(model: str, **facts: object) -> None:
+    from phalanx import __version__
+
+    head = {"engine": f"phalanx {__version__}", "model": model, "weights": "random", "args": {}}
+    print(json.dumps(head | facts), flush=True)
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    return found.stdout.strip() or "unknown"
+
+
+def run_models(models: list[str], cases: list[str] | None, output: Path) -> list[dict[str, Any]]:
+    """A model's process is started twice where there is time: the second start finds the compiled kernels."""
+    lines: list[dict[str, Any]] = [
+        {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()},
+    ]
+    with output.open("w") as file:
+        file.write(json.dumps(lines[0]) + "\n")
+        for model in models:
+            wanted = [case for case in CASES[model] if cases is None or case in cases]
+            for part in ([], wanted):
+                command = [sys.executable, __file__, "--child", model, "--began", repr(time.time()), "--cases", *part]
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+                    assert child.stdout is not None
+                    for line in child.stdout:
+                        print(line, end="", flush=True)
+                        file.write(line)
+                        file.flush()
+                        lines.append(json.loads(line))
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Phalanx beside vLLM and the goal, as Markdown."""
+    peers = [json.loads(line) for line in PEER.read_text().splitlines()]
+    rows = ["| model, case | Phalanx | of the limit | vLLM 0.24 | goal |", "|---|---|---|---|---|"]
+    for line in lines:
+        if "case" not in line:
+            continue
+        key = "out_tok_s" if line["case"] == MIX else "tpot_ms"
+        same = [peer for peer in peers if (peer["model"], peer.get("case")) == (line["model"], line["case"])]
+        real = [peer for peer in same if "weights" in peer] or same
+        best = (max if key == "out_tok_s" else min)((peer[key] for peer in real), default=None)
+        goal = GOALS.get((line["model"], line["case"]), "")
+        unit = "tok/s" if key == "out_tok_s" else "ms"
+        share = f"{line['decode_share']:.0%}" if "decode_share" in line else ""
+        rows.append(f"| {line['model']}, {line['case']} | {line[key]:,} {unit} | {share} | {best} | {goal} |")
+        if "prefill_tok_s" in line:
+            prefill = max(peer["prefill_tok_s"] for peer in real) if real else None
+            of_limit = f"{line['prefill_share']:.0%}"
+            rows.append(f"| &nbsp; prefill | {line['prefill_tok_s']:,.0f} tok/s | {of_limit} | {prefill} | |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(CASES))
+    parser.add_argument("--cases", nargs="*", default=None)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "h200.jsonl")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        measure(options.child, options.cases or [], options.began)
+    else:
+        print(table(run_models(options.models, options.cases, options.output)))
+
+
+if __name__ == "__main__":
+    main()
