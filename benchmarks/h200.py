@@ -70,9 +70,13 @@ def measure(model: str, cases: list[str], began: float) -> None:
         max_model_len=4096,
         prefix_caching=False,
     )
+    imported = time.time()
     engine = start_engine(config, folder, progress=lambda done, total: None)
+    loaded = time.time()
     time_requests(engine, [(128, 1)], seed=0)
-    tell(model, metric="startup_s", value=round(time.time() - began, 2))
+    now = time.time()
+    parts = {"import_s": imported - began, "load_s": loaded - imported, "first_token_s": now - loaded}
+    tell(model, metric="startup_s", value=round(now - began, 2), **{name: round(s, 2) for name, s in parts.items()})
 
     import torch
 

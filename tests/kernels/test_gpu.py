@@ -46,10 +46,10 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
     assert not found.isnan().any()
     error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
-    assert error < TOLERANCE[found.dtype], float(error)
+    assert error < (tolerance or TOLERANCE[found.dtype]), float(error)
 
 
 @DTYPES
@@ -254,7 +254,10 @@ def test_fused_experts(rows: int, experts: int, top: int, hidden: int, inner: in
     ("experts", "top", "hidden", "inner"), [(16, 4, 256, 128), (5, 2, 144, 48), (128, 8, 128, 256)]
 )
 def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, inner: int) -> None:
-    """By the definition: experts one after the other, each product in FP8."""
+    """By the definition: experts one after the other, each product in FP8.
+
+    What lies between the products is rounded to FP8: where it rounds the other way, it moves by a whole step.
+    """
     device = torch.device("cuda")
     gate_up = Fp8Weight.empty(experts, 2 * inner, hidden, row_block=row_block_of([inner, inner]), device=device)
     down = Fp8Weight.empty(experts, hidden, inner, row_block=128, device=device)
@@ -269,7 +272,7 @@ def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, in
         entered = fp8_product_torch(quantise(x), gate_up[expert], None, torch.float64).bfloat16()
         left = fp8_product_torch(silu_and_mul_quantised(entered), down[expert], None, torch.float64)
         wanted += left * (weights * (chosen == expert)).sum(-1, keepdim=True)
-    close(fused_experts(x, gate_up, down, weights, chosen), wanted)
+    close(fused_experts(x, gate_up, down, weights, chosen), wanted, tolerance=3e-2)
 
 
 def test_a_cache_of_more_than_two_billion_elements() -> None:

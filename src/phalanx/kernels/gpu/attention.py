@@ -9,25 +9,24 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from phalanx.kernels.attention import PROMPT_TILE
-from phalanx.kernels.gpu.gemm import counters
 
 SPLIT_TARGET = 528
 """Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
 
-MOST_SPLITS = 32
+MOST_SPLITS = 16
 TOKENS_AT_ONCE = 64
-DECODE_WARPS, DECODE_STAGES = 4, 3
+DECODE_WARPS, DECODE_STAGES = 2, 4
 KEYS_AT_ONCE = 64
 PREFILL_WARPS, PREFILL_STAGES = 8, 3
 
 
 @triton.jit
 def _decode(
-    q, cache, table, positions, out, partial, peaks, totals, counter, q_stride, table_width, window, scale,
+    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one sequence for the query heads of one KV head. The last stretch to be done joins them all."""
+    """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total."""
     cuda.gdc_launch_dependents()
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -64,27 +63,26 @@ def _decode(
     if SPLITS == 1:
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known & inside)
     else:
-        place = (row * HEADS + head) * SPLITS
-        tl.store(peaks + place + split, peak, mask=g < group)
-        tl.store(totals + place + split, total, mask=g < group)
-        tl.store(partial + (place + split)[:, None] * HEAD_DIM + d, acc, mask=known & inside)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter + row * KV_HEADS + kv, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            s = tl.arange(0, SPLITS)
-            every = place[:, None] + s[None, :]
-            tops = tl.load(peaks + every, mask=known, other=0.0, cache_modifier=".cg")
-            highest = tl.max(tops, 1)
-            sums = tl.load(totals + every, mask=known, other=1.0, cache_modifier=".cg")
-            whole = tl.sum(sums * tl.exp(tops - highest[:, None]), 1)
-            joined = tl.zeros([GROUP, DIM], tl.float32)
-            for part in range(SPLITS):
-                top = tl.load(peaks + place + part, mask=g < group, other=0.0, cache_modifier=".cg")
-                piece = partial + (place + part)[:, None] * HEAD_DIM + d
-                values = tl.load(piece, mask=known & inside, other=0.0, cache_modifier=".cg")
-                joined += values * tl.exp(top - highest)[:, None]
-            tl.store(target, (joined / whole[:, None]).to(out.dtype.element_ty), mask=known & inside)
-            tl.store(counter + row * KV_HEADS + kv, 0)
+        place = (row * HEADS + head) * SPLITS + split
+        tl.store(peaks + place, peak, mask=g < group)
+        tl.store(totals + place, total, mask=g < group)
+        tl.store(partial + place[:, None] * HEAD_DIM + d, acc, mask=known & inside)
+
+
+@triton.jit
+def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """The partial sums of one query head, each brought to the common peak."""
+    cuda.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    cuda.gdc_wait()
+    peak = tl.load(peaks + place * SPLITS + s)
+    total = tl.load(totals + place * SPLITS + s)
+    where = (place * SPLITS + s)[:, None] * HEAD_DIM + d
+    parts = tl.load(partial + where, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    shrink = tl.exp(peak - tl.max(peak, 0))
+    joined = tl.sum(parts * shrink[:, None], 0) / tl.sum(total * shrink, 0)
+    tl.store(out + place * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 def decode_attention(
@@ -93,14 +91,19 @@ def decode_attention(
     """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
+    dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(rows, kv_heads, splits)](
-        q, cache, table, positions, out, partial, peaks, totals, counters(q.device), q.stride(0), table.stride(0),
-        window or 0, scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
-        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=max(16, triton.next_power_of_2(head_dim)),
-        TOKENS=TOKENS_AT_ONCE, num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, launch_pdl=True,
+        q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=TOKENS_AT_ONCE,
+        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, launch_pdl=True,
     )  # fmt: skip
+    if splits > 1:
+        _join_splits[(rows * heads,)](
+            partial, peaks, totals, out, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim, launch_pdl=True
+        )
 
 
 @triton.jit

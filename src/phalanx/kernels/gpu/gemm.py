@@ -19,7 +19,7 @@ VECTOR_TILE = (4, 2048)
 PROGRAMS = 264
 """Two for each multiprocessor of a large GPU: products with fewer tiles are split over their inputs."""
 
-COUNTERS = 2**16
+COUNTERS = 4096
 
 
 class Tile(NamedTuple):
@@ -138,14 +138,18 @@ def _product(
     place = row[None, :].to(tl.int64) * outputs + output[:, None]
     last = True
     if SPLIT:
-        size = rows.to(tl.int64) * outputs
-        tl.store(partial + split * size + place, acc, mask=mask)
+        tl.store(partial + split.to(tl.int64) * rows * outputs + place, acc, mask=mask)
         tl.debug_barrier()
         last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == splits - 1
         if last:
             acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for part in range(splits):
-                acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
+                acc += tl.load(
+                    partial + tl.cast(part, tl.int64) * rows * outputs + place,
+                    mask=mask,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
             tl.store(counter + tile, 0)
     if last:
         if HAS_BIAS:
