@@ -12,14 +12,11 @@ from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise, quantise
 SKINNY = range(2, 17)
 """Rows for which the C kernel reads the weight faster than oneDNN and BLAS."""
 
-SKINNY_ON_GPU = range(2, 65)
-"""Rows for which the Triton kernel reads the weight faster than cuBLAS."""
-
 
 class Gemm:
     """y = x @ weight.T + bias.
 
-    On a GPU few rows have kernels of their own. On a CPU one row is the library's, which reads the plain weight at
+    On a GPU a single row has a kernel of its own. On a CPU one row is the library's, which reads the plain weight at
     memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which
     then need not be rearranged at every call.
     """
@@ -49,11 +46,7 @@ class Gemm:
 def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from phalanx.kernels import gpu
 
-    if x.shape[0] == 1:
-        return gpu.matrix_vector(x, weight, bias)
-    if x.shape[0] in SKINNY_ON_GPU and x.dtype != torch.float32:
-        return gpu.skinny_product(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return gpu.matrix_vector(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
 
 
 class Fp8Gemm:

@@ -5,7 +5,7 @@ come as soon as it starts itself, and waits for the one ahead before it touches 
 """
 
 from phalanx.kernels.gpu.attention import decode_attention, prefill_attention
-from phalanx.kernels.gpu.gemm import fp8_product, matrix_vector, skinny_product
+from phalanx.kernels.gpu.gemm import fp8_product, matrix_vector
 from phalanx.kernels.gpu.moe import fused_experts, route
 from phalanx.kernels.gpu.rows import add_rms_norm, quantise, rotate_and_store, silu_and_mul
 
@@ -20,5 +20,4 @@ __all__ = [
     "rotate_and_store",
     "route",
     "silu_and_mul",
-    "skinny_product",
 ]

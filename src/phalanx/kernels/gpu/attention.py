@@ -10,14 +10,14 @@ from triton.language.extra import cuda
 
 from phalanx.kernels.attention import PROMPT_TILE
 
-SPLIT_TARGET = 528
+SPLIT_TARGET = 264
 """Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
 
 MOST_SPLITS = 16
-TOKENS_AT_ONCE = 64
-DECODE_WARPS, DECODE_STAGES = 2, 4
+MANY_PROGRAMS = 512
+"""With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""
+
 KEYS_AT_ONCE = 64
-PREFILL_WARPS, PREFILL_STAGES = 8, 3
 
 
 @triton.jit
@@ -91,14 +91,15 @@ def decode_attention(
     """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(rows, kv_heads, splits)](
         q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
-        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=TOKENS_AT_ONCE,
-        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, launch_pdl=True,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
+        num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
@@ -180,6 +181,6 @@ def prefill_attention(
     _prefill[(heads, len(tiles))](
         q, cache, tables, tiles, out, q.stride(0), tables.stride(0), window or 0, scale * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=max(16, triton.next_power_of_2(head_dim)),
-        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=PREFILL_WARPS,
-        num_stages=1 if wide else PREFILL_STAGES, launch_pdl=True,
+        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=8 if wide else 4,
+        num_stages=1 if wide else 3, launch_pdl=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products with a weight: for few rows, where reading the weight is the work, and in FP8 for any number of rows."""
+"""Products with a weight: of one row, where reading the weight is the work, and in FP8."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
@@ -32,12 +33,13 @@ class Tile(NamedTuple):
     stages: int
 
 
-SKINNY_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
+LIBRARY_ROWS = 65
+"""Rows from which the library's FP8 product is the faster one."""
+
 FP8_TILES = {
-    16: Tile(16, 64, 128, 4, 6),
-    32: Tile(32, 64, 128, 4, 6),
+    16: Tile(16, 64, 128, 4, 4),
+    32: Tile(32, 64, 128, 4, 4),
     64: Tile(64, 64, 128, 4, 5),
-    128: Tile(128, 128, 128, 8, 4),
 }
 
 
@@ -97,28 +99,32 @@ def tile_product(
     wanted = output[:, None] < outputs
     weight_row = weight + output[:, None].to(tl.int64) * inputs
     x_row = x + row[None, :].to(tl.int64) * inputs
-    scale = first_scale + (output // ROW_BLOCK) * tl.cdiv(inputs, 128)
+    if FP8:
+        scale = scales + first_scale + (output // ROW_BLOCK) * tl.cdiv(inputs, 128)
+        by_output = tl.load(scale + first // 128, mask=output < outputs, other=0.0)
+        by_row = tl.load(x_scales + tl.cast(first // 128, tl.int64) * rows + row, mask=known, other=0.0)
     for start in range(first, stop, INPUTS):
         k = start + tl.arange(0, INPUTS)
         w = tl.load(weight_row + k[None, :], mask=wanted & (k[None, :] < inputs), other=0.0)
         a = tl.load(x_row + k[:, None], mask=known[None, :] & (k[:, None] < inputs), other=0.0)
-        if FP8:
-            group = start // 128
-            by_output = tl.load(scales + scale + group, mask=output < outputs, other=0.0)
-            by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known, other=0.0)
+        if FP8:  # the scales of the next round are on their way while this one multiplies
+            group, more = start // 128 + 1, start + INPUTS < stop
+            next_by_output = tl.load(scale + group, mask=(output < outputs) & more, other=0.0)
+            next_by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known & more, other=0.0)
             acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
+            by_output, by_row = next_by_output, next_by_row
         else:
             acc = tl.dot(w, a, acc, input_precision="ieee")
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _product(
     x, x_scales, weight, scales, bias, out, partial, counter, rows, outputs, inputs, splits,
-    FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SPLIT: tl.constexpr, STRIPE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SPLIT: tl.constexpr, STRIPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x @ weight.T + bias. Programs that share a tile add up when the last of them is done."""
+    """A tile of x @ weight.T + bias in FP8. Programs that share a tile add up when the last of them is done."""
     cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
@@ -132,7 +138,7 @@ def _product(
     cuda.gdc_wait()
     acc = tile_product(
         x, x_scales, row, row < rows, rows, weight, scales, 0, output, outputs, inputs, first,
-        tl.minimum(first + share, inputs), FP8, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
+        tl.minimum(first + share, inputs), True, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
     )  # fmt: skip
     mask = (output[:, None] < outputs) & (row[None, :] < rows)
     place = row[None, :].to(tl.int64) * outputs + output[:, None]
@@ -157,28 +163,32 @@ def _product(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _run_product(
-    x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Tensor | None, row_block: int,
-    bias: Tensor | None, tile: Tile, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype, tile: Tile) -> Tensor:
+    rows, (outputs, inputs) = x.values.shape[0], weight.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     splits = max(1, min(PROGRAMS // tiles, triton.cdiv(inputs, 4 * tile.inputs)))
-    partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else None
+    partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
     _product[(tiles, splits)](
-        x, x_scales, weight, scales, bias, out, partial, counters(x.device), rows, outputs, inputs, splits,
-        FP8=scales is not None, ROW_BLOCK=row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
+        x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
+        inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
         INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for a few rows: the weight streams through once for all of them."""
-    return _run_product(x, None, weight, None, 1, bias, pick_tile(SKINNY_TILES, x.shape[0]), x.dtype)
-
-
 def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    tile = pick_tile(FP8_TILES, x.values.shape[0])
-    return _run_product(x.values, x.scales, weight.values, weight.scales, weight.row_block, bias, tile, dtype)
+    """Few rows by the kernel above, which streams the weight; many by the library, where whole tiles let it."""
+    rows, (outputs, inputs) = x.values.shape[0], weight.shape
+    in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % GROUP == 0
+    if rows >= LIBRARY_ROWS and in_tiles and bias is None and dtype == torch.bfloat16:
+        return F.scaled_mm(
+            x.values,
+            weight.values.t(),
+            x.scales,
+            F.ScalingType.BlockWise1x128,
+            weight.scales.t(),
+            F.ScalingType.BlockWise128x128,
+            output_dtype=dtype,
+        )
+    return run_tiles(x, weight, bias, dtype, pick_tile(FP8_TILES, rows))

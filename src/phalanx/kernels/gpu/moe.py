@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ CHUNK = 128
 """Pairs of token and expert that one program of the counting sort places."""
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
-FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 128, 8, 3), 128: Tile(128, 128, 128, 8, 3)}
+FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 64: Tile(64, 128, 128, 4, 3)}
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Te
     return weights, chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of one chunk go to each expert."""
     cuda.gdc_launch_dependents()
@@ -72,10 +74,10 @@ def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.conste
     tl.store(counts + chunk * experts + expert, found, mask=expert < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
 def _place(
     chosen, counts, order, owner, pairs, experts, chunks, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Write each pair of one chunk where its expert's rows lie; every expert's rows begin with a tile of their own."""
     cuda.gdc_launch_dependents()
@@ -85,10 +87,12 @@ def _place(
     cuda.gdc_wait()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
     total, before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for other in range(chunks):
-        count = tl.load(counts + other * experts + expert, mask=expert < experts, other=0)
-        total += count
-        before += tl.where(other < chunk, count, 0)
+    for first in range(0, chunks, CHUNKS_AT_ONCE):
+        other = (first + tl.arange(0, CHUNKS_AT_ONCE))[:, None]
+        there = (other < chunks) & (expert < experts)[None, :]
+        count = tl.load(counts + other * experts + expert[None, :], mask=there, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(other < chunk, count, 0), 0)
     tiles_needed = (total + TILE - 1) // TILE
     end = tl.cumsum(tiles_needed, 0)
     start = (end - tiles_needed) * TILE + before
@@ -97,16 +101,27 @@ def _place(
     earlier = (mine[:, None] == mine[None, :]) & (lane[None, :] < lane[:, None])
     spot = base + tl.sum(earlier.to(tl.int32), 1)
     tl.store(order + spot, at, mask=at < pairs)
-    for tile in range(chunk, tiles, chunks):
-        before_it = tl.sum((end <= tile).to(tl.int32), 0)
-        tl.store(owner + tile, tl.where(tile < tl.max(end, 0), before_it, -1))
+    for first in range(chunk * CHUNK, tiles, chunks * CHUNK):
+        tile = first + lane
+        finished = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
+
+
+@cache
+def _one_row_a_tile(pairs: int, tile: int, device: torch.device) -> Tensor:
+    order = torch.full((pairs, tile), pairs, dtype=torch.int32, device=device)
+    order[:, 0] = torch.arange(pairs, dtype=torch.int32)
+    return order.flatten()
 
 
 def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
     """A counting sort: `order` lists pair numbers by expert, padded with the number of pairs to whole tiles of rows.
 
     `owner` says whose a tile is, -1 being nobody's. Both have room for the worst case, so that nobody need be asked.
+    The experts of a single token are all different: each gets a tile.
     """
+    if len(chosen) == 1:
+        return _one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0]
     pairs, chunks = chosen.numel(), triton.cdiv(chosen.numel(), CHUNK)
     tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
     order = torch.full((tiles * tile,), pairs, dtype=torch.int32, device=chosen.device)
@@ -116,12 +131,12 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
     _count[(chunks,)](chosen, counts, pairs, experts, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
     _place[(chunks,)](
         chosen, counts, order, owner, pairs, experts, chunks, tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK,
-        num_warps=8, launch_pdl=True,
+        CHUNKS_AT_ONCE=16, num_warps=8, launch_pdl=True,
     )  # fmt: skip
     return order, owner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "x_rows"])
 def _grouped_product(
     x, x_scales, weight, scales, order, owner, pair_weights, out, pairs, x_rows, pairs_a_row, outputs, inputs,
     scale_rows, FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr,

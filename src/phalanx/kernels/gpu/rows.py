@@ -12,6 +12,7 @@ from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
 from phalanx.kernels.rotary import HeadNorms
 
 COLUMNS_AT_ONCE = 1024
+HEADS_AT_ONCE = 8
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
     return Quantised(values, scales.t())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantise(x, out, out_scales, rows, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
     cuda.gdc_launch_dependents()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -50,7 +51,7 @@ def quantise(x: Tensor) -> Quantised:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner"])
 def _add_rms_norm(
     x, residual, weight, out, out_scales, rows, stride, inner, width, eps,
     HAS_RESIDUAL: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
@@ -91,7 +92,7 @@ def add_rms_norm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _silu_and_mul(
     gate_up, out, out_scales, rows, width, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr
 ):
@@ -121,33 +122,52 @@ def silu_and_mul(gate_up: Tensor, quantised: bool = False) -> Tensor | Quantised
 
 @triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, head_dim, rotary, eps,
-    NORMED: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim: tl.constexpr,
+    rotary: tl.constexpr, NORMED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One warp a head, so that every partner is loaded before anything is stored."""
+    """Some heads of one token. A thread loads both halves of what it stores, so nothing is overwritten too early."""
     cuda.gdc_launch_dependents()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    mask, half = d < head_dim, rotary // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE))[:, None]
+    half: tl.constexpr = rotary // 2
+    d = tl.arange(0, HALF)[None, :]
+    exists, turns = head < heads + 2 * kv_heads, head < heads + kv_heads
+    mask = exists & (d < half)
     place = qkv + (token * (heads + 2 * kv_heads) + head) * head_dim
     cuda.gdc_wait()
-    value = tl.load(place + d, mask=mask, other=0.0)
-    if head < heads + kv_heads:
-        partner = tl.where(d < half, d + half, tl.where(d < rotary, d - half, d))
-        other = tl.load(place + partner, mask=mask, other=0.0)
-        if NORMED:
-            weight = query_norm if head < heads else key_norm
-            wide = value.to(tl.float32)
-            shrink = tl.rsqrt(tl.sum(wide * wide, 0) / head_dim + eps)
-            value = tl.load(weight + d, mask=mask, other=0.0) * (wide * shrink).to(value.dtype)
-            other = tl.load(weight + partner, mask=mask, other=0.0) * (other.to(tl.float32) * shrink).to(value.dtype)
-        c = tl.load(cos + token * rotary + d, mask=d < rotary, other=1.0)
-        s = tl.load(sin + token * rotary + d, mask=d < rotary, other=0.0)
-        value = (value.to(tl.float32) * c + other.to(tl.float32) * s).to(value.dtype)
-        tl.store(place + d, value, mask=mask)
-    if head >= heads:
-        entry = tl.load(write_to + token) * 2 * kv_heads + head - heads
-        tl.store(cache + entry * head_dim + d, value, mask=mask)
+    low = tl.load(place + d, mask=mask, other=0.0)
+    high = tl.load(place + half + d, mask=mask, other=0.0)
+    if NORMED:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        shrink = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 1) / head_dim + eps)[:, None]
+        is_query, known = head < heads, d < half
+        low_weight = tl.where(
+            is_query, tl.load(query_norm + d, mask=known, other=0.0), tl.load(key_norm + d, mask=known, other=0.0)
+        )
+        high_weight = tl.where(
+            is_query,
+            tl.load(query_norm + half + d, mask=known, other=0.0),
+            tl.load(key_norm + half + d, mask=known, other=0.0),
+        )
+        low = tl.where(turns, low_weight * (wide_low * shrink).to(low.dtype), low)
+        high = tl.where(turns, high_weight * (wide_high * shrink).to(high.dtype), high)
+    at = token * rotary + d
+    turned_low = low.to(tl.float32) * tl.load(cos + at, mask=d < half, other=1.0)
+    turned_low += high.to(tl.float32) * tl.load(sin + at, mask=d < half, other=0.0)
+    turned_high = high.to(tl.float32) * tl.load(cos + half + at, mask=d < half, other=1.0)
+    turned_high += low.to(tl.float32) * tl.load(sin + half + at, mask=d < half, other=0.0)
+    low = tl.where(turns, turned_low.to(low.dtype), low)
+    high = tl.where(turns, turned_high.to(high.dtype), high)
+    tl.store(place + d, low, mask=mask & turns)
+    tl.store(place + half + d, high, mask=mask & turns)
+    entry = cache + (tl.load(write_to + token) * 2 * kv_heads + head - heads) * head_dim
+    kept = exists & (head >= heads)
+    tl.store(entry + d, low, mask=mask & kept)
+    tl.store(entry + half + d, high, mask=mask & kept)
+    if rotary < head_dim:
+        r = rotary + tl.arange(0, REST)[None, :]
+        rest = tl.load(place + r, mask=exists & (r < head_dim), other=0.0)
+        tl.store(entry + r, rest, mask=kept & (r < head_dim))
 
 
 def rotate_and_store(
@@ -160,9 +180,13 @@ def rotate_and_store(
     kv_heads: int,
     norms: HeadNorms | None = None,
 ) -> None:
+    """Norms reach over the rotated dimensions only, which in the models that have them are all."""
     tokens, all_heads, head_dim = qkv.shape
+    rotary = cos.shape[-1]
+    assert norms is None or rotary == head_dim
     query_norm, key_norm, eps = norms or (None, None, 0.0)
-    _rotate_and_store[(tokens, all_heads)](
-        qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, head_dim, cos.shape[-1], eps,
-        NORMED=norms is not None, BLOCK=triton.next_power_of_2(head_dim), num_warps=1, launch_pdl=True,
+    _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
+        qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim, rotary,
+        NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE, HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
+        launch_pdl=True,
     )  # fmt: skip
