@@ -32,6 +32,7 @@ from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
 from phalanx.kernels.moe import fused_experts, fused_experts_torch, route, route_torch
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised, add_rms_norm_torch
 from phalanx.kernels.rotary import HeadNorms, norm_heads, rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.sampling import likeliest
 
 pytestmark = [
     pytest.mark.cuda,
@@ -174,17 +175,6 @@ def test_prefill_attention(
     close(paged_attention(qkv, heads, cache, fast, masks, window, head_dim**-0.5), wanted)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 17, 33, 64])
-@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1, 3), (70, 5000), (1030, 96), (6144, 1024)])
-def test_products_of_few_rows(rows: int, outputs: int, inputs: int) -> None:
-    product = Gemm(randn(outputs, inputs, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16))
-    x = randn(rows, inputs, dtype=torch.bfloat16)
-    assert product.bias is not None
-    wanted = F.linear(x.double(), product.weight.double(), product.bias.double())
-    for _ in range(3):
-        close(product(x), wanted)
-
-
 def close_quantised(found: Quantised, wanted: Tensor) -> None:
     """The same scales, and values that differ at most where rounding may go either way."""
     reference = quantise_torch(wanted)
@@ -218,11 +208,21 @@ def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
     """Whole tiles, tiles cut short where projections are stacked, and shares of 57 tiles."""
     weight, bias = fp8_weight(parts, inputs), randn(sum(parts), dtype=torch.bfloat16)
     x = randn(rows, inputs, dtype=torch.bfloat16)
-    wanted = fp8_product_torch(quantise(x), weight, bias.double(), torch.float64)
+    wanted = fp8_product_torch(quantise(x), weight, None, torch.float64)
     for _ in range(3):
-        close(Fp8Gemm(weight, bias, torch.bfloat16)(x), wanted)
+        close(Fp8Gemm(weight, None, torch.bfloat16)(x), wanted)
+        close(Fp8Gemm(weight, bias, torch.bfloat16)(x), wanted + bias.double())
     exact = F.linear(x.double(), weight.dequantised(torch.float64))
     close(Fp8Gemm(weight, None, torch.float32)(x.float()), exact)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 128256), (3, 5), (200, 4097), (7, 8192)])
+def test_likeliest(rows: int, width: int, dtype: torch.dtype) -> None:
+    """In half precision scores are often equal: the first one is taken."""
+    scores = randn(rows, width, dtype=dtype)
+    wanted = [row.index(max(row)) for row in scores.tolist()]
+    assert likeliest(scores).tolist() == wanted
 
 
 @DTYPES

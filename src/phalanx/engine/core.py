@@ -41,6 +41,8 @@ class Engine:
         self._check_ids("logit_bias", list(params.logit_bias))
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab:
+            return
         for index, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab:
                 raise RequestError(

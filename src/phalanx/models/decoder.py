@@ -98,6 +98,10 @@ class Decoder:
             x, residual = layer(x, residual, cos, sin, batch, masks)
         return x if residual is None else residual.add_(x)
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
+        return self.head(self.norm(hidden))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, in float32, the same bits on every rank."""
-        return self.head(self.norm(hidden)).to(torch.float32)
+        """The same in float32."""
+        return self.scores(hidden).to(torch.float32)

@@ -53,10 +53,10 @@ class TorchRunner:
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> tuple[Sampled, list[SamplingRow]]:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
-        logits, likeliest = graphs.run(plan)
+        scores, likeliest = graphs.run(plan)
         if all(row.wants_the_likeliest for row in rows):
             return Sampled(likeliest, None), rows
-        return self._sample(logits, rows), rows
+        return self._sample(scores.float(), rows), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows = []

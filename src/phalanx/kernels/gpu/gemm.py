@@ -17,29 +17,30 @@ from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
-PROGRAMS = 264
-"""Two for each multiprocessor of a large GPU: products with fewer tiles are split over their inputs."""
-
 COUNTERS = 4096
 
 
 class Tile(NamedTuple):
-    """What one program computes, how much of the inputs it takes at once, and how it is run."""
+    """What one program computes, how much of the inputs it takes at once, and how it is run.
+
+    Products with fewer tiles than `programs` are split over their inputs.
+    """
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    programs: int = 1
 
 
 LIBRARY_ROWS = 65
 """Rows from which the library's FP8 product is the faster one."""
 
 FP8_TILES = {
-    16: Tile(16, 64, 128, 4, 4),
-    32: Tile(32, 64, 128, 4, 4),
-    64: Tile(64, 64, 128, 4, 5),
+    16: Tile(16, 64, 128, 4, 6, 396),
+    32: Tile(32, 64, 128, 4, 6, 396),
+    64: Tile(64, 64, 128, 4, 5, 264),
 }
 
 
@@ -167,7 +168,7 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
     out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    splits = max(1, min(PROGRAMS // tiles, triton.cdiv(inputs, 4 * tile.inputs)))
+    splits = max(1, min(tile.programs // tiles, triton.cdiv(inputs, 4 * tile.inputs)))
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
     _product[(tiles, splits)](
         x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
@@ -182,13 +183,15 @@ def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: tor
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % GROUP == 0
     if rows >= LIBRARY_ROWS and in_tiles and bias is None and dtype == torch.bfloat16:
-        return F.scaled_mm(
-            x.values,
-            weight.values.t(),
-            x.scales,
-            F.ScalingType.BlockWise1x128,
-            weight.scales.t(),
-            F.ScalingType.BlockWise128x128,
-            output_dtype=dtype,
-        )
+        return _library_product(x, weight)
     return run_tiles(x, weight, bias, dtype, pick_tile(FP8_TILES, rows))
+
+
+def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:
+    """The library wants rows in fours."""
+    (values, scales), rows = x, x.values.shape[0]
+    if rows % 4:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, -rows % 4)).view(values.dtype)
+        scales = F.pad(scales.t(), (0, -rows % 4)).t()
+    by_rows, by_tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(values, weight.values.t(), scales, by_rows, weight.scales.t(), by_tiles)[:rows]

@@ -14,11 +14,11 @@ from phalanx.kernels.fp8 import Fp8Weight, Quantised
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import quantise, silu_and_mul
 
-CHUNK = 128
+CHUNK = 64
 """Pairs of token and expert that one program of the counting sort places."""
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
-FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 64: Tile(64, 128, 128, 4, 3)}
+FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 128: Tile(128, 64, 128, 4, 4)}
 
 
 @triton.jit
@@ -76,23 +76,23 @@ def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
 def _place(
-    chosen, counts, order, owner, pairs, experts, chunks, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS_AT_ONCE: tl.constexpr,
+    chosen, counts, ends, order, owner, pairs, experts, chunks, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write each pair of one chunk where its expert's rows lie; every expert's rows begin with a tile of their own."""
+    """Write each pair of one chunk where its expert's rows lie; every expert's rows begin with a tile of their own.
+
+    `ends` holds, after each chunk, how many pairs each expert has so far.
+    """
     cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     expert, lane = tl.arange(0, BLOCK), tl.arange(0, CHUNK)
     at = chunk * CHUNK + lane
     cuda.gdc_wait()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
-    total, before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for first in range(0, chunks, CHUNKS_AT_ONCE):
-        other = (first + tl.arange(0, CHUNKS_AT_ONCE))[:, None]
-        there = (other < chunks) & (expert < experts)[None, :]
-        count = tl.load(counts + other * experts + expert[None, :], mask=there, other=0)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where(other < chunk, count, 0), 0)
+    mask = expert < experts
+    total = tl.load(ends + (chunks - 1) * experts + expert, mask=mask, other=0)
+    before = tl.load(ends + chunk * experts + expert, mask=mask, other=0)
+    before -= tl.load(counts + chunk * experts + expert, mask=mask, other=0)
     tiles_needed = (total + TILE - 1) // TILE
     end = tl.cumsum(tiles_needed, 0)
     start = (end - tiles_needed) * TILE + before
@@ -129,9 +129,10 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=chosen.device)
     block = triton.next_power_of_2(experts)
     _count[(chunks,)](chosen, counts, pairs, experts, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
+    ends = counts if chunks == 1 else counts.cumsum(0, dtype=torch.int32)
     _place[(chunks,)](
-        chosen, counts, order, owner, pairs, experts, chunks, tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK,
-        CHUNKS_AT_ONCE=16, num_warps=8, launch_pdl=True,
+        chosen, counts, ends, order, owner, pairs, experts, chunks, tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK,
+        launch_pdl=True,
     )  # fmt: skip
     return order, owner
 

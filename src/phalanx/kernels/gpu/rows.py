@@ -13,6 +13,7 @@ from phalanx.kernels.rotary import HeadNorms
 
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE = 8
+SCORES_AT_ONCE = 4096
 
 
 @triton.jit
@@ -135,12 +136,16 @@ def _rotate_and_store(
     mask = exists & (d < half)
     place = qkv + (token * (heads + 2 * kv_heads) + head) * head_dim
     cuda.gdc_wait()
+    slot = tl.load(write_to + token)
+    at, known = token * rotary + d, d < half
+    low_cos, high_cos = tl.load(cos + at, mask=known, other=1.0), tl.load(cos + half + at, mask=known, other=1.0)
+    low_sin, high_sin = tl.load(sin + at, mask=known, other=0.0), tl.load(sin + half + at, mask=known, other=0.0)
     low = tl.load(place + d, mask=mask, other=0.0)
     high = tl.load(place + half + d, mask=mask, other=0.0)
     if NORMED:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         shrink = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 1) / head_dim + eps)[:, None]
-        is_query, known = head < heads, d < half
+        is_query = head < heads
         low_weight = tl.where(
             is_query, tl.load(query_norm + d, mask=known, other=0.0), tl.load(key_norm + d, mask=known, other=0.0)
         )
@@ -151,16 +156,13 @@ def _rotate_and_store(
         )
         low = tl.where(turns, low_weight * (wide_low * shrink).to(low.dtype), low)
         high = tl.where(turns, high_weight * (wide_high * shrink).to(high.dtype), high)
-    at = token * rotary + d
-    turned_low = low.to(tl.float32) * tl.load(cos + at, mask=d < half, other=1.0)
-    turned_low += high.to(tl.float32) * tl.load(sin + at, mask=d < half, other=0.0)
-    turned_high = high.to(tl.float32) * tl.load(cos + half + at, mask=d < half, other=1.0)
-    turned_high += low.to(tl.float32) * tl.load(sin + half + at, mask=d < half, other=0.0)
+    turned_low = low.to(tl.float32) * low_cos + high.to(tl.float32) * low_sin
+    turned_high = high.to(tl.float32) * high_cos + low.to(tl.float32) * high_sin
     low = tl.where(turns, turned_low.to(low.dtype), low)
     high = tl.where(turns, turned_high.to(high.dtype), high)
     tl.store(place + d, low, mask=mask & turns)
     tl.store(place + half + d, high, mask=mask & turns)
-    entry = cache + (tl.load(write_to + token) * 2 * kv_heads + head - heads) * head_dim
+    entry = cache + (slot * 2 * kv_heads + head - heads) * head_dim
     kept = exists & (head >= heads)
     tl.store(entry + d, low, mask=mask & kept)
     tl.store(entry + half + d, high, mask=mask & kept)
@@ -187,6 +189,41 @@ def rotate_and_store(
     query_norm, key_norm, eps = norms or (None, None, 0.0)
     _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim, rotary,
-        NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE, HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
-        launch_pdl=True,
+        NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE, HALF=triton.next_power_of_2(rotary // 2),
+        REST=triton.next_power_of_2(max(head_dim - rotary, 1)), launch_pdl=True,
     )  # fmt: skip
+
+
+@triton.jit
+def _best_of_stretch(scores, best, where, width, stretches, BLOCK: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = stretch * BLOCK + tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    value = tl.load(scores + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    top = tl.max(value, 0)
+    tl.store(best + row * stretches + stretch, top)
+    tl.store(where + row * stretches + stretch, tl.min(tl.where(value == top, column, width), 0))
+
+
+@triton.jit
+def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    row, stretch = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
+    column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
+    tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), column, width), 0).to(tl.int64))
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Two steps, so that one row keeps the whole GPU busy."""
+    rows, width = scores.shape
+    stretches = triton.cdiv(width, SCORES_AT_ONCE)
+    best = torch.empty(rows, stretches, dtype=torch.float32, device=scores.device)
+    where = torch.empty(rows, stretches, dtype=torch.int32, device=scores.device)
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    _best_of_stretch[(rows, stretches)](scores, best, where, width, stretches, BLOCK=SCORES_AT_ONCE, launch_pdl=True)
+    block = triton.next_power_of_2(stretches)
+    _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=True)
+    return out
