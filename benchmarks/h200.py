@@ -181,7 +181,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             continue
         key = "out_tok_s" if line["case"] == MIX else "tpot_ms"
         same = [peer for peer in peers if (peer["model"], peer.get("case")) == (line["model"], line["case"])]
-        real = [peer for peer in same if "weights" in peer] or same
+        real = [peer for peer in same if "weights" in peer and line["case"] != MIX] or same
         best = (max if key == "out_tok_s" else min)((peer[key] for peer in real), default=None)
         goal = GOALS.get((line["model"], line["case"]), "")
         unit = "tok/s" if key == "out_tok_s" else "ms"

@@ -18,7 +18,6 @@ VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
 COUNTERS = 4096
-CACHE_LINE = 128
 
 
 class Tile(NamedTuple):
@@ -57,31 +56,14 @@ def counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def prefetch(addresses):
-    """Ask for the cache lines at these addresses, so that they come while something else is waited for."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [addresses.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _matrix_vector(
-    x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
-    """The weight is nobody's result: its first lines are asked for before the kernel ahead has ended."""
+    x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     start_of_row = weight + row[:, None].to(tl.int64) * inputs
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    first = tl.minimum(row, outputs - 1)[:, None].to(tl.int64) * inputs
-    prefetch(weight + first + tl.minimum(tl.arange(0, BLOCK // LINE) * LINE, inputs - 1)[None, :])
     cuda.gdc_wait()
     for start in range(0, inputs, BLOCK):
         inside = start + column < inputs
@@ -98,10 +80,9 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear for one row: the weight streams through once, nearer to memory speed than the library's product."""
     (outputs, inputs), (rows, block) = weight.shape, VECTOR_TILE
     out = x.new_empty(1, outputs)
-    line = CACHE_LINE // weight.element_size()
-    block = max(line, min(block, triton.next_power_of_2(inputs)))
+    block = min(block, triton.next_power_of_2(inputs))
     _matrix_vector[(triton.cdiv(outputs, rows),)](
-        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, line, launch_pdl=True
+        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=True
     )
     return out
 
@@ -155,8 +136,6 @@ def _product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
     first = split * share
-    line = tl.minimum(first + tl.arange(0, 4) * 128, inputs - 1)
-    prefetch(weight + tl.minimum(output, outputs - 1)[:, None].to(tl.int64) * inputs + line[None, :])
     cuda.gdc_wait()
     acc = tile_product(
         x, x_scales, row, row < rows, rows, weight, scales, 0, output, outputs, inputs, first,
