@@ -172,26 +172,65 @@ def run_models(models: list[str], cases: list[str] | None, output: Path) -> list
     return lines
 
 
+def best_peer(line: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's best line for the same case, with weights from a checkpoint where there is one.
+
+    Not so for the mix: one of its lines with a checkpoint was a first run.
+    """
+    peers = [json.loads(peer) for peer in PEER.read_text().splitlines()]
+    same = [peer for peer in peers if (peer["model"], peer.get("case")) == (line["model"], line["case"])]
+    real = [peer for peer in same if "weights" in peer and line["case"] != MIX] or same
+    return max(real, key=lambda peer: peer["out_tok_s"], default={})
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """Phalanx beside vLLM and the goal, as Markdown."""
-    peers = [json.loads(line) for line in PEER.read_text().splitlines()]
     rows = ["| model, case | Phalanx | of the limit | vLLM 0.24 | goal |", "|---|---|---|---|---|"]
     for line in lines:
         if "case" not in line:
             continue
-        key = "out_tok_s" if line["case"] == MIX else "tpot_ms"
-        same = [peer for peer in peers if (peer["model"], peer.get("case")) == (line["model"], line["case"])]
-        real = [peer for peer in same if "weights" in peer and line["case"] != MIX] or same
-        best = (max if key == "out_tok_s" else min)((peer[key] for peer in real), default=None)
+        key, peer = "out_tok_s" if line["case"] == MIX else "tpot_ms", best_peer(line)
         goal = GOALS.get((line["model"], line["case"]), "")
         unit = "tok/s" if key == "out_tok_s" else "ms"
         share = f"{line['decode_share']:.0%}" if "decode_share" in line else ""
-        rows.append(f"| {line['model']}, {line['case']} | {line[key]:,} {unit} | {share} | {best} | {goal} |")
+        rows.append(f"| {line['model']}, {line['case']} | {line[key]:,} {unit} | {share} | {peer.get(key)} | {goal} |")
         if "prefill_tok_s" in line:
-            prefill = max(peer["prefill_tok_s"] for peer in real) if real else None
             of_limit = f"{line['prefill_share']:.0%}"
-            rows.append(f"| &nbsp; prefill | {line['prefill_tok_s']:,.0f} tok/s | {of_limit} | {prefill} | |")
+            rows.append(
+                f"| &nbsp; prefill | {line['prefill_tok_s']:,.0f} tok/s | {of_limit} | {peer.get('prefill_tok_s')} | |"
+            )
     return "\n".join(rows)
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """TPOT of Phalanx and vLLM beside the machine's limit, a panel for each batch size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = ALL[:3]
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.4), constrained_layout=True)
+    for axis, name in zip(axes, names, strict=True):
+        rows = [line for line in lines if line.get("case") == name]
+        bars = {
+            "Phalanx": [line["tpot_ms"] for line in rows],
+            "vLLM 0.24": [best_peer(line)["tpot_ms"] for line in rows],
+            "limit": [line["tpot_ms"] * line["decode_share"] for line in rows],
+        }
+        for offset, (label, colour) in enumerate(zip(bars, ("#c2410c", "#64748b", "#cbd5e1"), strict=True)):
+            places = [index + (offset - 1) * 0.27 for index in range(len(rows))]
+            axis.bar_label(axis.bar(places, bars[label], 0.25, label=label, color=colour), fmt="%.2g", fontsize=7)
+        short = [
+            line["model"].replace("llama-", "").replace("qwen3-", "").replace("-tp4-shard", "\nTP4") for line in rows
+        ]
+        axis.set_xticks(range(len(rows)), [label.replace("-fp8", "\nFP8") for label in short], fontsize=8)
+        axis.set_title(name)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("ms a token")
+    axes[0].legend(frameon=False)
+    figure.suptitle("Decode on one H200, random weights")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -199,11 +238,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(CASES))
     parser.add_argument("--cases", nargs="*", default=None)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "h200.jsonl")
+    parser.add_argument("--plot", type=Path, help="draw what --output holds, and measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         measure(options.child, options.cases or [], options.began)
+    elif options.plot:
+        plot([json.loads(line) for line in options.output.read_text().splitlines()], options.plot)
     else:
         print(table(run_models(options.models, options.cases, options.output)))
 

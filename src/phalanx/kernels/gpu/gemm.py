@@ -151,12 +151,8 @@ def _product(
         if last:
             acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for part in range(splits):
-                acc += tl.load(
-                    partial + tl.cast(part, tl.int64) * rows * outputs + place,
-                    mask=mask,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
+                theirs = partial + tl.cast(part, tl.int64) * rows * outputs + place
+                acc += tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counter + tile, 0)
     if last:
         if HAS_BIAS:
@@ -168,7 +164,9 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
     out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    splits = max(1, min(tile.programs // tiles, triton.cdiv(inputs, 4 * tile.inputs)))
+    rounds = triton.cdiv(inputs, tile.inputs)
+    splits = max(1, min(tile.programs // tiles, triton.cdiv(rounds, 4)))
+    splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
     _product[(tiles, splits)](
         x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
