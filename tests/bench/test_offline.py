@@ -57,6 +57,16 @@ def test_of_the_experts_only_those_in_use_are_read() -> None:
     assert many - one == pytest.approx(experts / 2 + 199 * cached_for_one)
 
 
+def test_weights_held_in_fp8_are_read_as_such() -> None:
+    """The linear layers a byte an element and 4 for each tile, the norms and the head two bytes."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama", "head_dim": 2} | quantised)
+    case = Case.parse("1x2x2")
+    wide, _ = Work(spec, element=2, devices=1).of_decode_step(case)
+    narrow, _ = Work(spec, element=2, devices=1, fp8=True).of_decode_step(case)
+    assert wide - narrow == 2 * (64 + 32 + 32 + 64 + 3 * 128) - 2 * 7 * 4
+
+
 def test_the_limit_is_whichever_takes_longer() -> None:
     ceilings = Ceilings("a machine", bytes_per_s=10.0, flops_per_s=100.0)
     assert ceilings.seconds(20, 100) == 2.0

@@ -7,11 +7,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
-from phalanx.kernels.attention import AttentionBatch, DecodeRows, Masks, decode_attention, decode_attention_torch
-from phalanx.kernels.gemm import Gemm
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
-from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised, silu_and_mul_torch
+from phalanx.kernels.attention import (
+    AttentionBatch,
+    DecodeRows,
+    Masks,
+    PrefillRow,
+    PrefillTiles,
+    decode_attention,
+    decode_attention_torch,
+    paged_attention,
+    tile_prompt,
+)
+from phalanx.kernels.fp8 import (
+    Fp8Weight,
+    Quantised,
+    dequantise,
+    quantise,
+    quantise_blocks,
+    quantise_torch,
+    row_block_of,
+)
+from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
+from phalanx.kernels.moe import fused_experts, fused_experts_torch, route, route_torch
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised, add_rms_norm_torch
+from phalanx.kernels.rotary import HeadNorms, norm_heads, rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.sampling import likeliest
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,10 +47,10 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
     assert not found.isnan().any()
     error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
-    assert error < TOLERANCE[found.dtype], float(error)
+    assert error < (tolerance or TOLERANCE[found.dtype]), float(error)
 
 
 @DTYPES
@@ -70,6 +91,22 @@ def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int,
 
 
 @DTYPES
+def test_heads_are_normed_before_they_are_rotated(dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = 6, 2, 128
+    qkv = randn(5, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    cos, sin = randn(5, 1, head_dim, dtype=dtype), randn(5, 1, head_dim, dtype=dtype)
+    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6)
+    write_to = torch.tensor([3, 0, 17, 9, 23], device="cuda")
+    cache = torch.zeros(6, 4, 2, kv_heads, head_dim, dtype=dtype, device="cuda")
+    twin, other = qkv.double().cpu(), cache.double().cpu()
+    norm_heads(twin, heads, kv_heads, HeadNorms(norms.query.double().cpu(), norms.key.double().cpu(), 1e-6))
+    rotate_and_store_torch(twin, cos.double().cpu(), sin.double().cpu(), write_to.cpu(), other, heads, kv_heads)
+    rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms)
+    close(qkv, twin.cuda())
+    close(cache, other.cuda())
+
+
+@DTYPES
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 36), (32, 8, 128), (6, 6, 18)])
 def test_decode_attention(heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
@@ -93,6 +130,149 @@ def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x = randn(1, inputs, dtype=dtype)
     assert product.bias is not None
     close(product(x), F.linear(x.double(), product.weight.double(), product.bias.double()))
+
+
+@pytest.mark.parametrize("rows", [64, 96, 128])
+def test_decode_attention_of_many_sequences(rows: int) -> None:
+    """As many programs as fill the GPU, so that a sequence is split into few stretches or none."""
+    heads, kv_heads, head_dim, width = 32, 8, 128, 80
+    positions = torch.randint(0, width * 16, (rows,), device="cuda")
+    cache = randn(rows * width + 3, 16, 2, kv_heads, head_dim, dtype=torch.bfloat16)
+    table = torch.randperm(len(cache), device="cuda")[: rows * width].view(rows, width)
+    qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+    decode = DecodeRows(table, positions)
+    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float32)
+    out = torch.full((rows, heads, head_dim), float("nan"), dtype=torch.bfloat16, device="cuda")
+    decode_attention(qkv[:, :heads], cache, decode, masks, None, 0.1, out)
+    close(out, decode_attention_torch(qkv[:, :heads].float(), cache.float(), decode, masks.decode(None), 0.1))
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(8, 2, 128, 16), (9, 3, 64, 8), (4, 1, 36, 16)])
+def test_prefill_attention(
+    heads: int, kv_heads: int, head_dim: int, page: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Prompts from their start, chunks of longer ones, and one that ends a tile early, in one call."""
+    spans = [(0, 300), (70, 130), (513, 128), (0, 2), (31, 129)]
+    width, tokens = 700 // page + 1, sum(count for _, count in spans)
+    cache = randn(len(spans) * width + 3, page, 2, kv_heads, head_dim, dtype=dtype)
+    tables = torch.randperm(len(cache), device="cuda")[: len(spans) * width].view(len(spans), width)
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    rows, tiles, first = [], [], 0
+    for sequence, (start, count) in enumerate(spans):
+        positions = torch.arange(start, start + count, device="cuda")
+        places = tables[sequence, positions // page] * page + positions % page
+        cache.flatten(0, 1)[places] = qkv[first : first + count, heads:].unflatten(1, (2, kv_heads))
+        rows.append(PrefillRow(first, count, start, tables[sequence, : -(-(start + count) // page)]))
+        tiles += tile_prompt(sequence, first, count, start)
+        first += count
+    cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"))
+    fast = AttentionBatch(tables, None, [], cut)
+    plain = AttentionBatch(tables, None, rows)
+    masks = Masks(plain, page, torch.float64)
+    wanted = paged_attention(qkv.double(), heads, cache.double(), plain, masks, window, head_dim**-0.5)
+    close(paged_attention(qkv, heads, cache, fast, masks, window, head_dim**-0.5), wanted)
+
+
+def close_quantised(found: Quantised, wanted: Tensor) -> None:
+    """The same scales, and values that differ at most where rounding may go either way."""
+    reference = quantise_torch(wanted)
+    close(found.scales.bfloat16(), reference.scales)
+    values = dequantise(found.values, found.scales, 1, torch.bfloat16)
+    close(values, dequantise(reference.values, reference.scales, 1, torch.float32))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (3, 5), (300, 1000), (7, 77), (9, 2048)])
+def test_quantised_rows(rows: int, width: int) -> None:
+    x, residual, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((rows, width), (rows, width), (width,)))
+    close_quantised(quantise(x), x)
+    total, gate_up = x + residual, randn(rows, 2 * width, dtype=torch.bfloat16)
+    close_quantised(add_rms_norm_quantised(x, residual, weight, 1e-5), add_rms_norm_torch(total, None, weight, 1e-5))
+    close(residual, total)
+    close_quantised(silu_and_mul_quantised(gate_up), silu_and_mul_torch(gate_up.clone()))
+
+
+def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
+    weight = Fp8Weight.empty(sum(parts), inputs, row_block=row_block_of(parts), device=torch.device("cuda"))
+    for part, rows in zip(weight.split(parts), parts, strict=True):
+        part.fill(*quantise_blocks(torch.randn(rows, inputs, device="cuda")))
+    return weight
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 50, 64, 100, 130, 600])
+@pytest.mark.parametrize(
+    ("parts", "inputs"), [([512, 128, 128], 4096), ([600, 600], 200), ([57 * 128], 1024), ([3], 5), ([2048], 768)]
+)
+def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
+    """Whole tiles, tiles cut short where projections are stacked, and shares of 57 tiles."""
+    weight, bias = fp8_weight(parts, inputs), randn(sum(parts), dtype=torch.bfloat16)
+    x = randn(rows, inputs, dtype=torch.bfloat16)
+    wanted = fp8_product_torch(quantise(x), weight, None, torch.float64)
+    for _ in range(3):
+        close(Fp8Gemm(weight, None, torch.bfloat16)(x), wanted)
+        close(Fp8Gemm(weight, bias, torch.bfloat16)(x), wanted + bias.double())
+    exact = F.linear(x.double(), weight.dequantised(torch.float64))
+    close(Fp8Gemm(weight, None, torch.float32)(x.float()), exact)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 128256), (3, 5), (200, 4097), (7, 8192)])
+def test_likeliest(rows: int, width: int, dtype: torch.dtype) -> None:
+    """In half precision scores are often equal: the first one is taken."""
+    scores = randn(rows, width, dtype=dtype)
+    wanted = [row.index(max(row)) for row in scores.tolist()]
+    assert likeliest(scores).tolist() == wanted
+
+
+@DTYPES
+@pytest.mark.parametrize(("experts", "top"), [(128, 8), (4, 2), (60, 4), (5, 1)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route(experts: int, top: int, renormalise: bool, dtype: torch.dtype) -> None:
+    logits = torch.stack([torch.randperm(experts, device="cuda") for _ in range(33)]).to(dtype) / experts * 4
+    weights, chosen = route(logits, top, renormalise)
+    wanted, best = route_torch(logits.double(), top, renormalise)
+    assert chosen.tolist() == best.tolist()
+    close(weights, wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 2, 7, 33, 128, 700])
+@pytest.mark.parametrize(
+    ("experts", "top", "hidden", "inner"), [(16, 4, 256, 128), (5, 2, 144, 48), (128, 8, 128, 256)]
+)
+def test_fused_experts(rows: int, experts: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    x = randn(rows, hidden, dtype=dtype)
+    gate_up, down = randn(experts, 2 * inner, hidden, dtype=dtype) / 8, randn(experts, hidden, inner, dtype=dtype) / 8
+    weights, chosen = route(randn(rows, experts, dtype=dtype), top, renormalise=True)
+    wanted = fused_experts_torch(x.double(), gate_up.double(), down.double(), weights.double(), chosen.long())
+    close(fused_experts(x, gate_up, down, weights, chosen), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 33, 128, 700])
+@pytest.mark.parametrize(
+    ("experts", "top", "hidden", "inner"), [(16, 4, 256, 128), (5, 2, 144, 48), (128, 8, 128, 256)]
+)
+def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, inner: int) -> None:
+    """By the definition: experts one after the other, each product in FP8.
+
+    What lies between the products is rounded to FP8: where it rounds the other way, it moves by a whole step.
+    """
+    device = torch.device("cuda")
+    gate_up = Fp8Weight.empty(experts, 2 * inner, hidden, row_block=row_block_of([inner, inner]), device=device)
+    down = Fp8Weight.empty(experts, hidden, inner, row_block=128, device=device)
+    for expert in range(experts):
+        for part in gate_up[expert].split([inner, inner]):
+            part.fill(*quantise_blocks(torch.randn(inner, hidden, device="cuda") / 8))
+        down[expert].fill(*quantise_blocks(torch.randn(hidden, inner, device="cuda") / 8))
+    x = randn(rows, hidden, dtype=torch.bfloat16)
+    weights, chosen = route(randn(rows, experts, dtype=torch.bfloat16), top, renormalise=True)
+    wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
+    for expert in range(experts):
+        entered = fp8_product_torch(quantise(x), gate_up[expert], None, torch.float64).bfloat16()
+        left = fp8_product_torch(silu_and_mul_quantised(entered), down[expert], None, torch.float64)
+        wanted += left * (weights * (chosen == expert)).sum(-1, keepdim=True)
+    close(fused_experts(x, gate_up, down, weights, chosen), wanted, tolerance=3e-2)
 
 
 def test_a_cache_of_more_than_two_billion_elements() -> None:

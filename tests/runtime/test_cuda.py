@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
+from phalanx.kernels.fp8 import quantise_blocks
+from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
+from tests.weights.conftest import COMMON, Config, save_folder
 
 pytestmark = [
     pytest.mark.cuda,
@@ -41,3 +46,53 @@ def test_many_sequences_of_many_lengths_run_in_padded_graphs(reference: Referenc
         answers = llm.generate(reference.prompts * 2, greedy + [noise] * len(reference.prompts))
     for answer, wanted, length in zip(answers, reference.continuations, lengths, strict=False):
         assert answer.token_ids == wanted[:length]
+
+
+FP8: Config = COMMON | {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+EXPERTS: Config = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 200, "norm_topk_prob": True}
+FAMILIES = {"llama": {"model_type": "llama"}, "qwen3_moe": {"model_type": "qwen3_moe"} | EXPERTS}
+
+
+@pytest.fixture(params=FAMILIES)
+def fp8_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tiny checkpoint with its linear layers in block FP8, one dimension ending within a tile."""
+    config = FP8 | FAMILIES[request.param]
+    random = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, tensor in ModelSpec.from_config(config).tensors.items():
+        values = torch.randn(tensor.shape, generator=random) * 0.15 + (1 if len(tensor.shape) == 1 else 0)
+        if tensor.is_linear:
+            values, tensors[f"{name}_scale_inv"] = quantise_blocks(values)
+        tensors[name] = values.contiguous()
+    return save_folder(tmp_path, config, tensors)
+
+
+def test_fp8_weights_on_a_gpu_give_the_tokens_of_the_cpu(fp8_checkpoint: Path) -> None:
+    prompts = [[7], [3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    tokens = []
+    for device in ("cpu", "cuda"):
+        with LLM(fp8_checkpoint, progress=False, device=device, dtype="fp32", **TIGHT) as llm:
+            tokens.append([answer.token_ids for answer in llm.generate(prompts, greedy)])
+    assert tokens[0] == tokens[1]
+
+
+def test_fp8_activations_stay_close_to_the_wide_ones(fp8_checkpoint: Path) -> None:
+    """In half precision activations are FP8 too: probabilities move, by more where another expert is chosen for it."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    prompts = [[3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
+    found = []
+    for dtype in ("fp32", "bf16"):
+        with LLM(fp8_checkpoint, progress=False, device="cuda", dtype=dtype, **TIGHT) as llm:
+            answers = llm.generate(prompts, params)
+            found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
+    assert found[1] == pytest.approx(found[0], abs=1.0)

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.fabric.group import GlooGroup
+from phalanx.kernels.fp8 import Fp8Weight
+from phalanx.layers.place import Place
+from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import dequantise_blocks, load_weights
@@ -91,6 +95,37 @@ def test_every_rank_dequantises_its_part_bit_for_bit(tmp_path: Path, name: str, 
             assert torch.equal(part, meant[part_name][slices]), part_name
             covered[part_name] += part.numel()
     assert all(covered[part_name] >= values.numel() for part_name, values in meant.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rank_may_keep_its_part_in_fp8(tmp_path: Path, name: str, size: int) -> None:
+    """Values and scales as they are stored, also where a projection ends within a tile and the next one follows."""
+    spec = ModelSpec.from_config(CONFIGS[name])
+    stored, meant = quantise(spec)
+    reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
+    for rank in range(size):
+        layout = Layout(spec, size)
+        model = Decoder(Place(layout, GlooGroup(rank, size), torch.float32, torch.device("cpu"), fp8=True))
+        load_weights(model, reader, lambda done, total: None)
+        for part_name, part in model.parts():
+            assert isinstance(part, Fp8Weight) == spec.tensors[part_name].is_linear
+            wide = part.dequantised(torch.float32) if isinstance(part, Fp8Weight) else part
+            assert torch.equal(wide, meant[part_name][layout.slices(spec.tensors[part_name], rank)]), part_name
+
+
+def test_what_is_stored_wider_is_brought_to_fp8(tmp_path: Path) -> None:
+    """Random weights are, and so is a module that the conversion left out."""
+    config = CONFIGS["five blocks"]
+    spec = ModelSpec.from_config(config)
+    reader = SafetensorsReader(save_folder(tmp_path, config, random_tensors(spec)))
+    model = Decoder(Place(Layout(spec, 1), GlooGroup(0, 1), torch.float32, torch.device("cpu"), fp8=True))
+    load_weights(model, reader, lambda done, total: None)
+    name = "model.layers.0.mlp.down_proj.weight"
+    part, wide = dict(model.parts())[name], random_tensors(spec)[name]
+    assert isinstance(part, Fp8Weight)
+    error = (part.dequantised(torch.float32) - wide).norm() / wide.norm()
+    assert 0.01 < error < 0.04
 
 
 @pytest.mark.parametrize("rows", [(0, 300), (0, 128), (128, 256), (256, 300), (100, 290), (127, 129)])

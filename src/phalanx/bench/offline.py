@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import start_engine
-from phalanx.spec import ModelSpec
+from phalanx.spec import ModelSpec, Tensor
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 
@@ -69,11 +70,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Work:
-    """The bytes and FLOPs one device must at least move: the model's, in elements of this many bytes, shared evenly."""
+    """The bytes and FLOPs one device must at least move: the model's, in elements of this many bytes, shared evenly.
+
+    With `fp8`, the weights that the checkpoint holds in block FP8 are read so.
+    """
 
     spec: ModelSpec
     element: int
     devices: int
+    fp8: bool = False
 
     def of_prefill(self, case: Case) -> tuple[float, float]:
         """Every prompt token passes all layers, but only the last one the head. Bytes do not count here."""
@@ -85,18 +90,24 @@ class Work:
         """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
         context = case.inputs + case.outputs // 2
         cached = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * case.batch * context
-        moved = (self._weights_read(case.batch) + cached) * self.element
+        moved = self._weight_bytes_read(case.batch) + cached * self.element
         return moved / self.devices, case.batch * self.spec.flops_per_token(context) / self.devices
 
-    def _weights_read(self, batch: int) -> float:
+    def _weight_bytes_read(self, batch: int) -> float:
         """Of the embedding only a few rows; of the experts those that at least one token is routed to, on average."""
         spec = self.spec
-        looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden
+        looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden * self.element
+        everything = sum(map(self._bytes_of, spec.tensors.values()))
         if spec.moe is None:
-            return spec.parameters - looked_up
-        routed = sum(tensor.elements for tensor in spec.tensors.values() if tensor.expert)
+            return everything - looked_up
+        routed = sum(self._bytes_of(tensor) for tensor in spec.tensors.values() if tensor.expert)
         missed = (1 - spec.moe.experts_per_token / spec.moe.experts) ** batch
-        return spec.parameters - looked_up - routed * missed
+        return everything - looked_up - routed * missed
+
+    def _bytes_of(self, tensor: Tensor) -> int:
+        if self.fp8 and self.spec.block_fp8 is not None and self.spec.is_quantised(tensor):
+            return self.spec.tensor_bytes(tensor, tensor.shape, "fp8")
+        return tensor.elements * self.element
 
 
 def run_cases(
@@ -119,7 +130,8 @@ def run_cases(
     dtype_used = pick_dtype(config, spec, device)
     with console.status("Measuring the machine"):
         ceilings = measure_ceilings(device, dtype_used)
-    work = Work(spec, dtype_used.itemsize, devices=tp if device.type == "cuda" else 1)
+    on_gpu = device.type == "cuda"
+    work = Work(spec, dtype_used.itemsize, devices=tp if on_gpu else 1, fp8=on_gpu)
     began = time.perf_counter()
     with console.status(f"Loading {model_name(path)}, TP={tp}"):
         engine = start_engine(config, path, progress=lambda done, total: None)
@@ -128,7 +140,7 @@ def run_cases(
         results = []
         for case in parsed:
             with console.status(f"Running {case}"):
-                results.append(_summarise(case, _time_case(engine, case, repeats), work, ceilings))
+                results.append(_summarise(case, time_case(engine, case, repeats), work, ceilings))
     finally:
         engine.close()
     console.print(_table(f"{model_name(path)}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
@@ -137,22 +149,24 @@ def run_cases(
     return results
 
 
-def _time_case(engine: Engine, case: Case, repeats: int) -> Timing:
+def time_case(engine: Engine, case: Case, repeats: int) -> Timing:
     """Fresh random prompts for every run, the same in each of the two lengths; the best run counts."""
-    _run(engine, case, outputs=2, seed=0)
+    requests = [(case.inputs, case.outputs)] * case.batch
+    first = [(case.inputs, 1)] * case.batch
+    time_requests(engine, [(case.inputs, 2)] * case.batch, seed=0)
     return Timing(
-        first=min(_run(engine, case, outputs=1, seed=run) for run in range(repeats)),
-        whole=min(_run(engine, case, outputs=case.outputs, seed=run) for run in range(repeats)),
+        first=min(time_requests(engine, first, seed=run) for run in range(repeats)),
+        whole=min(time_requests(engine, requests, seed=run) for run in range(repeats)),
     )
 
 
-def _run(engine: Engine, case: Case, outputs: int, seed: int) -> float:
+def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int) -> float:
+    """Seconds for greedy requests of these (input, output) lengths, all there from the start."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(engine.vocab) for _ in range(case.inputs)] for _ in range(case.batch)]
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs)
+    prompts = [[rng.randrange(engine.vocab) for _ in range(inputs)] for inputs, _ in lengths]
     start = time.perf_counter()
-    for prompt in prompts:
-        engine.add(prompt, params)
+    for prompt, (_, outputs) in zip(prompts, lengths, strict=True):
+        engine.add(prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs))
     while engine.has_work:
         engine.step()
     return time.perf_counter() - start

@@ -53,6 +53,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max
 
 
 def _check_ids(what: str, ids: Sequence[int], vocab: int) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
+        return
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise RequestError(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.fp8 import Quantised, quantise
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -13,13 +14,26 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if gate_up.is_cuda:
         from phalanx.kernels import gpu
 
-        return gpu.silu_and_mul(gate_up)
+        product = gpu.silu_and_mul(gate_up)
+        assert isinstance(product, Tensor)
+        return product
     if cpu.runs(gate_up) and gate_up.is_contiguous():
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         cpu.call("silu_and_mul", gate_up, out, rows, width)
         return out
     return silu_and_mul_torch(gate_up)
+
+
+def silu_and_mul_quantised(gate_up: Tensor) -> Quantised:
+    """The same, brought to FP8 on the way out."""
+    if gate_up.is_cuda:
+        from phalanx.kernels import gpu
+
+        product = gpu.silu_and_mul(gate_up, quantised=True)
+        assert isinstance(product, Quantised)
+        return product
+    return quantise(silu_and_mul(gate_up))
 
 
 def silu_and_mul_torch(gate_up: Tensor) -> Tensor:

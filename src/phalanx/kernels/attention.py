@@ -10,6 +10,9 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 
+PROMPT_TILE = 128
+"""Rows of one prompt that a GPU takes at once."""
+
 
 @dataclass(frozen=True)
 class DecodeRows:
@@ -30,12 +33,27 @@ class PrefillRow:
 
 
 @dataclass(frozen=True)
+class PrefillTiles:
+    """The same sequences for a GPU, cut into tiles of rows: each is its row of `tables`, first row, rows, position."""
+
+    tables: Tensor
+    tiles: Tensor
+
+
+def tile_prompt(sequence: int, first: int, count: int, start: int) -> list[tuple[int, int, int, int]]:
+    """The tiles of one sequence, the longest look-back first."""
+    offsets = reversed(range(0, count, PROMPT_TILE))
+    return [(sequence, first + at, min(PROMPT_TILE, count - at), start + at) for at in offsets]
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache."""
 
     write_to: Tensor
     decode: DecodeRows | None
     prefills: list[PrefillRow]
+    tiles: PrefillTiles | None = None
 
 
 class Masks:
@@ -90,6 +108,11 @@ def paged_attention(
     if batch.decode is not None:
         rows = batch.decode.positions.shape[0]
         decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows])
+    if batch.tiles is not None:
+        from phalanx.kernels import gpu
+
+        gpu.prefill_attention(qkv[:, :heads], cache, batch.tiles.tables, batch.tiles.tiles, window, scale, out)
+        return out
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, window)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise, quantise
 
 SKINNY = range(2, 17)
 """Rows for which the C kernel reads the weight faster than oneDNN and BLAS."""
@@ -15,9 +16,9 @@ SKINNY = range(2, 17)
 class Gemm:
     """y = x @ weight.T + bias.
 
-    On a GPU a single row has a kernel of its own. On a CPU it is the library's, which reads the plain weight at memory
-    speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which then
-    need not be rearranged at every call.
+    On a GPU a single row has a kernel of its own. On a CPU one row is the library's, which reads the plain weight at
+    memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which
+    then need not be rearranged at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -29,16 +30,54 @@ class Gemm:
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and self.weight.numel():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda and x.shape[0] == 1 and self.weight.numel():
-            from phalanx.kernels import gpu
+    takes_fp8 = False
 
-            return gpu.matrix_vector(x, self.weight, self.bias)
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        assert isinstance(x, Tensor)
+        if x.is_cuda and self.weight.numel():
+            return _on_gpu(x, self.weight, self.bias)
         if x.shape[0] in SKINNY and cpu.runs(x):
             return skinny_gemm(x, self.weight, self.bias)
         if self._packed is None or x.shape[0] == 1:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+
+def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from phalanx.kernels import gpu
+
+    return gpu.matrix_vector(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+
+
+class Fp8Gemm:
+    """y = x @ weight.T + bias with a block-FP8 weight.
+
+    For results in half precision x is brought to FP8 as well, if it does not come so; for float32 it is the weight that
+    is widened.
+    """
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.dtype = dtype
+        self.takes_fp8 = dtype != torch.float32 and weight.numel() > 0
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        if not self.takes_fp8:
+            assert isinstance(x, Tensor)
+            return F.linear(x, self.weight.dequantised(self.dtype), self.bias)
+        x = x if isinstance(x, Quantised) else quantise(x)
+        if x.values.is_cuda:
+            from phalanx.kernels import gpu
+
+            return gpu.fp8_product(x, self.weight, self.bias, self.dtype)
+        return fp8_product_torch(x, self.weight, self.bias, self.dtype)
+
+
+def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The definition: the product of what both stand for."""
+    widened = dequantise(x.values, x.scales, 1, torch.float32).to(dtype)
+    return F.linear(widened, weight.dequantised(dtype), bias)
 
 
 def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.fp8 import Quantised, quantise
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -14,12 +15,25 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     if x.is_cuda:
         from phalanx.kernels import gpu
 
-        return gpu.add_rms_norm(x, residual, weight, eps)
+        normed = gpu.add_rms_norm(x, residual, weight, eps)
+        assert isinstance(normed, Tensor)
+        return normed
     if cpu.runs(x) and x.is_contiguous():
         out = torch.empty_like(x)
         cpu.call("add_rms_norm", x, residual, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
         return out
     return add_rms_norm_torch(x, residual, weight, eps)
+
+
+def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
+    """The same, brought to FP8 on the way out."""
+    if x.is_cuda:
+        from phalanx.kernels import gpu
+
+        normed = gpu.add_rms_norm(x, residual, weight, eps, quantised=True)
+        assert isinstance(normed, Quantised)
+        return normed
+    return quantise(add_rms_norm(x, residual, weight, eps))
 
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.norm import add_rms_norm
 from phalanx.spec import Rope
 
 
@@ -54,10 +56,25 @@ def rotary_table(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+class HeadNorms(NamedTuple):
+    """The RMS norms that some models apply to each query and key head."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 def rotate_and_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, write_to: Tensor, cache: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    write_to: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate the query and key heads of qkv in place, then write keys and values to their places in the cache.
+    """Norm and rotate the query and key heads of qkv in place, then write keys and values to their places in the cache.
 
     qkv is [tokens, heads + 2 * kv_heads, head_dim], the cache [blocks, block_size, 2, kv_heads, head_dim]; `write_to`
     is each token's place in the flattened cache.
@@ -65,12 +82,22 @@ def rotate_and_store(
     if qkv.is_cuda:
         from phalanx.kernels import gpu
 
-        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads)
-    elif cpu.runs(qkv) and qkv.is_contiguous():
+        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms)
+        return
+    if norms is not None:
+        norm_heads(qkv, heads, kv_heads, norms)
+    if cpu.runs(qkv) and qkv.is_contiguous():
         tokens, _, head_dim = qkv.shape
         cpu.call("rotate_and_store", qkv, cos, sin, write_to, cache, tokens, heads, kv_heads, head_dim, cos.shape[-1])
     else:
         rotate_and_store_torch(qkv, cos, sin, write_to, cache, heads, kv_heads)
+
+
+def norm_heads(qkv: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> None:
+    """Each query and key head over its own dimensions, in place."""
+    q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    q.copy_(add_rms_norm(q, None, norms.query, norms.eps))
+    k.copy_(add_rms_norm(k, None, norms.key, norms.eps))
 
 
 def rotate_and_store_torch(

@@ -8,8 +8,9 @@ from itertools import chain
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, Masks, paged_attention
-from phalanx.kernels.rotary import rotate_and_store
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.rotary import HeadNorms, rotate_and_store
+from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
@@ -24,9 +25,15 @@ class Attention:
         self.qkv = ColumnParallelLinear(place, [f"{prefix}{letter}_proj" for letter in "qkv"], spec.qkv_bias)
         self.output = RowParallelLinear(place, prefix + "o_proj", spec.output_bias)
         self.norms = [RmsNorm(place, prefix + name) for name in ("q_norm", "k_norm")] if spec.qk_norm else []
+        weights = [norm.weight for norm in self.norms]
+        self.head_norms = HeadNorms(weights[0], weights[1], spec.norm_eps) if weights else None
         self.cache = place.empty(0, 0, 2, self.kv_heads, self.head_dim)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def takes_fp8(self) -> bool:
+        return self.qkv.product.takes_fp8
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
         return chain(self.qkv.parts(), *(norm.parts() for norm in self.norms), self.output.parts())
 
     @property
@@ -36,12 +43,8 @@ class Attention:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.head_dim)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
+    def __call__(self, x: Tensor | Quantised, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.norms:
-            q, k, _ = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-            q.copy_(self.norms[0](q))
-            k.copy_(self.norms[1](k))
-        rotate_and_store(qkv, cos, sin, batch.write_to, self.cache, self.heads, self.kv_heads)
+        rotate_and_store(qkv, cos, sin, batch.write_to, self.cache, self.heads, self.kv_heads, self.head_norms)
         attended = paged_attention(qkv, self.heads, self.cache, batch, masks, self.window, self.scale)
         return self.output(attended.flatten(1))

@@ -6,8 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from phalanx.kernels.gemm import Gemm
+from phalanx.kernels.fp8 import Fp8Weight, Quantised, row_block_of
+from phalanx.kernels.gemm import Fp8Gemm, Gemm
 from phalanx.layers.place import Place
+
+Part = Tensor | Fp8Weight
+"""The memory that this rank's share of a checkpoint tensor goes to."""
+
+
+def _product(place: Place, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None) -> Gemm | Fp8Gemm:
+    if all(place.keeps_fp8(f"{name}.weight") for name in names):
+        weight = Fp8Weight.empty(sum(rows), columns, row_block=row_block_of(rows), device=place.device)
+        return Fp8Gemm(weight, bias, place.dtype)
+    return Gemm(place.empty(sum(rows), columns), bias)
 
 
 class ColumnParallelLinear:
@@ -17,16 +28,16 @@ class ColumnParallelLinear:
         self.names = names
         self.rows = [place.share_of(f"{name}.weight")[0] for name in names]
         columns = place.share_of(f"{names[0]}.weight")[1]
-        self.product = Gemm(place.empty(sum(self.rows), columns), place.empty(sum(self.rows)) if bias else None)
+        self.product = _product(place, names, self.rows, columns, place.empty(sum(self.rows)) if bias else None)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         for name, weight in zip(self.names, self.product.weight.split(self.rows), strict=True):
             yield f"{name}.weight", weight
         if self.product.bias is not None:
             for name, bias in zip(self.names, self.product.bias.split(self.rows), strict=True):
                 yield f"{name}.bias", bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         return self.product(x)
 
 
@@ -37,14 +48,14 @@ class RowParallelLinear:
         self.name = name
         self.group = place.group
         rows, columns = place.share_of(f"{name}.weight")
-        self.product = Gemm(place.empty(rows, columns), None)
+        self.product = _product(place, [name], [rows], columns, None)
         self.bias = place.empty(rows) if bias else None
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         yield f"{self.name}.weight", self.product.weight
         if self.bias is not None:
             yield f"{self.name}.bias", self.bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y.add_(self.bias)

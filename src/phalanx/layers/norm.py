@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from phalanx.kernels.norm import add_rms_norm
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
 from phalanx.layers.place import Place
 
 
@@ -22,3 +23,7 @@ class RmsNorm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The norm of x, or of x + residual, which is then kept in `residual`."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def quantised(self, x: Tensor, residual: Tensor | None = None) -> Quantised:
+        """The same, for a product that takes FP8."""
+        return add_rms_norm_quantised(x, residual, self.weight, self.eps)

@@ -8,17 +8,22 @@ import torch
 from torch import Tensor
 
 from phalanx.fabric.group import Group
+from phalanx.kernels.fp8 import GROUP
 from phalanx.spec import Layout, ModelSpec, Shard
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank's share of which model, talking to whom, in which dtype on which device."""
+    """Which rank's share of which model, talking to whom, in which dtype on which device.
+
+    `fp8` says whether weights stored in block FP8 stay so; otherwise they are widened when they are loaded.
+    """
 
     layout: Layout
     group: Group
     dtype: torch.dtype
     device: torch.device
+    fp8: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -31,6 +36,11 @@ class Place:
     def share_of(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's share of a checkpoint tensor."""
         return self.layout.shape(self.spec.tensors[name], self.group.rank)
+
+    def keeps_fp8(self, name: str) -> bool:
+        """Whether this checkpoint tensor is held in FP8."""
+        stored = self.spec.block_fp8
+        return self.fp8 and stored is not None and stored.block == GROUP and self.spec.is_quantised(self.spec.tensors[name])
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, Masks
+from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Gemm
 from phalanx.layers.attention import Attention
+from phalanx.layers.linear import Part
 from phalanx.layers.mlp import Experts, Mlp
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
@@ -27,7 +29,7 @@ class DecoderLayer:
         self.mlp_norm = RmsNorm(place, prefix + "post_attention_layernorm")
         self.mlp = Experts(place, layer) if place.spec.is_sparse(layer) else Mlp(place, layer)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         for part in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
             yield from part.parts()
 
@@ -35,10 +37,14 @@ class DecoderLayer:
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks
     ) -> tuple[Tensor, Tensor]:
         """The layer's output as what it adds and what it adds it to; the next norm does the sum."""
-        normed = self.attention_norm(x, residual)
+        normed = _norm(self.attention_norm, x, residual, self.attention.takes_fp8)
         residual = x if residual is None else residual
         attended = self.attention(normed, cos, sin, batch, masks)
-        return self.mlp(self.mlp_norm(attended, residual)), residual
+        return self.mlp(_norm(self.mlp_norm, attended, residual, self.mlp.takes_fp8)), residual
+
+
+def _norm(norm: RmsNorm, x: Tensor, residual: Tensor | None, in_fp8: bool) -> Tensor | Quantised:
+    return norm.quantised(x, residual) if in_fp8 else norm(x, residual)
 
 
 class Decoder:
@@ -51,7 +57,7 @@ class Decoder:
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
         """Checkpoint names and, for each, the memory that this rank's share of it goes to."""
         yield from self.embedding.parts()
         for layer in self.layers:
@@ -60,10 +66,12 @@ class Decoder:
         yield from self.head.parts()
 
     def products(self) -> Iterator[Gemm]:
+        """The products whose weights are held as they are multiplied."""
         for layer in self.layers:
-            yield from (layer.attention.qkv.product, layer.attention.output.product)
+            products = [layer.attention.qkv.product, layer.attention.output.product]
             if isinstance(layer.mlp, Mlp):
-                yield from (layer.mlp.gate_up.product, layer.mlp.down.product)
+                products += [layer.mlp.gate_up.product, layer.mlp.down.product]
+            yield from (product for product in products if isinstance(product, Gemm))
         yield self.head.product
 
     @property
@@ -90,6 +98,10 @@ class Decoder:
             x, residual = layer(x, residual, cos, sin, batch, masks)
         return x if residual is None else residual.add_(x)
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
+        return self.head(self.norm(hidden))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, in float32, the same bits on every rank."""
-        return self.head(self.norm(hidden)).to(torch.float32)
+        """The same in float32."""
+        return self.scores(hidden).to(torch.float32)

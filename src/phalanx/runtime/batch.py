@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.engine.plan import Admission, StepPlan
 from phalanx.engine.sampling import SamplingParams
-from phalanx.kernels.attention import AttentionBatch, DecodeRows, PrefillRow
+from phalanx.kernels.attention import AttentionBatch, DecodeRows, PrefillRow, PrefillTiles, tile_prompt
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,55 @@ class Batch:
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
         self.update(plan)
-        slots = torch.tensor(plan.slots, device=self.device)
-        starts = torch.tensor(plan.starts, device=self.device)
-        counts = torch.tensor(plan.counts, device=self.device)
-        slot_of = slots.repeat_interleave(counts)
+        slots, starts, counts = (torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts))
         first_row = counts.cumsum(0) - counts
-        positions = torch.arange(plan.num_tokens, device=self.device) + (starts - first_row).repeat_interleave(counts)
+        decodes = sum(count == 1 for count in plan.counts)
+        slot_of, positions, sampled, decode_slots, decode_starts = self._send(
+            slots.repeat_interleave(counts),
+            torch.arange(plan.num_tokens) + (starts - first_row).repeat_interleave(counts),
+            (first_row + counts - 1)[torch.tensor(plan.samples)],
+            slots[:decodes],
+            starts[:decodes],
+        )
         block = self._tables[slot_of, positions // self.block_size]
+        on_gpu = self.device.type == "cuda"
         attention = AttentionBatch(
             write_to=block * self.block_size + positions % self.block_size,
-            decode=self._decode_rows(plan, slots, starts),
-            prefills=self._prefill_rows(plan),
+            decode=self._decode_rows(plan, decode_slots, decode_starts) if decodes else None,
+            prefills=[] if on_gpu else self._prefill_rows(plan),
+            tiles=self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None,
         )
-        sampled = (first_row + counts - 1)[torch.tensor(plan.samples, device=self.device)]
         return StepInputs(self.tokens[slot_of, positions], positions, attention, sampled)
+
+    def _send(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Whole numbers to the device in one copy that nobody waits for."""
+        if self.device.type == "cpu":
+            return parts
+        sent = torch.cat(parts).pin_memory().to(self.device, non_blocking=True)
+        return sent.split([len(part) for part in parts])
+
+    def keep(self, slots: list[int], positions: list[int], tokens: Tensor) -> None:
+        """Put sampled tokens into the pool."""
+        rows, columns = self._send(torch.tensor(slots), torch.tensor(positions))
+        self.tokens[rows, columns] = tokens
 
     def update(self, plan: StepPlan) -> None:
         """Take in new requests and new blocks."""
         for admission in plan.admissions:
             self._admit(admission)
+        rows: list[int] = []
+        columns: list[int] = []
+        added: list[int] = []
         for slot, blocks in zip(plan.slots, plan.new_blocks, strict=True):
-            self._extend_table(slot, blocks)
+            if blocks:
+                length = self._table_lengths[slot]
+                rows += [slot] * len(blocks)
+                columns += range(length, length + len(blocks))
+                added += blocks
+                self._table_lengths[slot] = length + len(blocks)
+        if added:
+            where, at, values = self._send(torch.tensor(rows), torch.tensor(columns), torch.tensor(added))
+            self._tables[where, at] = values
 
     def decode_inputs(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
@@ -86,23 +114,23 @@ class Batch:
         return self.tokens[slots, positions], attention
 
     def _admit(self, admission: Admission) -> None:
-        tokens = torch.tensor(admission.tokens, device=self.device)
+        (tokens,) = self._send(torch.tensor(admission.tokens))
         self.tokens[admission.slot, : len(tokens)] = tokens
         self._table_lengths[admission.slot] = 0
         self.occupants[admission.slot] = Occupant(admission.params, admission.seed, admission.prompt_length)
 
-    def _extend_table(self, slot: int, blocks: list[int]) -> None:
-        if blocks:
-            length = self._table_lengths[slot]
-            self._tables[slot, length : length + len(blocks)] = torch.tensor(blocks, device=self.device)
-            self._table_lengths[slot] = length + len(blocks)
+    def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
+        width = max(plan.starts[: len(slots)]) // self.block_size + 1
+        return DecodeRows(self._tables[slots, :width], starts)
 
-    def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows | None:
-        rows = sum(count == 1 for count in plan.counts)
-        if rows == 0:
-            return None
-        width = max(plan.starts[:rows]) // self.block_size + 1
-        return DecodeRows(self._tables[slots[:rows], :width], starts[:rows])
+    def _prefill_tiles(self, plan: StepPlan) -> PrefillTiles:
+        tiles, first = [], 0
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            if count > 1:
+                tiles += tile_prompt(slot, first, count, start)
+            first += count
+        (sent,) = self._send(torch.tensor(tiles).flatten())
+        return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 4))
 
     def _prefill_rows(self, plan: StepPlan) -> list[PrefillRow]:
         rows, first = [], 0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.plan import StepPlan
+from phalanx.kernels.sampling import likeliest
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
 
@@ -19,7 +20,7 @@ class DecodeGraphs:
     """One graph a batch size, captured when first needed; a batch runs in the next larger one.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
-    leaves the logits in a fixed place until the next replay. It also puts the likeliest tokens into the token pool,
+    leaves the scores in a fixed place until the next replay. It also puts the likeliest tokens into the token pool,
     which is all that greedy requests need. Rows beyond the batch point at the spare slot.
     """
 
@@ -34,12 +35,11 @@ class DecodeGraphs:
 
     @staticmethod
     def serve(model: Decoder) -> bool:
-        """Whether this model can be captured: one rank on a GPU, and no routing that the host takes part in."""
-        place = model.place
-        return place.device.type == "cuda" and place.group.size == 1 and place.spec.moe is None
+        """Whether this model can be captured: one rank on a GPU."""
+        return model.place.device.type == "cuda" and model.place.group.size == 1
 
     def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Logits and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""
+        """Scores and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
         padding = size - rows
@@ -50,9 +50,9 @@ class DecodeGraphs:
             self._graphs[size] = self._capture(size)
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, logits, likeliest = self._graphs[size]
+        graph, scores, tops = self._graphs[size]
         graph.replay()
-        return logits[:rows], likeliest[:rows]
+        return scores[:rows], tops[:rows]
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Run once so that every kernel is compiled, then record. Both runs touch the spare slot only."""
@@ -62,13 +62,13 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits, likeliest = self._forward(size)
-        return graph, logits, likeliest
+            scores, tops = self._forward(size)
+        return graph, scores, tops
 
     def _forward(self, size: int) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[:size], self._positions[:size]
         tokens, attention = self._batch.decode_inputs(slots, positions)
-        logits = self._model.logits(self._model(tokens, positions, attention))
-        likeliest = logits.argmax(-1)
-        self._batch.tokens[slots, positions + 1] = likeliest
-        return logits, likeliest
+        scores = self._model.scores(self._model(tokens, positions, attention))
+        tops = likeliest(scores)
+        self._batch.tokens[slots, positions + 1] = tops
+        return scores, tops

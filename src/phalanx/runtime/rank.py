@@ -48,17 +48,19 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
 def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress) -> Decoder:
     """This rank's share of the model, with its weights in place."""
     device = pick_device(config, group.rank)
-    place = Place(Layout(checkpoint.spec, config.tp), group, pick_dtype(config, checkpoint.spec, device), device)
+    dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
+    place = Place(Layout(checkpoint.spec, config.tp), group, dtype, device, fp8=on_gpu)
     model = Decoder(place)
     reader = checkpoint.open_reader(device)
     try:
         load_weights(model, reader, progress)
     finally:
         reader.close()
-    if device.type == "cpu":
-        _pack(model, config.tp)
-    else:
+    if on_gpu:
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    else:
+        _pack(model, config.tp)
     return model
 
 

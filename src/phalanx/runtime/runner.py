@@ -61,11 +61,11 @@ class TorchRunner:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
         clock.mark()
-        logits, likeliest = graphs.run(plan)
+        scores, likeliest = graphs.run(plan)
         clock.mark()
         if all(row.wants_the_likeliest for row in rows):
             return Sampled(likeliest, None), rows
-        return self._sample(logits, rows), rows
+        return self._sample(scores.float(), rows), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows, masks = [], dict(plan.masks)
@@ -78,9 +78,8 @@ class TorchRunner:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
-        pool = self.batch.tokens
-        sampled = self.sampler(logits, rows, pool)
-        pool[[row.slot for row in rows], [row.position for row in rows]] = sampled.tokens
+        sampled = self.sampler(logits, rows, self.batch.tokens)
+        self.batch.keep([row.slot for row in rows], [row.position for row in rows], sampled.tokens)
         return sampled
 
     def collect(self) -> StepResult:

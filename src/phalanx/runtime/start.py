@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from phalanx.engine.blocks import BlockPool
@@ -19,7 +20,10 @@ from phalanx.weights.load import Progress
 
 
 def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> Engine:
-    """Load the model on every rank and put a scheduler in front. What cannot work is refused before weights load."""
+    """Load the model on every rank and put a scheduler in front. What cannot work is refused before weights load.
+
+    What lives now lives as long as the engine: the garbage collector need not look at it in the middle of a step.
+    """
     spec = Checkpoint(model_path, config.load_format).spec
     Layout(spec, config.tp)
     runner: Runner
@@ -31,10 +35,13 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> 
     pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     try:
-        return Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
+        engine = Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
     except Exception:
         runner.close()
         raise
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def _start_alone(config: EngineConfig, model_path: Path, progress: Progress) -> tuple[TorchRunner, Sizes]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks
+from phalanx.layers.linear import Part
 from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout
 from phalanx.spec.model import Tensor as TensorSpec
@@ -28,7 +30,7 @@ def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
     for name, target in targets:
         if target.numel():
             tensor = layout.spec.tensors[name]
-            target.copy_(_read(reader, layout, tensor, layout.slices(tensor, rank)))
+            _fill(target, reader, layout, tensor, layout.slices(tensor, rank))
         done += target.nbytes
         progress(done, total)
 
@@ -66,17 +68,27 @@ def _scales_of(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def _read(reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> Tensor:
-    values = reader.read(tensor.name, slices)
-    if layout.spec.block_fp8 is None or not reader.is_fp8(tensor.name):
-        return values
-    return dequantise_blocks(values, reader, _scales_of(tensor.name), slices, layout.spec.block_fp8.block)
+def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> None:
+    """Into FP8 memory values and scales go as they are stored; what is stored wider is brought to FP8 here."""
+    values, stored = reader.read(tensor.name, slices), layout.spec.block_fp8
+    if stored is None or not reader.is_fp8(tensor.name):
+        if isinstance(target, Fp8Weight):
+            target.fill(*quantise_blocks(values))
+        else:
+            target.copy_(values)
+    elif isinstance(target, Fp8Weight):
+        target.fill(values, reader.read(_scales_of(tensor.name), _tiles(slices, stored.block)))
+    else:
+        target.copy_(dequantise_blocks(values, reader, _scales_of(tensor.name), slices, stored.block))
+
+
+def _tiles(slices: Slices, block: int) -> Slices:
+    return tuple(slice(part.start // block, -(-part.stop // block)) for part in slices)
 
 
 def dequantise_blocks(values: Tensor, reader: Reader, scales: str, slices: Slices, block: int) -> Tensor:
     """Block-FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
-    tiles = tuple(slice(part.start // block, -(-part.stop // block)) for part in slices)
-    grid = reader.read(scales, tiles).float()
+    grid = reader.read(scales, _tiles(slices, block)).float()
     for axis, part in enumerate(slices):
         tile = torch.arange(part.start, part.stop) // block - part.start // block
         grid = grid.index_select(axis, tile)

@@ -1,0 +1,83 @@
+"""What `h200.py` compares: the models, vLLM's figures for them, and the goals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MIX = "256xmix"
+
+_LLAMA = {"model_type": "llama", "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+_QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def _model(family: dict[str, Any], layers: int, hidden: int, ffn: int, heads: tuple[int, int], **more: Any) -> Any:
+    """The fields of a config.json."""
+    query, key_value = heads
+    return family | {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": query,
+        "num_key_value_heads": key_value,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+_LLAMA_8B = _model(_LLAMA, 32, 4096, 14336, (32, 8), vocab_size=128256)
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _model(_QWEN3, 28, 1024, 3072, (16, 8), vocab_size=151936, tie_word_embeddings=True),
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8},
+    "qwen3-30b-a3b-fp8": _model(_QWEN3, 48, 2048, 6144, (32, 4), vocab_size=151936, quantization_config=_FP8)
+    | {"model_type": "qwen3_moe", **_EXPERTS},
+    "llama-3.3-70b-tp4-shard": _model(_LLAMA, 80, 8192, 7168, (16, 2), vocab_size=32064),
+}
+"""The last is what one rank of four computes of Llama-3.3-70B, written as a model of its own."""
+
+VLLM: dict[tuple[str, str], dict[str, float]] = {
+    ("qwen3-0.6b", "1x128x256"): {"tpot_ms": 1.889, "prefill_tok_s": 15545},
+    ("qwen3-0.6b", "32x1024x256"): {"tpot_ms": 2.780, "prefill_tok_s": 406050},
+    ("qwen3-0.6b", "128x1024x256"): {"tpot_ms": 6.055, "prefill_tok_s": 402933},
+    ("qwen3-0.6b", MIX): {"out_tok_s": 23665},
+    ("llama-3.1-8b", "1x128x256"): {"tpot_ms": 5.101, "prefill_tok_s": 12224},
+    ("llama-3.1-8b", "32x1024x256"): {"tpot_ms": 6.530, "prefill_tok_s": 43820},
+    ("llama-3.1-8b", "128x1024x256"): {"tpot_ms": 11.100, "prefill_tok_s": 42935},
+    ("llama-3.1-8b", MIX): {"out_tok_s": 10053},
+    ("llama-3.1-8b-fp8", "1x128x256"): {"tpot_ms": 3.635, "prefill_tok_s": 17170},
+    ("llama-3.1-8b-fp8", "32x1024x256"): {"tpot_ms": 5.176, "prefill_tok_s": 65356},
+    ("llama-3.1-8b-fp8", "128x1024x256"): {"tpot_ms": 9.609, "prefill_tok_s": 63649},
+    ("llama-3.1-8b-fp8", MIX): {"out_tok_s": 12642},
+    ("qwen3-30b-a3b-fp8", "1x128x256"): {"tpot_ms": 4.461, "prefill_tok_s": 11180},
+    ("qwen3-30b-a3b-fp8", "32x1024x256"): {"tpot_ms": 6.183, "prefill_tok_s": 72779},
+    ("qwen3-30b-a3b-fp8", "128x1024x256"): {"tpot_ms": 10.690, "prefill_tok_s": 74405},
+    ("qwen3-30b-a3b-fp8", MIX): {"out_tok_s": 11792},
+    ("llama-3.3-70b-tp4-shard", "1x128x256"): {"tpot_ms": 11.537, "prefill_tok_s": 6957},
+    ("llama-3.3-70b-tp4-shard", "32x1024x256"): {"tpot_ms": 12.303, "prefill_tok_s": 17938},
+}
+"""vLLM 0.24.0 on one H200 with its defaults, random weights, prefix cache off, the better of two runs (2026-11-15)."""
+
+GOALS = {
+    ("llama-3.1-8b", "1x128x256"): 4.2,
+    ("llama-3.1-8b", "32x1024x256"): 6.0,
+    ("llama-3.1-8b", "128x1024x256"): 10.5,
+    ("llama-3.1-8b", MIX): 10_500,
+    ("llama-3.3-70b-tp4-shard", "1x128x256"): 9.8,
+    ("llama-3.3-70b-tp4-shard", "32x1024x256"): 10.8,
+    ("llama-3.1-8b-fp8", "1x128x256"): 2.9,
+    ("llama-3.1-8b-fp8", "32x1024x256"): 4.6,
+    ("llama-3.1-8b-fp8", MIX): 13_000,
+    ("qwen3-30b-a3b-fp8", "1x128x256"): 3.0,
+    ("qwen3-30b-a3b-fp8", "32x1024x256"): 5.5,
+    ("qwen3-30b-a3b-fp8", "128x1024x256"): 9.8,
+    ("qwen3-30b-a3b-fp8", MIX): 12_500,
+    ("qwen3-0.6b", "1x128x256"): 1.2,
+    ("qwen3-0.6b", MIX): 28_000,
+}
+"""TPOT in ms at most, or output tokens a second at least."""

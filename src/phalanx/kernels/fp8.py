@@ -1,0 +1,109 @@
+"""Block FP8: e4m3 weights with one scale a tile, and activations with one scale for each 128 columns of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+GROUP = 128
+LARGEST = 448.0
+
+
+class Quantised(NamedTuple):
+    """Activations: e4m3 values [rows, width], and float32 scales [rows, groups] that lie column by column."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantise(x: Tensor) -> Quantised:
+    """Each group of 128 columns of a row divided by what brings its largest value to 448."""
+    if x.is_cuda:
+        from phalanx.kernels import gpu
+
+        return gpu.quantise(x)
+    return quantise_torch(x)
+
+
+def quantise_torch(x: Tensor) -> Quantised:
+    """The definition."""
+    rows, width = x.shape
+    groups = F.pad(x.float(), (0, -width % GROUP)).view(rows, -1, GROUP)
+    scales = groups.abs().amax(-1).clamp_min(1e-10) / LARGEST
+    values = (groups / scales[..., None]).to(E4M3).view(rows, -1)[:, :width]
+    return Quantised(values.contiguous(), scales.t().contiguous().t())
+
+
+def dequantise(values: Tensor, scales: Tensor, row_block: int, dtype: torch.dtype) -> Tensor:
+    """Every element times the scale of the tile of `row_block` x 128 that it lies in, for one matrix or a stack."""
+    rows, columns = values.shape[-2:]
+    by_row = scales.repeat_interleave(row_block, -2)[..., :rows, :]
+    return (values.float() * by_row.repeat_interleave(GROUP, -1)[..., :columns]).to(dtype)
+
+
+def row_block_of(parts: list[int]) -> int:
+    """Rows that share a scale when matrices of these heights are stacked: 128 where all but the last end on a tile."""
+    return gcd(GROUP, *parts[:-1])
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A matrix [outputs, inputs], or a stack of them, in e4m3 with a scale for each tile of `row_block` x 128."""
+
+    values: Tensor
+    scales: Tensor
+    row_block: int
+
+    @classmethod
+    def empty(cls, *shape: int, row_block: int, device: torch.device) -> Fp8Weight:
+        *stack, rows, columns = shape
+        grid = (*stack, -(-rows // row_block), -(-columns // GROUP))
+        values = torch.empty(shape, dtype=E4M3, device=device)
+        return cls(values, torch.empty(grid, dtype=torch.float32, device=device), row_block)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def numel(self) -> int:
+        return self.values.numel()
+
+    def __getitem__(self, index: int) -> Fp8Weight:
+        return Fp8Weight(self.values[index], self.scales[index], self.row_block)
+
+    def split(self, rows: list[int]) -> list[Fp8Weight]:
+        """The matrices that were stacked, as views."""
+        starts = [sum(rows[:index]) // self.row_block for index in range(len(rows))]
+        heights = [-(-count // self.row_block) for count in rows]
+        scales = [self.scales[start : start + height] for start, height in zip(starts, heights, strict=True)]
+        parts = zip(self.values.split(rows), scales, strict=True)
+        return [Fp8Weight(values, grid, self.row_block) for values, grid in parts]
+
+    def fill(self, values: Tensor, scales: Tensor) -> None:
+        """Take over values and scales as a checkpoint holds them: one scale for 128 x 128."""
+        self.values.copy_(values)
+        repeated = scales.to(self.scales.device).repeat_interleave(GROUP // self.row_block, 0)
+        self.scales.copy_(repeated[: len(self.scales)])
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        return dequantise(self.values, self.scales, self.row_block, dtype)
+
+
+def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as e4m3 values and one scale for each 128 x 128 tile, which brings its largest value to 448."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % GROUP, 0, -rows % GROUP))
+    tiles = padded.view(-(-rows // GROUP), GROUP, -(-columns // GROUP), GROUP)
+    scales = tiles.abs().amax(dim=(1, 3)).clamp_min(1e-12) / LARGEST
+    values = (tiles / scales[:, None, :, None]).to(E4M3).view(padded.shape)[:rows, :columns]
+    return values, scales

@@ -1,0 +1,186 @@
+"""Attention over the paged cache: one token a sequence, and stretches of prompts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from phalanx.kernels.attention import PROMPT_TILE
+
+SPLIT_TARGET = 264
+"""Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
+
+MOST_SPLITS = 16
+MANY_PROGRAMS = 512
+"""With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""
+
+KEYS_AT_ONCE = 64
+
+
+@triton.jit
+def _decode(
+    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total."""
+    cuda.gdc_launch_dependents()
+    row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    g, d = tl.arange(0, GROUP), tl.arange(0, DIM)
+    known, inside = g[:, None] < group, d < HEAD_DIM
+    head = kv * group + g
+    cuda.gdc_wait()
+    queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
+    last = tl.load(positions + row)
+    first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
+    share = tl.cdiv(tl.cdiv(last + 1 - first, TOKENS), SPLITS) * TOKENS
+    start = first + split * share
+    stop = tl.minimum(start + share, last + 1)
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, DIM], tl.float32)
+    for at in range(start, stop, TOKENS):
+        position = at + tl.arange(0, TOKENS)
+        seen = position < stop
+        page = tl.load(table + row * table_width + position // PAGE, mask=seen, other=0)
+        entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
+        keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        top = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - top[:, None])
+        shrink = tl.exp(peak - top)
+        total = total * shrink + tl.sum(weights, 1)
+        spot = (entry + KV_HEADS)[:, None] * HEAD_DIM + d
+        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = top
+    target = out + (row * HEADS + head)[:, None] * HEAD_DIM + d
+    if SPLITS == 1:
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known & inside)
+    else:
+        place = (row * HEADS + head) * SPLITS + split
+        tl.store(peaks + place, peak, mask=g < group)
+        tl.store(totals + place, total, mask=g < group)
+        tl.store(partial + place[:, None] * HEAD_DIM + d, acc, mask=known & inside)
+
+
+@triton.jit
+def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """The partial sums of one query head, each brought to the common peak."""
+    cuda.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    cuda.gdc_wait()
+    peak = tl.load(peaks + place * SPLITS + s)
+    total = tl.load(totals + place * SPLITS + s)
+    where = (place * SPLITS + s)[:, None] * HEAD_DIM + d
+    parts = tl.load(partial + where, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    shrink = tl.exp(peak - tl.max(peak, 0))
+    joined = tl.sum(parts * shrink[:, None], 0) / tl.sum(total * shrink, 0)
+    tl.store(out + place * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor, cache: Tensor, table: Tensor, positions: Tensor, window: int | None, scale: float, out: Tensor
+) -> None:
+    """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
+    (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
+    splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    dim = max(16, triton.next_power_of_2(head_dim))
+    partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
+    peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
+    _decode[(rows, kv_heads, splits)](
+        q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
+        num_warps=warps, num_stages=stages, launch_pdl=True,
+    )  # fmt: skip
+    if splits > 1:
+        _join_splits[(rows * heads,)](
+            partial, peaks, totals, out, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim, launch_pdl=True
+        )
+
+
+@triton.jit
+def _attend(
+    queries, acc, peak, total, cache, table, asked, kv, lowest, highest, window, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Queries at positions `asked` against the keys from `lowest` to before `highest`. `scale` is for powers of 2."""
+    d = tl.arange(0, DIM)
+    inside = d < HEAD_DIM
+    for at in range(lowest, highest, KEYS):
+        position = at + tl.arange(0, KEYS)
+        exists = position < highest
+        page = tl.load(table + position // PAGE, mask=exists, other=0)
+        entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
+        keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if MASKED:
+            seen = (position[None, :] <= asked[:, None]) & exists
+            seen = seen & ((window == 0) | (position[None, :] > asked[:, None] - window))
+            scores = tl.where(seen, scores, -1.0e30)
+        top = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - top[:, None])
+        shrink = tl.exp2(peak - top)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(cache + (entry + KV_HEADS)[:, None] * HEAD_DIM + d, mask=exists[:, None] & inside, other=0.0)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        peak = top
+    return acc, peak, total
+
+
+@triton.jit
+def _prefill(
+    q, cache, tables, tiles, out, q_stride, table_width, window, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One head of a tile of queries: first the keys that all of them see, then those around the diagonal."""
+    cuda.gdc_launch_dependents()
+    tile, head = tl.program_id(1) * 4, tl.program_id(0)
+    cuda.gdc_wait()
+    sequence, first, count, start = (
+        tl.load(tiles + tile), tl.load(tiles + tile + 1), tl.load(tiles + tile + 2), tl.load(tiles + tile + 3)
+    )  # fmt: skip
+    kv = head // (HEADS // KV_HEADS)
+    r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    mask = (r[:, None] < count) & (d < HEAD_DIM)
+    row = (first + r).to(tl.int64)[:, None]
+    queries = tl.load(q + row * q_stride + head * HEAD_DIM + d, mask=mask, other=0.0)
+    table = tables + sequence.to(tl.int64) * table_width
+    lowest = tl.where(window > 0, tl.maximum(start - window + 1, 0), 0) // KEYS * KEYS
+    whole = tl.where(window > 0, lowest, (start + 1) // KEYS * KEYS)
+    peak = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    acc, peak, total = _attend(
+        queries, acc, peak, total, cache, table, start + r, kv, lowest, whole, window, scale,
+        KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, False,
+    )  # fmt: skip
+    acc, peak, total = _attend(
+        queries, acc, peak, total, cache, table, start + r, kv, whole, start + count, window, scale,
+        KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, True,
+    )  # fmt: skip
+    spot = out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
+    tl.store(spot, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Tensor, cache: Tensor, tables: Tensor, tiles: Tensor, window: int | None, scale: float, out: Tensor
+) -> None:
+    (_, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
+    wide = q.dtype == torch.float32
+    _prefill[(heads, len(tiles))](
+        q, cache, tables, tiles, out, q.stride(0), tables.stride(0), window or 0, scale * 1.4426950408889634,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=max(16, triton.next_power_of_2(head_dim)),
+        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=8 if wide else 4,
+        num_stages=1 if wide else 3, launch_pdl=True,
+    )  # fmt: skip

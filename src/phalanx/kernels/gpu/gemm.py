@@ -1,0 +1,195 @@
+"""Products with a weight: of one row, where reading the weight is the work, and in FP8."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
+
+VECTOR_TILE = (4, 2048)
+"""Outputs and inputs that one program of a matrix-vector product takes at once."""
+
+COUNTERS = 4096
+
+
+class Tile(NamedTuple):
+    """What one program computes, how much of the inputs it takes at once, and how it is run.
+
+    Products with fewer tiles than `programs` are split over their inputs.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+LIBRARY_ROWS = 65
+"""Rows from which the library's FP8 product is the faster one."""
+
+FP8_TILES = {
+    16: Tile(16, 64, 128, 4, 6, 396),
+    32: Tile(32, 64, 128, 4, 6, 396),
+    64: Tile(64, 64, 128, 4, 5, 264),
+}
+
+
+def pick_tile(tiles: dict[int, Tile], rows: int) -> Tile:
+    """The smallest that holds all rows, or the largest there is."""
+    return tiles[next((size for size in tiles if size >= rows), max(tiles))]
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros by which the programs that share a tile learn who is last; the last one puts the zero back."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _matrix_vector(
+    x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    start_of_row = weight + row[:, None].to(tl.int64) * inputs
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    cuda.gdc_wait()
+    for start in range(0, inputs, BLOCK):
+        inside = start + column < inputs
+        vector = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+        mask = (row[:, None] < outputs) & inside
+        acc += vector * tl.load(start_of_row + start + column, mask=mask, other=0.0).to(tl.float32)
+    y = tl.sum(acc, 1)
+    if HAS_BIAS:
+        y += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=row < outputs)
+
+
+def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear for one row: the weight streams through once, nearer to memory speed than the library's product."""
+    (outputs, inputs), (rows, block) = weight.shape, VECTOR_TILE
+    out = x.new_empty(1, outputs)
+    block = min(block, triton.next_power_of_2(inputs))
+    _matrix_vector[(triton.cdiv(outputs, rows),)](
+        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=True
+    )
+    return out
+
+
+@triton.jit
+def tile_product(
+    x, x_scales, row, known, rows, weight, scales, first_scale, output, outputs, inputs, first, stop,
+    FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """weight[output] @ x[row].T over the inputs from `first` to `stop`, in float32, [OUTPUTS, ROWS].
+
+    The weight stands on the left, where the tensor cores want 64 rows; the few rows of x may be as few as 16.
+    """
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    wanted = output[:, None] < outputs
+    weight_row = weight + output[:, None].to(tl.int64) * inputs
+    x_row = x + row[None, :].to(tl.int64) * inputs
+    if FP8:
+        scale = scales + first_scale + (output // ROW_BLOCK) * tl.cdiv(inputs, 128)
+        by_output = tl.load(scale + first // 128, mask=output < outputs, other=0.0)
+        by_row = tl.load(x_scales + tl.cast(first // 128, tl.int64) * rows + row, mask=known, other=0.0)
+    for start in range(first, stop, INPUTS):
+        k = start + tl.arange(0, INPUTS)
+        w = tl.load(weight_row + k[None, :], mask=wanted & (k[None, :] < inputs), other=0.0)
+        a = tl.load(x_row + k[:, None], mask=known[None, :] & (k[:, None] < inputs), other=0.0)
+        if FP8:  # the scales of the next round are on their way while this one multiplies
+            group, more = start // 128 + 1, start + INPUTS < stop
+            next_by_output = tl.load(scale + group, mask=(output < outputs) & more, other=0.0)
+            next_by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known & more, other=0.0)
+            acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
+            by_output, by_row = next_by_output, next_by_row
+        else:
+            acc = tl.dot(w, a, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _product(
+    x, x_scales, weight, scales, bias, out, partial, counter, rows, outputs, inputs, splits,
+    ROW_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SPLIT: tl.constexpr, STRIPE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x @ weight.T + bias in FP8. Programs that share a tile add up when the last of them is done."""
+    cuda.gdc_launch_dependents()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
+    above = tile // (STRIPE * output_tiles) * STRIPE
+    height = tl.minimum(row_tiles - above, STRIPE)
+    within = tile % (STRIPE * output_tiles)
+    row = (above + within % height) * ROWS + tl.arange(0, ROWS)
+    output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
+    first = split * share
+    cuda.gdc_wait()
+    acc = tile_product(
+        x, x_scales, row, row < rows, rows, weight, scales, 0, output, outputs, inputs, first,
+        tl.minimum(first + share, inputs), True, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
+    )  # fmt: skip
+    mask = (output[:, None] < outputs) & (row[None, :] < rows)
+    place = row[None, :].to(tl.int64) * outputs + output[:, None]
+    last = True
+    if SPLIT:
+        tl.store(partial + split.to(tl.int64) * rows * outputs + place, acc, mask=mask)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == splits - 1
+        if last:
+            acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for part in range(splits):
+                theirs = partial + tl.cast(part, tl.int64) * rows * outputs + place
+                acc += tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(counter + tile, 0)
+    if last:
+        if HAS_BIAS:
+            acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype, tile: Tile) -> Tensor:
+    rows, (outputs, inputs) = x.values.shape[0], weight.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    rounds = triton.cdiv(inputs, tile.inputs)
+    splits = max(1, min(tile.programs // tiles, triton.cdiv(rounds, 4)))
+    splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
+    partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
+    _product[(tiles, splits)](
+        x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
+        inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
+        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Few rows by the kernel above, which streams the weight; many by the library, where whole tiles let it."""
+    rows, (outputs, inputs) = x.values.shape[0], weight.shape
+    in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
+    if rows >= LIBRARY_ROWS and in_tiles and bias is None and dtype == torch.bfloat16:
+        return _library_product(x, weight)
+    return run_tiles(x, weight, bias, dtype, pick_tile(FP8_TILES, rows))
+
+
+def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:
+    """The library wants rows in fours (and, as it is called, tiles of inputs in fours)."""
+    (values, scales), rows = x, x.values.shape[0]
+    if rows % 4:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, -rows % 4)).view(values.dtype)
+        scales = F.pad(scales.t(), (0, -rows % 4)).t()
+    by_rows, by_tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(values, weight.values.t(), scales, by_rows, weight.scales.t(), by_tiles)[:rows]

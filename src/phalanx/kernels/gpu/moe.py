@@ -1,0 +1,210 @@
+"""Routed experts without asking the host: choose, sort by expert, and multiply each expert's rows as tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
+from phalanx.kernels.gpu.rows import quantise, silu_and_mul
+
+CHUNK = 64
+"""Pairs of token and expert that one program of the counting sort places."""
+
+BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
+FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 128: Tile(128, 64, 128, 4, 4)}
+
+
+@triton.jit
+def _route(
+    logits, weights, chosen, experts, RENORMALISE: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best experts of one token, the first of equals first."""
+    cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    cuda.gdc_wait()
+    value = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(value - tl.max(value, 0))
+    total = tl.sum(probability, 0)
+    left = tl.where(expert < experts, probability, -1.0)
+    best, where = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for rank in tl.static_range(TOP):
+        top = tl.max(left, 0)
+        index = tl.min(tl.where(left == top, expert, BLOCK), 0)
+        best = tl.where(slot == rank, top, best)
+        where = tl.where(slot == rank, index, where)
+        left = tl.where(expert == index, -1.0, left)
+    if RENORMALISE:
+        total = tl.sum(best, 0)
+    tl.store(weights + row * TOP + slot, best / total, mask=slot < TOP)
+    tl.store(chosen + row * TOP + slot, where, mask=slot < TOP)
+
+
+def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Expert numbers come as int32."""
+    rows, experts = logits.shape
+    weights = torch.empty(rows, experts_per_token, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, experts_per_token, dtype=torch.int32, device=logits.device)
+    _route[(rows,)](
+        logits, weights, chosen, experts, RENORMALISE=renormalise, TOP=experts_per_token,
+        SLOTS=triton.next_power_of_2(experts_per_token), BLOCK=triton.next_power_of_2(experts), num_warps=1,
+        launch_pdl=True,
+    )  # fmt: skip
+    return weights, chosen
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """How many pairs of one chunk go to each expert."""
+    cuda.gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    mine = tl.load(chosen + at, mask=at < pairs, other=-1)
+    found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + chunk * experts + expert, found, mask=expert < experts)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
+def _place(
+    chosen, counts, ends, order, owner, pairs, experts, chunks, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write each pair of one chunk where its expert's rows lie; every expert's rows begin with a tile of their own.
+
+    `ends` holds, after each chunk, how many pairs each expert has so far.
+    """
+    cuda.gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    expert, lane = tl.arange(0, BLOCK), tl.arange(0, CHUNK)
+    at = chunk * CHUNK + lane
+    cuda.gdc_wait()
+    mine = tl.load(chosen + at, mask=at < pairs, other=-1)
+    mask = expert < experts
+    total = tl.load(ends + (chunks - 1) * experts + expert, mask=mask, other=0)
+    before = tl.load(ends + chunk * experts + expert, mask=mask, other=0)
+    before -= tl.load(counts + chunk * experts + expert, mask=mask, other=0)
+    tiles_needed = (total + TILE - 1) // TILE
+    end = tl.cumsum(tiles_needed, 0)
+    start = (end - tiles_needed) * TILE + before
+    is_mine = mine[:, None] == expert[None, :]
+    base = tl.sum(tl.where(is_mine, start[None, :], 0), 1)
+    earlier = (mine[:, None] == mine[None, :]) & (lane[None, :] < lane[:, None])
+    spot = base + tl.sum(earlier.to(tl.int32), 1)
+    tl.store(order + spot, at, mask=at < pairs)
+    for first in range(chunk * CHUNK, tiles, chunks * CHUNK):
+        tile = first + lane
+        finished = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
+
+
+@cache
+def _one_row_a_tile(pairs: int, tile: int, device: torch.device) -> Tensor:
+    order = torch.full((pairs, tile), pairs, dtype=torch.int32, device=device)
+    order[:, 0] = torch.arange(pairs, dtype=torch.int32)
+    return order.flatten()
+
+
+def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
+    """A counting sort: `order` lists pair numbers by expert, padded with the number of pairs to whole tiles of rows.
+
+    `owner` says whose a tile is, -1 being nobody's. Both have room for the worst case, so that nobody need be asked.
+    The experts of a single token are all different: each gets a tile.
+    """
+    if len(chosen) == 1:
+        return _one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0]
+    pairs, chunks = chosen.numel(), triton.cdiv(chosen.numel(), CHUNK)
+    tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
+    order = torch.full((tiles * tile,), pairs, dtype=torch.int32, device=chosen.device)
+    owner = torch.empty(tiles, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=chosen.device)
+    block = triton.next_power_of_2(experts)
+    _count[(chunks,)](chosen, counts, pairs, experts, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
+    ends = counts if chunks == 1 else counts.cumsum(0, dtype=torch.int32)
+    _place[(chunks,)](
+        chosen, counts, ends, order, owner, pairs, experts, chunks, tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK,
+        launch_pdl=True,
+    )  # fmt: skip
+    return order, owner
+
+
+@triton.jit(do_not_specialize=["pairs", "x_rows"])
+def _grouped_product(
+    x, x_scales, weight, scales, order, owner, pair_weights, out, pairs, x_rows, pairs_a_row, outputs, inputs,
+    scale_rows, FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert: out[pair] = x[pair // pairs_a_row] @ weight[expert].T, or times its weight."""
+    cuda.gdc_launch_dependents()
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile = tl.program_id(1)
+    cuda.gdc_wait()
+    expert = tl.load(owner + tile).to(tl.int64)
+    if expert >= 0:
+        pair = tl.load(order + tile * ROWS + tl.arange(0, ROWS))
+        known = pair < pairs
+        acc = tile_product(
+            x, x_scales, pair // pairs_a_row, known, x_rows, weight + expert * outputs * inputs,
+            scales, expert * scale_rows * tl.cdiv(inputs, 128), output, outputs, inputs, 0, inputs,
+            FP8, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
+        )  # fmt: skip
+        if WEIGHED:
+            acc *= tl.load(pair_weights + pair, mask=known, other=0.0)[None, :]
+        place = pair[None, :].to(tl.int64) * outputs + output[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=(output[:, None] < outputs) & known[None, :])
+
+
+@triton.jit
+def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """A token is the sum of its pairs."""
+    cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    acc = tl.zeros([BLOCK], tl.float32)
+    for pair in tl.static_range(TOP):
+        acc += tl.load(x + (row * TOP + pair) * width + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight, weights: Tensor, chosen: Tensor
+) -> Tensor:
+    (rows, width), top, experts = x.shape, chosen.shape[1], gate_up.shape[0]
+    fp8 = isinstance(gate_up, Fp8Weight)
+    tile = pick_tile(FP8_TILES if fp8 else BF16_TILES, triton.cdiv(2 * rows * top, experts))
+    order, owner = sort_by_expert(chosen, experts, tile.rows)
+    entered = _grouped(quantise(x) if fp8 else x, gate_up, order, owner, top, None, rows * top, tile, x.dtype)
+    left = _grouped(silu_and_mul(entered, fp8), down, order, owner, 1, weights, rows * top, tile, x.dtype)
+    out = torch.empty_like(x)
+    block = min(1024, triton.next_power_of_2(width))
+    _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=True)
+    return out
+
+
+def _grouped(
+    x: Tensor | Quantised, weight: Tensor | Fp8Weight, order: Tensor, owner: Tensor, pairs_a_row: int,
+    pair_weights: Tensor | None, pairs: int, tile: Tile, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    values, x_scales = x if isinstance(x, Quantised) else (x, None)
+    matrices, scales, row_block = (
+        (weight.values, weight.scales, weight.row_block) if isinstance(weight, Fp8Weight) else (weight, None, 1)
+    )
+    _, outputs, inputs = matrices.shape
+    out = torch.empty(pairs, outputs, dtype=dtype, device=values.device)
+    _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
+        values, x_scales, matrices, scales, order, owner, pair_weights, out, pairs, values.shape[0], pairs_a_row,
+        outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,
+        WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+    )  # fmt: skip
+    return out

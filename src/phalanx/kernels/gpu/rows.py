@@ -1,0 +1,229 @@
+"""Kernels that take a row, or a head of a row, at a time: norms, gates, rotary embedding, FP8 activations."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
+from phalanx.kernels.rotary import HeadNorms
+
+COLUMNS_AT_ONCE = 1024
+HEADS_AT_ONCE = 8
+SCORES_AT_ONCE = 4096
+
+
+@triton.jit
+def _store_quantised(out, out_scales, values, row, rows, first, width, WIDE: tl.constexpr, LARGEST: tl.constexpr):
+    """A row's values from column `first` on, each group of 128 with a scale of its own."""
+    groups = tl.reshape(values, (WIDE // 128, 128))
+    scale = tl.maximum(tl.max(tl.abs(groups), 1), 1e-10) / LARGEST
+    group, column = tl.arange(0, WIDE // 128), tl.arange(0, 128)
+    place = first + group[:, None] * 128 + column[None, :]
+    tl.store(out + row * width + place, (groups / scale[:, None]).to(out.dtype.element_ty), mask=place < width)
+    tl.store(out_scales + (first // 128 + group).to(tl.int64) * rows + row, scale, mask=first + group * 128 < width)
+
+
+def _empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
+    values = torch.empty(rows, width, dtype=E4M3, device=device)
+    scales = torch.empty(-(-width // GROUP), rows, dtype=torch.float32, device=device)
+    return Quantised(values, scales.t())
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantise(x, out, out_scales, rows, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    _store_quantised(out, out_scales, values, row, rows, first, width, BLOCK, LARGEST)
+
+
+def quantise(x: Tensor) -> Quantised:
+    rows, width = x.shape
+    out = _empty_quantised(rows, width, x.device)
+    block = min(COLUMNS_AT_ONCE, max(GROUP, triton.next_power_of_2(width)))
+    grid = (rows, triton.cdiv(width, block))
+    _quantise[grid](x, *out, rows, width, BLOCK=block, LARGEST=LARGEST, launch_pdl=True)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def _add_rms_norm(
+    x, residual, weight, out, out_scales, rows, stride, inner, width, eps,
+    HAS_RESIDUAL: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    scale = tl.load(weight + column, mask=mask, other=0.0)
+    cuda.gdc_wait()
+    place = (row // inner) * stride + (row % inner) * width + column
+    h = tl.load(x + place, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        h += tl.load(residual + place, mask=mask, other=0.0)
+        tl.store(residual + place, h, mask=mask)
+    wide = h.to(tl.float32)
+    normed = scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)
+    if QUANTISED:
+        _store_quantised(out, out_scales, normed.to(tl.float32), row, rows, 0, width, BLOCK, LARGEST)
+    else:
+        tl.store(out + row * width + column, normed, mask=mask)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantised: bool = False
+) -> Tensor | Quantised:
+    """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart."""
+    width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    rows = x.numel() // width
+    out = _empty_quantised(rows, width, x.device) if quantised else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    values, scales = out if isinstance(out, Quantised) else (out, None)
+    _add_rms_norm[(rows,)](
+        x, residual, weight, values, scales, rows, x.stride(0), inner, width, eps,
+        HAS_RESIDUAL=residual is not None, QUANTISED=quantised,
+        BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
+        num_warps=8 if width > 2048 else 4, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_and_mul(
+    gate_up, out, out_scales, rows, width, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr
+):
+    cuda.gdc_launch_dependents()
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    mask = column < width
+    cuda.gdc_wait()
+    gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0)
+    product = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
+    if QUANTISED:
+        _store_quantised(out, out_scales, product.to(tl.float32), row, rows, first, width, BLOCK, LARGEST)
+    else:
+        tl.store(out + row * width + column, product, mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor, quantised: bool = False) -> Tensor | Quantised:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = _empty_quantised(rows, width, gate_up.device) if quantised else gate_up.new_empty(rows, width)
+    values, scales = out if isinstance(out, Quantised) else (out, None)
+    _silu_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
+        gate_up, values, scales, rows, width, quantised, COLUMNS_AT_ONCE, LARGEST, launch_pdl=True
+    )
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim: tl.constexpr,
+    rotary: tl.constexpr, NORMED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token. A thread loads both halves of what it stores, so nothing is overwritten too early."""
+    cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE))[:, None]
+    half: tl.constexpr = rotary // 2
+    d = tl.arange(0, HALF)[None, :]
+    exists, turns = head < heads + 2 * kv_heads, head < heads + kv_heads
+    mask = exists & (d < half)
+    place = qkv + (token * (heads + 2 * kv_heads) + head) * head_dim
+    cuda.gdc_wait()
+    slot = tl.load(write_to + token)
+    at, known = token * rotary + d, d < half
+    low_cos, high_cos = tl.load(cos + at, mask=known, other=1.0), tl.load(cos + half + at, mask=known, other=1.0)
+    low_sin, high_sin = tl.load(sin + at, mask=known, other=0.0), tl.load(sin + half + at, mask=known, other=0.0)
+    low = tl.load(place + d, mask=mask, other=0.0)
+    high = tl.load(place + half + d, mask=mask, other=0.0)
+    if NORMED:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        shrink = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 1) / head_dim + eps)[:, None]
+        is_query = head < heads
+        low_weight = tl.where(
+            is_query, tl.load(query_norm + d, mask=known, other=0.0), tl.load(key_norm + d, mask=known, other=0.0)
+        )
+        high_weight = tl.where(
+            is_query,
+            tl.load(query_norm + half + d, mask=known, other=0.0),
+            tl.load(key_norm + half + d, mask=known, other=0.0),
+        )
+        low = tl.where(turns, low_weight * (wide_low * shrink).to(low.dtype), low)
+        high = tl.where(turns, high_weight * (wide_high * shrink).to(high.dtype), high)
+    turned_low = low.to(tl.float32) * low_cos + high.to(tl.float32) * low_sin
+    turned_high = high.to(tl.float32) * high_cos + low.to(tl.float32) * high_sin
+    low = tl.where(turns, turned_low.to(low.dtype), low)
+    high = tl.where(turns, turned_high.to(high.dtype), high)
+    tl.store(place + d, low, mask=mask & turns)
+    tl.store(place + half + d, high, mask=mask & turns)
+    entry = cache + (slot * 2 * kv_heads + head - heads) * head_dim
+    kept = exists & (head >= heads)
+    tl.store(entry + d, low, mask=mask & kept)
+    tl.store(entry + half + d, high, mask=mask & kept)
+    if rotary < head_dim:
+        r = rotary + tl.arange(0, REST)[None, :]
+        rest = tl.load(place + r, mask=exists & (r < head_dim), other=0.0)
+        tl.store(entry + r, rest, mask=kept & (r < head_dim))
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    write_to: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None = None,
+) -> None:
+    """Norms reach over the rotated dimensions only, which in the models that have them are all."""
+    tokens, all_heads, head_dim = qkv.shape
+    rotary = cos.shape[-1]
+    assert norms is None or rotary == head_dim
+    query_norm, key_norm, eps = norms or (None, None, 0.0)
+    _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
+        qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim, rotary,
+        NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE, HALF=triton.next_power_of_2(rotary // 2),
+        REST=triton.next_power_of_2(max(head_dim - rotary, 1)), launch_pdl=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _best_of_stretch(scores, best, where, width, stretches, BLOCK: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = stretch * BLOCK + tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    value = tl.load(scores + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    top = tl.max(value, 0)
+    tl.store(best + row * stretches + stretch, top)
+    tl.store(where + row * stretches + stretch, tl.min(tl.where(value == top, column, width), 0))
+
+
+@triton.jit
+def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    row, stretch = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    cuda.gdc_wait()
+    value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
+    column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
+    tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), column, width), 0).to(tl.int64))
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Two steps, so that one row keeps the whole GPU busy."""
+    rows, width = scores.shape
+    stretches = triton.cdiv(width, SCORES_AT_ONCE)
+    best = torch.empty(rows, stretches, dtype=torch.float32, device=scores.device)
+    where = torch.empty(rows, stretches, dtype=torch.int32, device=scores.device)
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    _best_of_stretch[(rows, stretches)](scores, best, where, width, stretches, BLOCK=SCORES_AT_ONCE, launch_pdl=True)
+    block = triton.next_power_of_2(stretches)
+    _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=True)
+    return out
