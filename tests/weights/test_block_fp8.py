@@ -52,6 +52,15 @@ CONFIGS: dict[str, Config] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 3 * BLOCK,
     },
+    "experts with short last blocks": COMMON
+    | QUANTISED
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 144,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 200,
+    },
 }
 
 
