@@ -40,7 +40,12 @@ class Place:
     def keeps_fp8(self, name: str) -> bool:
         """Whether this checkpoint tensor is held in FP8."""
         stored = self.spec.block_fp8
-        return self.fp8 and stored is not None and stored.block == GROUP and self.spec.is_quantised(self.spec.tensors[name])
+        return (
+            self.fp8
+            and stored is not None
+            and stored.block == GROUP
+            and self.spec.is_quantised(self.spec.tensors[name])
+        )
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -215,7 +215,7 @@ def predict_replica(fitted: Fit, group: Machine, share: Workload, expert_paralle
         fitted.layout.tp,
         engine=fitted.engine.name,
         workload=share,
-        weights=fitted.engine.resident_format(fitted.spec, fitted.weight_format),
+        weights=fitted.weight_format,
         kv=fitted.kv_format,
         ep=fitted.layout.tp if expert_parallel else 1,
         kv_tokens=fitted.kv_tokens,

@@ -48,7 +48,6 @@ class EngineTraits:
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
     trims_windows: bool = True
-    unpacks_weights: bool = False
     block_tokens: int = 16
 
     def batched_tokens(self, gpu: Gpu) -> int:
@@ -68,10 +67,6 @@ class EngineTraits:
             return f"{self.title} does not keep KV as {kv_format}; it keeps {', '.join(self.kv_formats)}."
         return None
 
-    def resident_format(self, spec: ModelSpec, number_format: str) -> str:
-        """The format the weights have in memory."""
-        return spec.dtype if self.unpacks_weights and number_format not in PLAIN else number_format
-
 
 _QUANTISED = tuple(name for name in FORMATS if name != "fp32")
 ENGINES = {
@@ -87,7 +82,6 @@ ENGINES = {
             PLAIN,
             deals_unevenly=True,
             trims_windows=False,
-            unpacks_weights=True,
         ),
         EngineTraits(
             "vllm",

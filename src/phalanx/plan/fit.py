@@ -135,12 +135,11 @@ def fit(
         raise ConfigError("too_few_gpus", f"TP={tp} on {len(machine)} GPUs.", f"Use TP <= {len(machine)}.")
     weight_format = weight_format or spec.number_format
     layout = _layout(spec.in_format(weight_format), tp)
-    resident = engine.resident_format(spec, weight_format)
     tokens = batched_tokens or engine.batched_tokens(machine.smallest)
     ranks = tuple(
-        _rank_fit(layout, rank, machine.gpus[rank], engine, resident, tokens, sequences) for rank in range(tp)
+        _rank_fit(layout, rank, machine.gpus[rank], engine, weight_format, tokens, sequences) for rank in range(tp)
     )
-    notes = tuple(_notes(spec, machine.take(tp), engine, weight_format, resident))
+    notes = tuple(_notes(spec, machine.take(tp), weight_format))
     return Fit(spec, layout, engine, ranks, weight_format, kv_format, min(context, spec.max_positions), notes)
 
 
@@ -150,9 +149,9 @@ def _layout(spec: ModelSpec, tp: int) -> Layout:
 
 
 def _rank_fit(
-    layout: Layout, rank: int, gpu: Gpu, engine: EngineTraits, resident: str, tokens: int, sequences: int
+    layout: Layout, rank: int, gpu: Gpu, engine: EngineTraits, weight_format: str, tokens: int, sequences: int
 ) -> RankFit:
-    weights = weight_parts(layout, rank, resident)
+    weights = weight_parts(layout, rank, weight_format)
     activations, how = activation_bytes(layout, rank, tokens, sequences)
     held = sum(size for _, size in weights.values())
     lines = [Line(f"{gpu.name} memory", gpu.memory_bytes, "as the driver reports it"), _kept_line(gpu)]
@@ -253,7 +252,7 @@ def _has_dense_layers(spec: ModelSpec) -> bool:
     return spec.moe is None or len(spec.moe.sparse_layers) < spec.layers
 
 
-def _notes(spec: ModelSpec, machine: Machine, engine: EngineTraits, weight_format: str, resident: str) -> list[str]:
+def _notes(spec: ModelSpec, machine: Machine, weight_format: str) -> list[str]:
     notes = []
     if machine.is_mixed:
         small = machine.smallest
@@ -265,11 +264,7 @@ def _notes(spec: ModelSpec, machine: Machine, engine: EngineTraits, weight_forma
         )
     if machine.gpus[0].unified_memory:
         notes.append(f"Unified memory: {OS_SHARE:.0%} stays with the operating system and network buffers.")
-    if resident != weight_format:
-        notes.append(
-            f"{engine.title} unpacks {weight_format} to {resident} when it loads: the memory is that of {resident}."
-        )
-    if "fp8" in weight_format and resident == weight_format and "fp8" not in machine.smallest.peaks:
+    if "fp8" in weight_format and "fp8" not in machine.smallest.peaks:
         notes.append(f"{machine.smallest.name} has no FP8 arithmetic: FP8 saves memory there, but multiplies as bf16.")
     if weight_format == "nvfp4" and "fp4" not in machine.smallest.peaks:
         notes.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 from phalanx.engine.blocks import BlockPool
@@ -35,13 +34,10 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> 
     pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     try:
-        engine = Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
+        return Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
     except Exception:
         runner.close()
         raise
-    gc.collect()
-    gc.freeze()
-    return engine
 
 
 def _start_alone(config: EngineConfig, model_path: Path, progress: Progress) -> tuple[TorchRunner, Sizes]:

@@ -117,6 +117,7 @@ class EngineLoop:
         self._requests: dict[int, Request] = {}
 
     def run(self) -> None:
+        """For ever. What has been made so far will live as long: the garbage collector need not look at it again."""
         gc.collect()
         gc.freeze()
         self._tell(self._started())
