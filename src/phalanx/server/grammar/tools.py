@@ -1,4 +1,5 @@
 """Calls that a model must make, in the format it was taught."""
+# ruff: noqa: RUF001 - the tags of DeepSeek are written with a wide bar
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Tool = Mapping[str, Any]
 def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
     """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
 
-    A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Without
-    `parallel` there is one call alone.
+    A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Not
+    `parallel` means one call alone.
     """
     chosen = [tool for tool in tools if choice in ("required", tool["name"])]
     if not chosen:
