@@ -100,18 +100,18 @@ def allowed_tokens(mask: bytes) -> list[int]:
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
 
 
-def random_text(matcher: GrammarMatcher, rng: random.Random, most: int = 600) -> str | None:
+def random_text(matcher: GrammarMatcher, rng: random.Random, most: int = 600) -> bytes | None:
     """A text by the grammar, made of random tokens with a liking for the end; None if it does not come to one."""
     text = b""
     for step in range(most):
         if matcher.finished:
-            return text.decode()
+            return text
         tokens, urge = allowed_tokens(matcher.mask()), 5 if step < 40 else 500
         weights = [urge if TOKENS[token] in _CLOSING else _LIKING.get(token, 1) for token in tokens]
         token = rng.choices(tokens, weights)[0]
         matcher.accept(token)
         text += TOKENS[token] if token != EOS else b""
-    return text.decode() if matcher.finished else None
+    return text if matcher.finished else None
 
 
 _CLOSING = {b'"', b"}", b"]", b")", b"'", b"</parameter>", b"</think>", b"<|end|>"}

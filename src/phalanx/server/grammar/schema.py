@@ -343,10 +343,11 @@ class _Rewriting:
         self, schema: Schema, others: Schema | bool | None, path: str, depth: int, raw: bool
     ) -> dict[str, Schema]:
         """Those declared, and those required without being declared."""
-        declared, required = schema.get("properties", {}), self._list(schema, "required", path)
-        if not isinstance(declared, dict) or not all(isinstance(name, str) for name in required):
+        declared, names = schema.get("properties", {}), self._list(schema, "required", path)
+        required = [name for name in names if isinstance(name, str)]
+        if not isinstance(declared, dict) or len(required) < len(names):
             self._wrong(path, "properties must be an object and required a list of names.")
-            return {}
+            declared = declared if isinstance(declared, dict) else {}
         properties: dict[str, Schema] = {}
         for name, value in declared.items():
             if value is not False:
