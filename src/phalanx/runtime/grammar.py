@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,46 +17,118 @@ from phalanx.errors import RequestError
 from phalanx.text.tokenizer import Tokenizer
 
 _CACHE_BYTES = 256 * 2**20
+_MOST_BYTES = 16 * 2**20
+_QUICK_S = 0.25
+_AS_TAG, _COMPILED = b"T", b"C"
 _BUDGET_S = 1.0
 _BUDGET_PER_TOKEN_S = 0.002
 _WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?")
+_WRONG_SECONDS = {
+    b"\xe0": [bytes([byte]) for byte in range(0x80, 0xA0)],
+    b"\xed": [bytes([byte]) for byte in range(0xA0, 0xC0)],
+    b"\xf0": [bytes([byte]) for byte in range(0x80, 0x90)],
+    b"\xf4": [bytes([byte]) for byte in range(0x90, 0xC0)],
+}
+"""Bytes that begin a character in UTF-8, and those that would make it too long a form, half a pair or no character."""
+_NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]|\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]")
+
+Words = npt.NDArray[np.int32]
+"""One bit a token, 32 in a word."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What each token adds to a text, and which tokens take care.
+
+    Special tokens add nothing, as in `Tokenizer.decode`: no grammar allows them. xgrammar lets some bytes follow each
+    other that no text in UTF-8 has: tokens with such bytes are out, and `misfits` says what must not follow a token.
+    """
+
+    info: xgrammar.TokenizerInfo
+    ends: Words
+    misfits: Mapping[int, Words]
+
+    @classmethod
+    def read(cls, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+        stops, added = list(eos_token_ids), tokenizer.backend.added_tokens_decoder
+        found = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer.backend, vocab_size=size, stop_token_ids=stops or None
+        )
+        pieces = found.decoded_vocab
+        for token, piece in enumerate(pieces):
+            if (token in added and added[token].special) or _NO_UTF8.search(piece):
+                pieces[token] = b""
+        wrong = {
+            first: _words((token for token, piece in enumerate(pieces) if piece[:1] in seconds), size)
+            for first, seconds in _WRONG_SECONDS.items()
+        }
+        return cls(
+            xgrammar.TokenizerInfo(
+                pieces, vocab_size=size, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
+            ),
+            ends=_words(stops, size),
+            misfits={token: wrong[piece[-1:]] for token, piece in enumerate(pieces) if piece[-1:] in wrong},
+        )
+
+
+def _words(tokens: Iterable[int], size: int) -> Words:
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and keeps those used last. Threads may share it, and run while it works.
+    """The grammars of one tokenizer: compiles them, and keeps those used last. Threads may share it, and run beside it.
 
-    A grammar is an xgrammar structural tag as JSON, as `phalanx.server.grammar` makes it. To compile one takes some ten
-    milliseconds, less if another was like it, but seconds if it counts the characters of long strings.
+    xgrammar's own cache is not used: it shares parts between grammars and at times gives one the masks of another.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_token_ids: Sequence[int]) -> None:
-        info = _read_vocabulary(tokenizer, vocab, eos_token_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
-        ends = np.zeros(-(-vocab // 32) * 32, np.uint8)
-        ends[list(eos_token_ids)] = 1
-        self._ends = np.packbits(ends, bitorder="little").view(np.int32)
+        self._vocabulary = Vocabulary.read(tokenizer, vocab, eos_token_ids)
+        self._compiler = xgrammar.GrammarCompiler(self._vocabulary.info, max_threads=1, cache_enabled=False)
+        self._kept: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def matcher(self, grammar: bytes) -> GrammarMatcher:
-        """A matcher at the grammar's beginning; every answer needs its own. RequestError if it is no good."""
+    def pack(self, tag: str) -> bytes:
+        """An xgrammar structural tag made ready for `matcher`, in another process too: compiled if that takes long."""
+        started = time.process_time()
+        compiled = self._compile(tag)
+        if time.process_time() - started < _QUICK_S:
+            packed = _AS_TAG + tag.encode()
+            self._keep(packed, compiled)
+            return packed
+        packed = _COMPILED + compiled.serialize_json().encode()
+        if len(packed) > _MOST_BYTES:
+            raise _too_complex(f"takes {len(packed)} bytes when compiled; {_MOST_BYTES} are allowed")
+        return packed
+
+    def matcher(self, packed: bytes) -> GrammarMatcher:
+        """A matcher at the grammar's beginning; every answer needs its own. RequestError if the grammar is no good."""
+        with self._lock:
+            compiled = self._kept.get(packed)
+        if compiled is None:
+            text = packed[1:].decode()
+            is_compiled = packed.startswith(_COMPILED)
+            info = self._vocabulary.info
+            compiled = xgrammar.CompiledGrammar.deserialize_json(text, info) if is_compiled else self._compile(text)
+        self._keep(packed, compiled)
+        return GrammarMatcher(compiled, self._vocabulary)
+
+    def _compile(self, tag: str) -> xgrammar.CompiledGrammar:
         try:
-            compiled = self._compiler.compile_structural_tag(grammar.decode())
+            return self._compiler.compile_structural_tag(tag)
         except RuntimeError as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
             reason = _WHERE_IN_XGRAMMAR.sub("", str(error)).strip()
             raise RequestError("bad_grammar", f"The grammar cannot be used: {reason}", "Correct it.") from error
-        return GrammarMatcher(compiled, self._ends)
 
-
-def _read_vocabulary(tokenizer: Tokenizer, vocab: int, eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """What each token adds to a text. Special tokens add nothing, as in `Tokenizer.decode`: no grammar allows them."""
-    backend, stops = tokenizer.backend, list(eos_token_ids)
-    found = xgrammar.TokenizerInfo.from_huggingface(backend, vocab_size=vocab, stop_token_ids=stops or None)
-    pieces = found.decoded_vocab
-    for token, added in backend.added_tokens_decoder.items():
-        if added.special and token < len(pieces):
-            pieces[token] = b""
-    return xgrammar.TokenizerInfo(
-        pieces, vocab_size=vocab, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
-    )
+    def _keep(self, packed: bytes, compiled: xgrammar.CompiledGrammar) -> None:
+        with self._lock:
+            self._kept[packed] = compiled
+            self._kept.move_to_end(packed)
+            while len(self._kept) > 1 and sum(each.memory_size_bytes for each in self._kept.values()) > _CACHE_BYTES:
+                self._kept.popitem(last=False)
 
 
 class GrammarMatcher:
@@ -63,10 +138,10 @@ class GrammarMatcher:
     a budget of time that grows with its tokens, and gives up when it has spent it.
     """
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, ends: npt.NDArray[np.int32]) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._ends = ends
-        self._allowed = np.zeros((1, len(ends)), np.int32)
+        self._vocabulary = vocabulary
+        self._allowed = np.zeros((1, len(vocabulary.ends)), np.int32)
         self._left_s = _BUDGET_S
         self.finished = False
         self._look_ahead()
@@ -82,25 +157,33 @@ class GrammarMatcher:
             raise RequestError(
                 "grammar_violated", f"Token {token} is not what the grammar allows here.", "Report this as a bug."
             )
-        self._look_ahead()
+        self._look_ahead(token)
         self._left_s += _BUDGET_PER_TOKEN_S - (time.thread_time() - started)
         if self._left_s < 0:
-            raise RequestError(
-                "grammar_too_complex",
-                f"The grammar took more than {_BUDGET_S:g} s and {_BUDGET_PER_TOKEN_S * 1000:g} ms a token to follow.",
-                "Write it with fewer alternatives that begin alike, and with smaller repetitions.",
+            raise _too_complex(
+                f"took more than {_BUDGET_S:g} s and {_BUDGET_PER_TOKEN_S * 1000:g} ms a token to follow"
             )
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, last: int = -1) -> None:
         """Find out what may come next; a text that is complete and cannot grow is finished, with or without its end."""
         if self._matcher.is_terminated():
             self.finished = True
             return
         self._matcher.fill_next_token_bitmask(self._allowed)
-        if not (self._allowed & ~self._ends).any():
+        if last in self._vocabulary.misfits:
+            self._allowed &= ~self._vocabulary.misfits[last]
+        if not (self._allowed & ~self._vocabulary.ends).any():
             if not self._matcher.is_completed():
                 raise _dead_end()
             self.finished = True
+
+
+def _too_complex(why: str) -> RequestError:
+    return RequestError(
+        "grammar_too_complex",
+        f"The grammar {why}.",
+        "Write it with fewer alternatives that begin alike, and with smaller repetitions.",
+    )
 
 
 def _dead_end() -> RequestError:

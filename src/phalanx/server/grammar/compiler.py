@@ -52,7 +52,7 @@ class GrammarCompiler:
         await self._started()
 
     async def compile(self, constraint: Constraint) -> bytes:
-        """The grammar for `phalanx.runtime.grammar.Grammars.matcher`. RequestError if the constraint is no good."""
+        """The grammar for `Grammars.matcher` in the engine. RequestError if the constraint is no good."""
         constraint.check_size()
         verdict = self._remembered(constraint)
         if verdict is None:

@@ -43,8 +43,8 @@ class Constraint(msgspec.Struct, frozen=True):
             )
 
 
-def to_xgrammar(constraint: Constraint) -> bytes:
-    """The constraint as a structural tag for `phalanx.runtime.grammar`. What xgrammar would get wrong is refused."""
+def to_xgrammar(constraint: Constraint) -> str:
+    """The constraint as a structural tag for `Grammars.pack`. What xgrammar would get wrong is refused."""
     return _tag(_checked(_format_of(constraint), constraint.tolerant, 0))
 
 
@@ -58,11 +58,11 @@ def after_thinking(constraint: Constraint) -> Constraint:
 
 def sequence(elements: list[Format], tolerant: bool) -> Constraint:
     """One format of xgrammar after the other."""
-    return Constraint("structural_tag", _tag({"type": "sequence", "elements": elements}).decode(), tolerant)
+    return Constraint("structural_tag", _tag({"type": "sequence", "elements": elements}), tolerant)
 
 
-def _tag(content: Format) -> bytes:
-    return msgspec.json.encode({"type": "structural_tag", "format": content})
+def _tag(content: Format) -> str:
+    return msgspec.json.encode({"type": "structural_tag", "format": content}).decode()
 
 
 def _format_of(constraint: Constraint) -> Format:

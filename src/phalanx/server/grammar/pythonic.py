@@ -24,7 +24,7 @@ null ::= "None"
 list ::= "[" (any (", " any)*)? "]"
 dict ::= "{" (string ": " any (", " string ": " any)*)? "}"
 keywords ::= (keyword (", " keyword)*)?
-keyword ::= "_" [a-z0-9_]* "=" any
+keyword ::= [a-z_] [a-z0-9_]* "=" any
 """
 _RULES = {"array": "list", "object": "dict"} | {
     kind: kind for kind in ("string", "integer", "number", "boolean", "null")
@@ -74,7 +74,7 @@ class _Rules:
         return f'{_text(function.name + "(")} {arguments} ")"'
 
     def _entries(self, node: Schema, beginning: Callable[[str], str]) -> str:
-        """Properties in their order, joined by commas; built from the last one on, as the first and as a later entry."""
+        """Properties in their order, joined by commas: from the last one on, each as first and as later entry."""
         first = later = self.add('""')
         for name, value in reversed(node["properties"].items()):
             entry = f"{_text(beginning(name))} {self._value(value)} {later}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import NoReturn
 
@@ -11,18 +10,20 @@ from phalanx.errors import RequestError
 _GROUP = re.compile(r"\(\?(:|P?<[A-Za-z_]\w*>)")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})")
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
-_SETS = {"s": r" \t\n\r\f\v"} | {name: f"\\{name}" for name in "dDwWS"}
-_ANY = r"[^\n\r\u2028\u2029]"
+_SETS = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
+_LINE_ENDS = r"\n\r\u2028\u2029"
+_ESCAPED_IN_JSON = r'"\\\u0000-\u001f'
+_OPTIONAL = "{0,1}"
 _CARET = r"\^"
 _META = "\\^$.|?*+()[]{}-/"
 
 
 def to_xgrammar(pattern: str, in_json: bool = False) -> str:
-    """The pattern for xgrammar, matching the whole text; within a JSON string, in its escaped form.
+    """The pattern for xgrammar, which matches the whole text; or, for JSON, the whole string between the quotes.
 
     xgrammar reads some constructs otherwise than others do, without a word: anchors in the middle, unknown escapes, a
-    dot before a line end, a quote in a JSON string. These are translated or refused here. `\\d`, `\\w` and `\\s` are
-    those of ASCII.
+    dot before a line end, in JSON also optional groups and characters that must be escaped there. These are translated
+    or refused here; a string in JSON goes without such characters. `\\d`, `\\w` and `\\s` are those of ASCII.
     """
     return _Translation(pattern, in_json).run()
 
@@ -31,6 +32,7 @@ class _Translation:
     def __init__(self, pattern: str, in_json: bool) -> None:
         self._pattern = pattern
         self._in_json = in_json
+        self._never = _ESCAPED_IN_JSON if in_json else ""
         self._at = 0
 
     def run(self) -> str:
@@ -44,20 +46,21 @@ class _Translation:
                 out.append(self._open_group())
             elif character in "^$":
                 self._skip_anchor(character, depth)
-            elif character in "|)*+?{}":
+            elif character == "?":
+                out.append(self._question(out))
+            elif character in "|)*+{}":
                 depth -= character == ")"
                 self._at += 1
                 out.append(character)
             elif character == ".":
                 self._at += 1
-                out.append(_ANY)
+                out.append(f"[^{_LINE_ENDS}{self._never}]")
             else:
-                atom = self._atom()
-                out.append(self._literal(atom) if len(atom) == 1 else f"[{atom}]")
+                out.append(self._outside_class(self._atom()))
         return "".join(out)
 
     def _atom(self) -> str:
-        """The next character, or the inside of a class for an escape that stands for several."""
+        """The next character, or a backslash and the letter of a set."""
         character = self._pattern[self._at]
         if character != "\\":
             self._at += 1
@@ -70,54 +73,64 @@ class _Translation:
             self._at = hexadecimal.end()
             return chr(code)
         escaped = self._pattern[self._at + 1 : self._at + 2]
-        if not escaped or (escaped.isalnum() and escaped not in _SETS and escaped not in _CONTROLS):
+        if not escaped or (escaped.isalnum() and escaped.lower() not in _SETS and escaped not in _CONTROLS):
             self._refuse(f"the escape \\{escaped}")
         self._at += 2
-        return _SETS.get(escaped) or _CONTROLS.get(escaped, escaped)
+        return f"\\{escaped}" if escaped.lower() in _SETS else _CONTROLS.get(escaped, escaped)
 
-    def _literal(self, character: str) -> str:
-        if self._in_json and _is_unsafe(character):
-            return "(?:" + "".join(map(_escaped, json.dumps(character)[1:-1])) + ")"
-        return _escaped(character)
+    def _outside_class(self, atom: str) -> str:
+        if len(atom) == 1:
+            if self._in_json and _is_escaped_in_json(atom):
+                self._refuse(f"{atom!r}, which must be escaped in JSON,")
+            return _escaped(atom)
+        inside = _SETS[atom[1].lower()]
+        return f"[{inside}]" if atom[1].islower() else f"[^{inside}{self._never}]"
 
     def _class(self) -> str:
-        """A class. In a JSON string it goes without the characters that would have to be escaped there.
+        """A class; sets of what is not a digit or the like stand beside it as classes of their own.
 
         xgrammar takes even an escaped caret for a negation where it comes first.
         """
-        start = self._at
-        negated = self._pattern.startswith("[^", start)
-        keeps_all = negated or not self._in_json
+        negated = self._pattern.startswith("[^", self._at)
         self._at += 1 + negated
-        items = []
+        items: list[str] = [self._never] if negated else []
+        beside: list[str] = []
         while not self._pattern.startswith("]", self._at):
             if self._at >= len(self._pattern) or self._pattern.startswith("[:", self._at):
                 self._refuse("a class that is not closed, or one of POSIX,")
-            low = self._atom()
-            high = self._range_end() if len(low) == 1 else None
-            if len(low) > 1:
-                items.append(low)
-            elif low == "^" and high is not None:
-                self._refuse("a range that begins with '^'")
-            elif high is not None and (keeps_all or high >= " "):
-                items.append(f"{_escaped(low)}-{_escaped(high)}")
-            elif high is None and (keeps_all or not _is_unsafe(low)):
-                items.append(_escaped(low))
+            atom = self._atom()
+            if len(atom) == 1:
+                items += self._range(atom, negated)
+            elif atom[1].islower():
+                items.append(_SETS[atom[1]])
+            elif negated:
+                self._refuse(f"{atom} in a negated class")
+            else:
+                beside.append(self._outside_class(atom))
         self._at += 1
-        if not items:
-            self._refuse(f"{self._pattern[start : self._at]}, a class that nothing matches,")
         items = sorted(dict.fromkeys(items), key=lambda item: item == _CARET)
-        return "[" + "^" * negated + "".join(items) + "]" if negated or items != [_CARET] else _CARET
+        if any(items):
+            beside.append("[" + "^" * negated + "".join(items) + "]" if negated or items != [_CARET] else _CARET)
+        if not beside:
+            self._refuse("a class that nothing matches")
+        return beside[0] if len(beside) == 1 else f"(?:{'|'.join(beside)})"
 
-    def _range_end(self) -> str | None:
-        rest = self._pattern[self._at : self._at + 2]
-        if len(rest) < 2 or rest[0] != "-" or rest[1] == "]":
-            return None
-        self._at += 1
-        high = self._atom()
-        if len(high) > 1:
-            self._refuse("a range that ends in a set")
-        return high
+    def _range(self, low: str, negated: bool) -> list[str]:
+        """One character or all up to another; in JSON without those that must be escaped, unless they are excluded."""
+        high, rest = low, self._pattern[self._at : self._at + 2]
+        if len(rest) == 2 and rest[0] == "-" and rest[1] != "]":
+            self._at += 1
+            high = self._atom()
+            if len(high) > 1 or low == "^" or high < low:
+                self._refuse("a range of no characters, or one that begins with '^',")
+        if negated or not self._in_json:
+            return [_span(low, high)]
+        parts, start = [], max(low, " ")
+        for gap in ('"', "\\"):
+            if start <= gap <= high:
+                parts.append((start, chr(ord(gap) - 1)))
+                start = chr(ord(gap) + 1)
+        return [_span(first, last) for first, last in [*parts, (start, high)] if first <= last]
 
     def _open_group(self) -> str:
         if not self._pattern.startswith("(?", self._at):
@@ -128,6 +141,11 @@ class _Translation:
             self._refuse(f"'{self._pattern[self._at : self._at + 3]}'")
         self._at = group.end()
         return "(?:"
+
+    def _question(self, out: list[str]) -> str:
+        """Once or not at all, which xgrammar gets right in this form; behind a repetition it changes nothing."""
+        self._at += 1
+        return "" if out and out[-1] in ("*", "+", "}", _OPTIONAL) else _OPTIONAL
 
     def _skip_anchor(self, anchor: str, depth: int) -> None:
         """The whole text is matched anyway: an anchor at the end of an outermost alternative says nothing new."""
@@ -144,9 +162,12 @@ class _Translation:
         )
 
 
-def _is_unsafe(character: str) -> bool:
-    """A JSON string holds it only in an escaped form."""
+def _is_escaped_in_json(character: str) -> bool:
     return character in '"\\' or character < " "
+
+
+def _span(low: str, high: str) -> str:
+    return _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
 
 
 def _escaped(character: str) -> str:

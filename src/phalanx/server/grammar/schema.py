@@ -38,13 +38,14 @@ _MONTH_AND_DAY = (
 _DATE = rf"([1-9][0-9]{{3}})-{_MONTH_AND_DAY}"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_FORMATS: dict[str, Schema] = {
-    "date": {"pattern": f"^{_DATE}$"},
-    "time": {"pattern": f"^{_TIME}$"},
-    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
-    "ipv4": {"pattern": rf"^{_BYTE}(\.{_BYTE}){{3}}$"},
-} | {name: {"format": name} for name in ("duration", "email", "hostname", "ipv6", "uri", "uuid")}
-_JSON_CHARACTER = r'(?:[^"\\\x00-\x1f]|\\(?:"|\\|/|b|f|n|r|t))'
+_PATTERNS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
+_FORMATS = (*_PATTERNS, "duration", "email", "hostname", "ipv6", "uri", "uuid")
+_JSON_CHARACTER = r'[^"\\\u0000-\u001f]'
 
 
 def to_xgrammar(schema: Any, tolerant: bool = False, style: str = "json") -> Schema:
@@ -248,10 +249,10 @@ class _Rewriting:
             return {"type": "string"}
 
     def _format(self, name: Any, path: str) -> Schema:
-        if not isinstance(name, str) or name not in _FORMATS:
+        if name not in _FORMATS:
             self._unsupported(path, f"format {name!r:.100} (others can: {', '.join(sorted(_FORMATS))})")
             return {"type": "string"}
-        return {"type": "string"} | _FORMATS[name]
+        return self._pattern(_PATTERNS[name], path) if name in _PATTERNS else {"type": "string", "format": name}
 
     def _of_length(self, low: int, high: int | None) -> Schema:
         """Strings of one length share a definition: each takes a while to compile."""
@@ -316,16 +317,17 @@ class _Rewriting:
         return out | ({} if high is None else {"maxItems": high})
 
     def _object(self, schema: Schema, path: str, depth: int) -> Schema:
-        """Declared properties in their order; then others, if they are asked for or nothing is declared."""
+        """Declared properties in their order; then others, if they are asked for or none are declared."""
         raw = self._raw and path == "#"
         others = self._others(schema, path, depth, raw)
         properties = self._properties(schema, others, path, depth, raw)
         required = [name for name in properties if name in self._list(schema, "required", path)]
-        names = self._free_names(schema, bool(properties), others, path, depth)
+        declares = bool(properties) or "properties" in schema
+        names = self._free_names(schema, declares, others, path, depth)
         out: Schema = {"type": "object"} | names
         if properties:
             out |= {"properties": properties, "required": required}
-        is_closed = others is False or (others is None and bool(properties or "patternProperties" in names))
+        is_closed = others is False or (others is None and (declares or "patternProperties" in names))
         out["additionalProperties"] = not is_closed and (others or True)
         has_free_names = not is_closed or "patternProperties" in names
         return out | self._property_counts(schema, len(required), has_free_names, path)
@@ -341,10 +343,11 @@ class _Rewriting:
         self, schema: Schema, others: Schema | bool | None, path: str, depth: int, raw: bool
     ) -> dict[str, Schema]:
         """Those declared, and those required without being declared."""
-        declared, required = schema.get("properties", {}), self._list(schema, "required", path)
-        if not isinstance(declared, dict) or not all(isinstance(name, str) for name in required):
+        declared, names = schema.get("properties", {}), self._list(schema, "required", path)
+        required = [name for name in names if isinstance(name, str)]
+        if not isinstance(declared, dict) or len(required) < len(names):
             self._wrong(path, "properties must be an object and required a list of names.")
-            return {}
+            declared = declared if isinstance(declared, dict) else {}
         properties: dict[str, Schema] = {}
         for name, value in declared.items():
             if value is not False:
@@ -357,13 +360,13 @@ class _Rewriting:
         return properties
 
     def _free_names(
-        self, schema: Schema, has_properties: bool, others: Schema | bool | None, path: str, depth: int
+        self, schema: Schema, declares: bool, others: Schema | bool | None, path: str, depth: int
     ) -> Schema:
         """Rules for names. xgrammar keeps them only where no two can speak of the same name."""
         patterns, names = schema.get("patternProperties"), schema.get("propertyNames")
         if patterns is None and names is None:
             return {}
-        if has_properties or (patterns is not None and (others or names is not None)):
+        if declares or (patterns is not None and (others or names is not None)):
             self._unsupported(path, "patternProperties or propertyNames beside other rules for names")
             return {}
         if names is not None:

@@ -1,4 +1,5 @@
 """Calls that a model must make, in the format it was taught."""
+# ruff: noqa: RUF001 - the tags of DeepSeek are written with a wide bar
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Tool = Mapping[str, Any]
 def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
     """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
 
-    A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Without
-    `parallel` there is one call alone.
+    A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Not
+    `parallel` means one call alone.
     """
     chosen = [tool for tool in tools if choice in ("required", tool["name"])]
     if not chosen:
@@ -34,14 +35,16 @@ def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, paral
 
 def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Format]:
     if tool_format == "hermes":
-        return [_tags(tools, '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n", only_one)]
+        begin, end, stop = '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "</tool_call>"
+        return [_tags(tools, begin, end, "\n", only_one, {"excludes": [stop]})]
     if tool_format == "qwen3_xml":
-        begin, end = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>"
-        return [_tags(tools, begin, end, "\n", only_one, style="qwen_xml")]
+        begin, end, stop = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", "</parameter>"
+        return [_tags(tools, begin, end, "\n", only_one, {"excludes": [stop], "style": "qwen_xml"})]
     if tool_format == "llama3_json":
-        return [_tags(tools, '{"name": "%s", "parameters": ', "}", "; ", only_one)]
+        return [_tags(tools, '{"name": "%s", "parameters": ', "}", "; ", only_one, {})]
     if tool_format == "deepseek_v31":
-        calls = _tags(tools, "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", only_one)
+        begin, end = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+        calls = _tags(tools, begin, end, "", only_one, {"excludes": [end]})
         return [_constant("<｜tool▁calls▁begin｜>"), calls, _constant("<｜tool▁calls▁end｜>")]
     if tool_format == "llama4_pythonic":
         functions = [{"name": tool["name"], "parameters": _parameters(tool)} for tool in tools]
@@ -53,13 +56,13 @@ def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Form
     )
 
 
-def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one: bool, style: str = "json") -> Format:
+def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one: bool, options: Format) -> Format:
     """Calls that stand between a beginning, with the tool's name in it, and an end."""
     tags = [
         {
             "type": "tag",
             "begin": begin % tool["name"],
-            "content": {"type": "json_schema", "json_schema": _parameters(tool), "style": style},
+            "content": {"type": "json_schema", "json_schema": _parameters(tool)} | options,
             "end": end,
         }
         for tool in tools

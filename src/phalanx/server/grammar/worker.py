@@ -70,7 +70,7 @@ def _prepare(assignment: Assignment) -> Grammars:
 
 def _answer(grammars: Grammars, constraint: Constraint, ends: Sequence[int]) -> Proven | Refused:
     try:
-        grammar = to_xgrammar(constraint)
+        grammar = grammars.pack(to_xgrammar(constraint))
         walk(grammars, grammar, ends)
         return Proven(grammar)
     except RequestError as error:
