@@ -57,7 +57,9 @@ _PIECES = [
 _TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|unseen|>", "<|end|>"]
 SPECIAL = {"<|unseen|>", "<|end|>"}
 
-TOKENS: list[bytes] = [*(bytes([byte]) for byte in range(256)), *(piece.encode() for piece in _PIECES)]
+HALF = b"\xed\xa0"
+"""Bytes that no text in UTF-8 has."""
+TOKENS: list[bytes] = [*(bytes([byte]) for byte in range(256)), HALF, *(piece.encode() for piece in _PIECES)]
 TOKENS += [tag.encode() for tag in _TAGS]
 EOS = len(TOKENS) - 1
 UNSEEN = EOS - 1

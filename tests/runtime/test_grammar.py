@@ -25,6 +25,7 @@ from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
 from tests.byte_model import (
     EOS,
+    HALF,
     TOKENS,
     UNSEEN,
     VOCAB,
@@ -100,6 +101,7 @@ def test_special_tokens_are_no_text(grammars: Grammars) -> None:
     """A JSON string may hold anything, but not what the client would not see; tags that he sees are text."""
     allowed = allowed_tokens(follow(matcher_of(grammars, "json_object"), '{"').mask())
     assert UNSEEN not in allowed
+    assert TOKENS.index(HALF) not in allowed
     assert EOS not in allowed
     assert TOKENS.index(b"</think>") in allowed
     assert max(allowed) < len(TOKENS)
@@ -228,6 +230,7 @@ def test_masks_are_applied_as_xgrammar_does(vocab: int) -> None:
     """To the rows that have one; tokens beyond the mask are never allowed."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, vocab, generator=generator)
+    logits[:, 64:] += 100.0
     bits = torch.randint(-(2**31), 2**31, (5, 2), generator=generator, dtype=torch.int32)
     masked = [0, 3, 4]
     rows = [a_row(bits[row].numpy().tobytes() if row in masked else None, temperature=0) for row in range(5)]
@@ -350,6 +353,15 @@ def test_a_seeded_answer_is_the_same_whatever_else_happens(folder: Path, grammar
             answers.append(request.output)
             assert (request.preemptions > 0) == (company > 0)
     assert answers[0] == answers[1]
+
+
+def test_a_mask_finds_its_row_behind_one_that_yields_nothing(folder: Path, grammars: Grammars) -> None:
+    """Five tokens of a prompt under a grammar, and in the same step one of a longer prompt, which comes first."""
+    with LLM(folder, progress=False, max_num_batched_tokens=6, prefix_caching=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=30)
+        request = llm.engine.add([1, 2, 3, 4, 5], params, matcher=matcher_of(grammars, "regex", "[xyz]{9}"))
+        llm.engine.add(list(range(1, 40)), params)
+        assert re.fullmatch("[xyz]{9}", answer(llm, [request])[0])
 
 
 def test_an_end_may_come_where_the_grammar_allows_it_and_ends_even_what_ignores_it(

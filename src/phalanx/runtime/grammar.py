@@ -30,7 +30,7 @@ _WRONG_SECONDS = {
     b"\xf4": [bytes([byte]) for byte in range(0x90, 0xC0)],
 }
 """Bytes that begin a character in UTF-8, and those that would make it too long a form, half a pair or no character."""
-_NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]|\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]")
+_NO_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]")
 
 Words = npt.NDArray[np.int32]
 """One bit a token, 32 in a word."""
