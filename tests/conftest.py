@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("steady", derandomize=True, database=None)
+settings.register_profile("explore", max_examples=1000)
+settings.load_profile("steady")
 
 NEW_TOKENS = 64
 VOCAB = 512

@@ -35,6 +35,14 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = False
+        self.ended = False
+        self.can_end = False
+
+    def can_write_eof(self) -> bool:
+        return self.can_end
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -53,13 +61,14 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def talk(*parts: bytes, wait_s: float = 0.0, app: Callable[..., Any] = echo) -> Wire:
+def talk(*parts: bytes, wait_s: float = 0.0, app: Callable[..., Any] = echo, can_end: bool = False) -> Wire:
     """What the server writes to a client that sends these parts."""
 
     async def run() -> Wire:
         config = uvicorn.Config(app, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
         config.load()
         wire, server = Wire(), BoundedHttp(config, ServerState(), {})
+        wire.can_end = can_end
         server.connection_made(wire)
         for part in parts:
             if not wire.closed:
@@ -161,6 +170,17 @@ def test_a_connection_kept_open_is_not_late(monkeypatch: pytest.MonkeyPatch) -> 
     assert statuses(wire) == [200]
     assert not wire.closed
     assert statuses(talk(post(b"/a", b""), b"GET /b HT", wait_s=0.06)) == [200, 408]
+
+
+def test_a_client_that_still_sends_can_read_why_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is ended on this side first, and closed a moment later; what comes meanwhile is dropped."""
+    monkeypatch.setattr(http, "LINGER_S", 0.02)
+    parts = (b"GET / HTTP/1.1\r\nx: ", *[b"y" * 50_000] * 4, b"\r\n\r\nGET / HTTP/1.1\r\n\r\n")
+    wire = talk(*parts, can_end=True)
+    assert statuses(wire) == [431]
+    assert wire.ended
+    assert not wire.closed
+    assert talk(*parts, can_end=True, wait_s=0.1).closed
 
 
 def test_what_is_no_http_is_told_so_in_json() -> None:

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -18,10 +17,10 @@ import msgspec
 import torch
 import zmq
 
-import phalanx
 from phalanx.engine.plan import Beat, StepPlan, StepResult
 from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.runtime import child
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import (
@@ -67,12 +66,8 @@ class Workers:
             self._spawn(Assignment(config, str(model_path), rank, str(self.folder), threads, token))
 
     def _spawn(self, assignment: Assignment) -> None:
-        source = str(Path(phalanx.__file__).parents[1])
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.runtime.worker"],
-            stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            child.command("phalanx.runtime.worker"), stdin=subprocess.PIPE, env=child.environment()
         )
         self.processes[assignment.rank] = process
         assert process.stdin is not None

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,10 +19,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-import phalanx
 from phalanx.engine.plan import Beat
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import EngineDeadError, RequestError
+from phalanx.runtime import child
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
@@ -112,12 +111,10 @@ class EngineClient:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         """In a session of its own: a Ctrl-C is for the API process, and a stuck engine can be ended with its ranks."""
-        source = str(Path(phalanx.__file__).parents[1])
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", self.launch.module),
+            *child.command(self.launch.module),
             stdin=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=child.environment(),
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -14,6 +14,7 @@ from phalanx.server.errors import ApiError
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 30.0
+LINGER_S = 1.0
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
@@ -26,6 +27,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._problem = ApiError(400, "This is no valid HTTP request.", "bad_http")
+        self._refused = False
         self._in_head = True
         self._untold_bytes = 0
         self._head_bytes = 0
@@ -37,9 +39,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """The parser tells of a header when it is whole; what it has taken in and not told is counted here."""
+        if self._refused:
+            return
         self._untold_bytes += len(data)
         super().data_received(_without_upgrade(data) if self._in_head else data)
-        if self._in_head and self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._in_head and self._untold_bytes > MAX_HEAD_BYTES and not self._refused:
             self._answer(_head_too_large())
 
     def on_message_begin(self) -> None:
@@ -78,14 +82,20 @@ class BoundedHttp(HttpToolsProtocol):
         self._answer(self._problem)
 
     def _head_is_late(self) -> None:
-        if self._in_head and not self.transport.is_closing():
+        if self._in_head and not self._refused and not self.transport.is_closing():
             self._answer(ApiError(408, f"The head was not complete after {HEAD_TIMEOUT_S:g} s.", "head_timeout"))
 
     def _answer(self, error: ApiError) -> None:
+        """A client that still sends would lose the answer if this end closed at once: first, what it sends is dropped."""
+        self._refused = True
         body = msgspec.json.encode(error.body)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status_code] + head.encode() + body)
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
 
 def _without_upgrade(data: bytes) -> bytes:

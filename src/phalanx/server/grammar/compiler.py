@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-import phalanx
 from phalanx.errors import ConfigError, RequestError
+from phalanx.runtime import child
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.messages import (
     LENGTH_BYTES,
@@ -136,15 +134,12 @@ class GrammarCompiler:
 
 async def _spawn(assignment: Assignment) -> Process:
     """A process that has said that it is ready."""
-    source = str(Path(phalanx.__file__).parents[1])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    alone = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "phalanx.server.grammar.worker"),
+        *child.command("phalanx.server.grammar.worker"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
-        env=os.environ | alone,
+        env=child.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
     )
     try:
         async with asyncio.timeout(_START_LIMIT_S):
