@@ -86,7 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._answer(ApiError(408, f"The head was not complete after {HEAD_TIMEOUT_S:g} s.", "head_timeout"))
 
     def _answer(self, error: ApiError) -> None:
-        """A client that still sends would lose the answer if this end closed at once: first, what it sends is dropped."""
+        """Closing at once would cost a client that still sends the answer: for a moment, what it sends is dropped."""
         self._refused = True
         body = msgspec.json.encode(error.body)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
