@@ -77,7 +77,9 @@ def test_thinking_comes_first_and_is_free(kind: Any, texts: Texts) -> None:
         "choice": '["{}"]',
         "structural_tag": '{"format": {"type": "const_string", "value": "{}"}}',
     }[kind]
-    for text in texts(after_thinking(Constraint(kind, source)), has_free_text=True):
+    found = texts(after_thinking(Constraint(kind, source)), has_free_text=True)
+    assert any("</think>\n\n{" in text for text in found)
+    for text in found:
         thoughts, _, answer = text.partition("</think>")
         assert re.fullmatch(r"\n{0,2}\{.*\}", answer, re.DOTALL)
         assert isinstance(json.loads(answer), dict)
