@@ -174,7 +174,7 @@ class ApiServer:
         host, port = self._address
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         key = " -H 'authorization: Bearer KEY'" if self._options.api_keys else ""
-        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'
+        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         print(
             f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
             f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of KV cache)\n\n"
