@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from phalanx.errors import RequestError
+from phalanx.runtime.grammar import Grammars
 from phalanx.server.grammar.constraint import Constraint, after_thinking, to_xgrammar
 from phalanx.server.grammar.tools import TOOL_FORMATS, tools_constraint
+from tests.byte_model import allowed_tokens
 
 from .conftest import Texts
 
@@ -181,6 +184,53 @@ def test_the_names_and_types_of_python_calls_are_enforced() -> None:
     assert '"city="' in text
     assert '\\"C\\"' in text
     assert '"days=" integer' in text
+
+
+def test_every_type_is_written_as_python_writes_it(texts: Texts) -> None:
+    kinds = ["string", "integer", "number", "boolean", "null", "array", "object"]
+    parts: dict[str, Any] = {f"a_{kind}": {"type": kind} for kind in kinds}
+    parts |= {"some": {"enum": ["a", None, True, 1.5, [{"k": False}]]}, "pairs": {"prefixItems": [{"type": "integer"}]}}
+    nested = {"type": "object", "properties": dict(parts), "required": list(parts)}
+    schema = {"type": "object", "properties": {"maybe": {"type": "boolean"}} | parts, "required": [*parts, "nested"]}
+    schema["properties"]["nested"] = nested
+    found = [
+        read_pythonic(text)
+        for text in texts(tools_constraint([{"name": "f", "parameters": schema}], "f", "llama4_pythonic"))
+    ]
+    hints = {**schema, "properties": {**schema["properties"], "pairs": {"type": "array"}}}
+    hints["properties"]["nested"] = {**nested, "properties": {**parts, "pairs": {"type": "array"}}}
+    for ((_, arguments),) in found:
+        Draft202012Validator(hints).validate(arguments)
+    assert {"maybe" in arguments for ((_, arguments),) in found} == {True, False}
+
+
+def accepts(grammars: Grammars, constraint: Constraint, text: str) -> bool:
+    """Byte by byte."""
+    matcher = grammars.matcher(grammars.pack(to_xgrammar(constraint)))
+    for byte in text.encode():
+        if byte not in allowed_tokens(matcher.mask()):
+            return False
+        matcher.accept(byte)
+    return matcher.finished
+
+
+def test_parameters_that_are_not_required_may_be_left_out_but_keep_their_order(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"enum": [2]}, "c": {"enum": [3]}}}
+    call = tools_constraint([{"name": "f", "parameters": schema}], "f", "llama4_pythonic")
+    for size in range(4):
+        for chosen in itertools.combinations(["a=1", "b=2", "c=3"], size):
+            assert accepts(grammars, call, f"[f({', '.join(chosen)})]")
+    for wrong in (
+        "[f(, b=2)]",
+        "[f(b=2, a=1)]",
+        "[f(a=1 b=2)]",
+        "[f(a=1,)]",
+        "[f(a=1, a=1)]",
+        "[f()",
+        "[f(d=1)]",
+        "[]",
+    ):
+        assert not accepts(grammars, call, wrong)
 
 
 @pytest.mark.parametrize(
