@@ -45,6 +45,7 @@ def test_live_ready_version(server: Server) -> None:
         assert client.get("/live").json() == {"status": "live"}
         assert client.get("/ready").json() == {"status": "ready"}
         assert client.get("/version").json() == {"version": __version__}
+    assert "loading tiny, TP=2" in server.text
 
 
 def test_health_names_every_rank_with_the_age_of_its_sign(server: Server) -> None:

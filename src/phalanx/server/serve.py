@@ -36,6 +36,7 @@ log = logging.getLogger("phalanx.server")
 
 _SHUTDOWN_MARGIN_S = 5
 _KEEP_ALIVE_S = 60
+_LOADING_TOLD_EVERY_S = 3.0
 
 
 def serve(config: EngineConfig, options: ServeOptions, engine_module: str = ENGINE_MODULE) -> int:
@@ -96,10 +97,12 @@ class ApiServer:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
         supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
+        loading = asyncio.create_task(self._tell_loading())
         try:
             self._http = _HttpServer(await asyncio.to_thread(self._http_config))
             return await self._serve(listener, supervising)
         finally:
+            loading.cancel()
             supervising.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await supervising
@@ -160,6 +163,15 @@ class ApiServer:
 
     def _end_requests(self) -> None:
         self._supervisor.client.close_mailboxes(ApiError(503, "The server is stopping.", "server_stopping"))
+
+    async def _tell_loading(self) -> None:
+        """A line at once, and one every few seconds until the engine is there."""
+        log.info("loading %s, TP=%d", self._name, self._config.tp)
+        while self._supervisor.state == "starting":
+            await asyncio.sleep(_LOADING_TOLD_EVERY_S)
+            loading = self._supervisor.client.loading
+            if loading is not None and self._supervisor.state == "starting":
+                log.info("loaded %.1f of %.1f GB of weights", loading.done / 1e9, loading.total / 1e9)
 
     def _engine_started(self, started: Started) -> None:
         self._metrics.engine_started(started.num_blocks)
