@@ -1,0 +1,1 @@
+"""Is this machine what it should be: facts gathered in one place, judged in another."""
