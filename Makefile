@@ -28,7 +28,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(PIP) --constraint constraints.txt --editable '.[serve,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[serve,cluster,dev]'
 	@touch $@
 
 clean:

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 PathKind = Literal["self", "nvlink", "pix", "pxb", "phb", "node", "sys"]
-"""How one GPU reaches another, best first: NVLink, one PCIe switch, several, the host bridge, the NUMA node, sockets."""
+"""How one GPU reaches another, best first: NVLink, one PCIe switch, several, the host bridge, a NUMA node, sockets."""
 P2pStatus = Literal["ok", "chipset", "gpu", "topology", "disabled", "unsupported", "unknown"]
 Throttle = Literal["power-cap", "hw-slowdown", "sw-thermal", "hw-thermal", "power-brake"]
 FabricState = Literal["not-supported", "not-started", "in-progress", "completed"]
