@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: serve test test-cuda lint clean
+.PHONY: serve test test-cuda lint web clean
 
 serve: $(VENV)/.serve
 	$(BIN)/phalanx serve --tp 2
@@ -19,6 +19,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The cockpit's pages are committed as built: users need no node. This builds them anew from web/.
+web:
+	cd web && npm ci && npm run build
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

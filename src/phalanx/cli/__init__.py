@@ -11,6 +11,7 @@ from phalanx.cli.bench import bench
 from phalanx.cli.generate import generate
 from phalanx.cli.plan import plan
 from phalanx.cli.serve import serve
+from phalanx.cli.studio import studio
 
 app = typer.Typer(
     help="Plan, serve and prove tensor-parallel LLM deployments.",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(serve)
+app.command()(studio)
 app.command()(generate)
 app.add_typer(bench, name="bench")
 

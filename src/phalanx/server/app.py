@@ -9,19 +9,19 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 
 from phalanx import __version__
 from phalanx.engine.core import check_request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.errors import PhalanxError
 from phalanx.server import chat
-from phalanx.server.errors import ApiError, bad_request
+from phalanx.server.error_handlers import add_error_handlers
+from phalanx.server.errors import bad_request
 from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.service import Service
+from phalanx.web.cockpit import About, cockpit_routes
+from phalanx.web.pages import add_pages
 
 _MOST_NAMED = 16
 _REFUSED = {
@@ -33,9 +33,11 @@ _REFUSED = {
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
+    add_pages(app)
+    app.include_router(cockpit_routes(About("serve", service.name, service.supervisor.launch.config.tp)))
     app.openapi_schema = _with_own_errors(app.openapi())
     return app
 
@@ -164,41 +166,3 @@ def _headers(body: Body, request: Request) -> dict[str, str]:
         more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
         headers["x-phalanx-warning"] = f"unknown fields ignored: {', '.join(names)}{more}"
     return headers
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _told(_as_api_error(error))
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        if isinstance(error, ApiError):
-            return _told(error)
-        message, code = error.detail, "bad_request"
-        if error.status_code in (404, 405):
-            message, code = f"{request.method} {request.url.path} is not served here.", "not_found"
-        return _told(ApiError(error.status_code, message, code, headers=dict(error.headers or {})))
-
-    @app.exception_handler(PhalanxError)
-    async def wrong(_: Request, error: PhalanxError) -> Response:
-        return _told(ApiError.of(error))
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return _told(ApiError(500, "The server made a mistake; its log has the details.", "internal_error"))
-
-
-def _told(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status_code, headers=dict(error.headers or {}))
-
-
-def _as_api_error(error: RequestValidationError) -> ApiError:
-    """The first complaint by name; a union's many complaints are about one field."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return bad_request(f"The body is not JSON: {first['ctx']['error']}, at character {path[0]}.", "bad_json")
-    if not path:
-        return bad_request("The body must be a JSON object, sent as 'content-type: application/json'.", "bad_body")
-    return bad_request(f"{'.'.join(path)[:200]}: {first['msg']}.", "bad_parameter", param=path[0][:64])

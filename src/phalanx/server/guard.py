@@ -11,13 +11,14 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.server.errors import ApiError
+from phalanx.web.pages import PAGES
 
-OPEN_PATH = "/live"
+OPEN_PATHS = frozenset({"/live", *PAGES})
 BODY_TIMEOUT_S = 30.0
 
 
 class Guard:
-    """Wraps the application. Denies by default: every path but /live needs a key where keys are set."""
+    """Wraps the application. Denies by default: where keys are set, all but /live and the cockpit's files need one."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
         self._app = app
@@ -38,7 +39,7 @@ class Guard:
         await self._app(scope, self._bounded(receive), send)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
-        if not self._keys or path == OPEN_PATH:
+        if not self._keys or path in OPEN_PATHS:
             return
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())

@@ -27,6 +27,7 @@ from phalanx.server.engine_client import ENGINE_MODULE, Launch
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
 from phalanx.server.http import PROTOCOL
+from phalanx.server.listen import listen
 from phalanx.server.messages import Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions, default_name
@@ -43,18 +44,8 @@ def serve(config: EngineConfig, options: ServeOptions, engine_module: str = ENGI
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     _check_tls(options)
-    with _listen(options) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listen(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(ApiServer(config, options, engine_module).run(listener))
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            "cannot_listen", f"{options.host}:{options.port}: {error.strerror}.", "Choose another --host or --port."
-        ) from None
 
 
 def _check_tls(options: ServeOptions) -> None:

@@ -26,7 +26,7 @@ class Supervisor:
     def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
         self.state = "starting"
         self.restarts_left = restarts
-        self._launch = launch
+        self.launch = launch
         self._max_queued = max_queued
         self._on_step = on_step
         self.client = EngineClient(launch, on_step)
@@ -43,7 +43,7 @@ class Supervisor:
             log.warning("starting the engine again in %.0f s, %d more times at most", pause, self.restarts_left)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self.client = EngineClient(self._launch, self._on_step)
+            self.client = EngineClient(self.launch, self._on_step)
 
     async def _live(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
         """One life of the engine. Whatever was running at its end hears of it."""

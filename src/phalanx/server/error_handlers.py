@@ -1,0 +1,51 @@
+"""Errors in OpenAI's shape, whatever raised them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from phalanx.errors import PhalanxError
+from phalanx.server.errors import ApiError, bad_request
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Tell every error of this application in one shape."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _told(_as_api_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        if isinstance(error, ApiError):
+            return _told(error)
+        message, code = error.detail, "bad_request"
+        if error.status_code in (404, 405):
+            message, code = f"{request.method} {request.url.path} is not served here.", "not_found"
+        return _told(ApiError(error.status_code, message, code, headers=dict(error.headers or {})))
+
+    @app.exception_handler(PhalanxError)
+    async def wrong(_: Request, error: PhalanxError) -> Response:
+        return _told(ApiError.of(error))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return _told(ApiError(500, "The server made a mistake; its log has the details.", "internal_error"))
+
+
+def _told(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status_code, headers=dict(error.headers or {}))
+
+
+def _as_api_error(error: RequestValidationError) -> ApiError:
+    """The first complaint by name; a union's many complaints are about one field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return bad_request(f"The body is not JSON: {first['ctx']['error']}, at character {path[0]}.", "bad_json")
+    if not path:
+        return bad_request("The body must be a JSON object, sent as 'content-type: application/json'.", "bad_body")
+    return bad_request(f"{'.'.join(path)[:200]}: {first['msg']}.", "bad_parameter", param=path[0][:64])

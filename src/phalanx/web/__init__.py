@@ -1,0 +1,1 @@
+"""The cockpit: pages in the browser for the planner and, beside an engine, for what it does."""
