@@ -64,7 +64,7 @@ def test_the_numbers_of_the_config_become_the_spec(published: dict[str, Config])
     assert spec.qk_norm
     assert not spec.qkv_bias
     assert not spec.tied_embeddings
-    assert spec.block_fp8 is None
+    assert spec.stored_fp8 is None
     assert spec.moe is not None
     assert (spec.moe.experts, spec.moe.experts_per_token, spec.moe.intermediate) == (128, 8, 768)
     assert spec.moe.renormalise
@@ -185,8 +185,8 @@ def test_qwen3_moe_slides_in_every_layer_when_told() -> None:
 @pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
 def test_block_fp8_is_read_with_what_it_leaves_alone(name: str, block_fp8: Config) -> None:
     spec = ModelSpec.from_config(TINY | {"quantization_config": block_fp8 | {name: ["lm_head"]}})
-    assert spec.block_fp8 is not None
-    assert (spec.block_fp8.block, spec.block_fp8.skipped) == (128, ("lm_head",))
+    assert spec.stored_fp8 is not None
+    assert (spec.stored_fp8.block, spec.stored_fp8.skipped) == (128, ("lm_head",))
 
 
 def read(spec: ModelSpec, reference: PreTrainedConfig, name: str) -> tuple[Any, Any]:

@@ -105,8 +105,8 @@ class Work:
         return everything - looked_up - routed * missed
 
     def _bytes_of(self, tensor: Tensor) -> int:
-        if self.fp8 and self.spec.block_fp8 is not None and self.spec.is_quantised(tensor):
-            return self.spec.tensor_bytes(tensor, tensor.shape, "fp8")
+        if self.fp8 and self.spec.stored_fp8 is not None and self.spec.is_quantised(tensor):
+            return self.spec.tensor_bytes(tensor, tensor.shape, self.spec.number_format)
         return tensor.elements * self.element
 
 

@@ -10,6 +10,7 @@ from phalanx import __version__
 from phalanx.cli.bench import bench
 from phalanx.cli.generate import generate
 from phalanx.cli.plan import plan
+from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
 
@@ -24,6 +25,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(studio)
 app.command()(generate)
+app.command()(quantize)
 app.add_typer(bench, name="bench")
 
 

@@ -1,4 +1,4 @@
-"""Block FP8: e4m3 weights with one scale a tile, and activations with one scale for each 128 columns of a row."""
+"""FP8: e4m3 weights with one scale a tile, and activations with one scale for each 128 columns of a row."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def dequantise(values: Tensor, scales: Tensor, row_block: int, dtype: torch.dtyp
     return (values.float() * by_row.repeat_interleave(GROUP, -1)[..., :columns]).to(dtype)
 
 
-def row_block_of(parts: list[int]) -> int:
-    """Rows that share a scale when matrices of these heights are stacked: 128 where all but the last end on a tile."""
-    return gcd(GROUP, *parts[:-1])
+def row_block_of(parts: list[int], tile_rows: int = GROUP) -> int:
+    """Rows that share a scale when matrices of these heights are stacked: a tile's where all but the last end on it."""
+    return gcd(tile_rows, *parts[:-1])
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Fp8Weight:
         parts = zip(self.values.split(rows), scales, strict=True)
         return [Fp8Weight(values, grid, self.row_block) for values, grid in parts]
 
-    def fill(self, values: Tensor, scales: Tensor) -> None:
-        """Take over values and scales as a checkpoint holds them: one scale for 128 x 128."""
+    def fill(self, values: Tensor, scales: Tensor, tile_rows: int = GROUP) -> None:
+        """Take over values and scales as a checkpoint holds them: one for `tile_rows` x 128, or x a whole row."""
         self.values.copy_(values)
-        repeated = scales.to(self.scales.device).repeat_interleave(GROUP // self.row_block, 0)
+        repeated = scales.to(self.scales.device).repeat_interleave(tile_rows // self.row_block, 0)
         self.scales.copy_(repeated[: len(self.scales)])
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -107,3 +107,9 @@ def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = tiles.abs().amax(dim=(1, 3)).clamp_min(1e-12) / LARGEST
     values = (tiles / scales[:, None, :, None]).to(E4M3).view(padded.shape)[:rows, :columns]
     return values, scales
+
+
+def quantise_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as e4m3 values and one scale for each row, which brings its largest value to 448."""
+    scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (weight.float() / scales).to(E4M3), scales

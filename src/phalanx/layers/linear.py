@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, row_block_of
+from phalanx.kernels.fp8 import Fp8Weight, Quantised
 from phalanx.kernels.gemm import Fp8Gemm, Gemm
 from phalanx.layers.place import Place
 
@@ -16,7 +16,7 @@ Part = Tensor | Fp8Weight
 
 def _product(place: Place, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None) -> Gemm | Fp8Gemm:
     if all(place.keeps_fp8(f"{name}.weight") for name in names):
-        weight = Fp8Weight.empty(sum(rows), columns, row_block=row_block_of(rows), device=place.device)
+        weight = Fp8Weight.empty(sum(rows), columns, row_block=place.row_block(rows), device=place.device)
         return Fp8Gemm(weight, bias, place.dtype)
     return Gemm(place.empty(sum(rows), columns), bias)
 

@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, row_block_of
+from phalanx.kernels.fp8 import Fp8Weight, Quantised
 from phalanx.kernels.gemm import Gemm
 from phalanx.kernels.moe import fused_experts, route
 from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
@@ -52,7 +52,7 @@ class Experts:
         shape = (self.moe.experts, sum(rows), columns)
         names = [f"{self.prefix}experts.0.{name}.weight" for name in self.names]
         if all(map(place.keeps_fp8, names)):
-            return Fp8Weight.empty(*shape, row_block=row_block_of(rows), device=place.device)
+            return Fp8Weight.empty(*shape, row_block=place.row_block(rows), device=place.device)
         return place.empty(*shape)
 
     takes_fp8 = False

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from phalanx.fabric.group import Group
-from phalanx.kernels.fp8 import GROUP
+from phalanx.kernels.fp8 import GROUP, row_block_of
 from phalanx.spec import Layout, ModelSpec, Shard
+
+_KEPT_TILES = ((GROUP, GROUP), (1, None))
 
 
 @dataclass(frozen=True)
 class Place:
     """Which rank's share of which model, talking to whom, in which dtype on which device.
 
-    `fp8` says whether weights stored in block FP8 stay so; otherwise they are widened when they are loaded.
+    `fp8` says whether weights stored in FP8 stay so; otherwise they are widened when they are loaded.
     """
 
     layout: Layout
@@ -39,13 +41,18 @@ class Place:
 
     def keeps_fp8(self, name: str) -> bool:
         """Whether this checkpoint tensor is held in FP8."""
-        stored = self.spec.block_fp8
+        stored = self.spec.stored_fp8
         return (
             self.fp8
             and stored is not None
-            and stored.block == GROUP
+            and stored.format.tile in _KEPT_TILES
             and self.spec.is_quantised(self.spec.tensors[name])
         )
+
+    def row_block(self, parts: list[int]) -> int:
+        """Rows that share a scale when matrices of these heights are stacked and held in FP8."""
+        assert self.spec.stored_fp8 is not None
+        return row_block_of(parts, self.spec.stored_fp8.block)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -78,7 +78,7 @@ ENGINES = {
             "",
             "all_but_a_tenth",
             0.9,
-            ("bf16", "fp16", "fp32", "fp8"),
+            ("bf16", "fp16", "fp32", "fp8", "fp8-channel"),
             PLAIN,
             deals_unevenly=True,
             trims_windows=False,

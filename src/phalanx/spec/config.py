@@ -98,15 +98,26 @@ def _refusal(family: str, config: Config) -> Refusal | None:
             f"Phalanx runs {', '.join(SERVED)}.",
         )
     quantization = config.get("quantization_config")
-    found = _quantization(config)
-    if not quantization or (found is not None and found.format.name == "fp8" and quantization["quant_method"] == "fp8"):
+    if not quantization or _is_loadable(quantization):
         return None
     return Refusal(
         "unsupported_quantization",
         f"The checkpoint is quantised as {quantization.get('quant_method')!r} "
         f"({quantization.get('format') or quantization.get('bits') or 'no further format'}).",
-        "Phalanx reads bf16, fp16, fp32, block-FP8 and GGUF; use such a version of this model.",
+        "Phalanx reads bf16, fp16, fp32, FP8 with a scale per block or per channel, and GGUF: use such a version.",
     )
+
+
+def _is_loadable(told: Config) -> bool:
+    """Block FP8 as DeepSeek and Qwen publish it, and compressed-tensors FP8 with scales by block or channel."""
+    if told.get("quant_method") == "fp8":
+        return bool(told.get("weight_block_size"))
+    if told.get("quant_method") != "compressed-tensors" or told.get("format") != "float-quantized":
+        return False
+    groups = list((told.get("config_groups") or {}).values())
+    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    square = weights.get("block_structure") in (None, [128, 128])
+    return weights.get("type") == "float" and weights.get("strategy") in ("channel", "block") and square
 
 
 def _read_json(path: Path) -> Config:
@@ -497,7 +508,8 @@ def _quantization(config: Config) -> Quantization | None:
             f"Known formats: {', '.join(FORMATS)}.",
         )
     skipped = next((told[key] for key in _SKIP_KEYS if told.get(key)), ())
-    return Quantization(number_format, tuple(skipped))
+    scales = "_scale_inv" if told.get("quant_method") == "fp8" else "_scale"
+    return Quantization(number_format, tuple(skipped), scales)
 
 
 _SKIP_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")

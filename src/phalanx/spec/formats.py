@@ -48,20 +48,30 @@ FORMATS = {known.name: known for known in _KNOWN}
 """`fp8` has a scale per 128 x 128 block, `fp8-channel` one per output channel or tensor."""
 
 PLAIN = ("fp32", "bf16", "fp16")
+FP8_FORMATS = ("fp8", "fp8-channel")
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The format of a model's linear layers, but for the modules it names as skipped: those stay bf16."""
+    """The format of a model's linear layers, but for the modules it names as skipped: those stay bf16.
+
+    `scales` is what a checkpoint adds to a tensor's name for its scales.
+    """
 
     format: NumberFormat
     skipped: tuple[str, ...] = ()
+    scales: str = "_scale_inv"
 
     @property
     def block(self) -> int:
-        """Rows and columns of an FP8 block."""
+        """Rows of an FP8 tile."""
         return self.format.tile[0] if self.format.tile else 1
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """How many scales a matrix of this shape has, by rows and by columns."""
+        tall, wide = self.format.tile or (1, None)
+        return -(-shape[0] // tall), 1 if wide is None else -(-shape[1] // wide)
 
     def skips(self, tensor: str) -> bool:
         """Checkpoints name modules by path, by a part of the path, with `*`, or as `re:` and a pattern."""

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from phalanx.spec.formats import FORMATS, PLAIN, NumberFormat, Quantization
+from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
 
 Split = Literal["query", "kv", "ffn", "expert_ffn", "shared_ffn", "state", "vocab"]
 CacheKind = Literal["full", "sliding", "chunked", "latent", "state"]
@@ -192,9 +192,9 @@ class ModelSpec:
         return read_config(source)
 
     @property
-    def block_fp8(self) -> Quantization | None:
-        """The quantization if it is one the runtime loads: e4m3 with a scale per square block."""
-        return self.quantization if self.quantization and self.quantization.format.name == "fp8" else None
+    def stored_fp8(self) -> Quantization | None:
+        """The quantization if it is one the runtime loads: e4m3 with a scale per square block or per output channel."""
+        return self.quantization if self.quantization and self.quantization.format.name in FP8_FORMATS else None
 
     @property
     def number_format(self) -> str:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks
+from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks, quantise_channels
 from phalanx.layers.linear import Part
 from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout
+from phalanx.spec.formats import FORMATS, Quantization
 from phalanx.spec.model import Tensor as TensorSpec
 from phalanx.weights.reader import Reader, Slices
 
@@ -19,6 +20,8 @@ Progress = Callable[[int, int], None]
 """Called with the bytes loaded so far and in all."""
 
 _NAMED_IN_ERROR = 3
+_UNTOLD = Quantization(FORMATS["fp8"])
+"""What e4m3 weights need where the configuration says nothing of them."""
 
 
 def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
@@ -50,8 +53,8 @@ def check_tensors(layout: Layout, reader: Reader) -> None:
     for tensor in tensors:
         _check_shape(reader, tensor.name, tensor.shape)
         if reader.is_fp8(tensor.name):
-            block = layout.spec.block_fp8.block if layout.spec.block_fp8 else 1
-            _check_shape(reader, _scales_of(tensor.name), tuple(-(-size // block) for size in tensor.shape))
+            stored = layout.spec.stored_fp8 or _UNTOLD
+            _check_shape(reader, tensor.name + stored.scales, stored.grid(tensor.shape))
 
 
 def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
@@ -64,32 +67,42 @@ def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _scales_of(name: str) -> str:
-    return f"{name}_scale_inv"
-
-
 def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> None:
     """Into FP8 memory values and scales go as they are stored; what is stored wider is brought to FP8 here."""
-    values, stored = reader.read(tensor.name, slices), layout.spec.block_fp8
+    values, stored = reader.read(tensor.name, slices), layout.spec.stored_fp8
     if stored is None or not reader.is_fp8(tensor.name):
         if isinstance(target, Fp8Weight):
-            target.fill(*quantise_blocks(values))
+            assert stored is not None
+            quantised = quantise_blocks(values) if stored.block > 1 else quantise_channels(values)
+            target.fill(*quantised, stored.block)
         else:
             target.copy_(values)
-    elif isinstance(target, Fp8Weight):
-        target.fill(values, reader.read(_scales_of(tensor.name), _tiles(slices, stored.block)))
+        return
+    scales = reader.read(tensor.name + stored.scales, _tiles(slices, stored))
+    if isinstance(target, Fp8Weight):
+        target.fill(values, scales, stored.block)
     else:
-        target.copy_(dequantise_blocks(values, reader, _scales_of(tensor.name), slices, stored.block))
+        target.copy_(widen(values, scales, slices, stored))
 
 
-def _tiles(slices: Slices, block: int) -> Slices:
-    return tuple(slice(part.start // block, -(-part.stop // block)) for part in slices)
+def _tile(stored: Quantization) -> tuple[int, int | None]:
+    assert stored.format.tile is not None
+    return stored.format.tile
 
 
-def dequantise_blocks(values: Tensor, reader: Reader, scales: str, slices: Slices, block: int) -> Tensor:
-    """Block-FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
-    grid = reader.read(scales, _tiles(slices, block)).float()
-    for axis, part in enumerate(slices):
-        tile = torch.arange(part.start, part.stop) // block - part.start // block
-        grid = grid.index_select(axis, tile)
+def _tiles(slices: Slices, stored: Quantization) -> Slices:
+    """The scales of the tiles that a part of a matrix touches."""
+    return tuple(
+        slice(0, 1) if size is None else slice(part.start // size, -(-part.stop // size))
+        for part, size in zip(slices, _tile(stored), strict=True)
+    )
+
+
+def widen(values: Tensor, scales: Tensor, slices: Slices, stored: Quantization) -> Tensor:
+    """FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
+    grid = scales.float()
+    for axis, (part, size) in enumerate(zip(slices, _tile(stored), strict=True)):
+        if size is not None:
+            tile = torch.arange(part.start, part.stop) // size - part.start // size
+            grid = grid.index_select(axis, tile)
     return values.float() * grid

@@ -1,4 +1,4 @@
-"""Block-FP8 checkpoints: every element times the scale of its tile, whatever part of the matrix a rank holds."""
+"""FP8 checkpoints: every element times the scale of its tile, whatever part of the matrix a rank holds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from phalanx.kernels.fp8 import Fp8Weight
 from phalanx.layers.place import Place
 from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.formats import FORMATS, Quantization
 from phalanx.weights.checkpoint import Checkpoint
-from phalanx.weights.load import dequantise_blocks, load_weights
+from phalanx.weights.load import load_weights, widen
 from phalanx.weights.reader import SafetensorsReader
 from tests.weights.conftest import COMMON, Config, Tensors, build, random_tensors, save_folder
 
@@ -27,6 +28,17 @@ QUANTISED: Config = {
     "head_dim": BLOCK,
     "num_hidden_layers": 1,
 }
+
+
+def compressed(strategy: str) -> Config:
+    """As compressed-tensors writes it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    told = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    return {"quantization_config": told | {"config_groups": {"group_0": group}}}
+
+
 CONFIGS: dict[str, Config] = {
     "five blocks": COMMON | QUANTISED | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 5 * BLOCK},
     "short last blocks": COMMON | QUANTISED | {"model_type": "qwen2", "hidden_size": 200, "intermediate_size": 600},
@@ -61,6 +73,24 @@ CONFIGS: dict[str, Config] = {
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 200,
     },
+    "compressed blocks": COMMON
+    | QUANTISED
+    | compressed("block")
+    | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 5 * BLOCK},
+    "channels": COMMON
+    | QUANTISED
+    | compressed("channel")
+    | {"model_type": "qwen3", "hidden_size": 200, "intermediate_size": 600, "head_dim": 64},
+    "experts by channels": COMMON
+    | QUANTISED
+    | compressed("channel")
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 144,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 200,
+    },
 }
 
 
@@ -72,19 +102,22 @@ def quantise(spec: ModelSpec) -> tuple[Tensors, Tensors]:
     for name, values in random_tensors(spec).items():
         stored[name] = meant[name] = values
         if spec.tensors[name].is_linear:
-            rows, columns = values.shape
-            scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), generator=generator) + 0.01
+            by_channel, told = spec.number_format == "fp8-channel", spec.quantization
+            (rows, columns), tall = values.shape, 1 if by_channel else BLOCK
+            grid = (rows, 1) if by_channel else (-(-rows // BLOCK), -(-columns // BLOCK))
+            scales = torch.rand(grid, generator=generator) + 0.01
             stored[name] = (values * 100).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scales
-            meant[name] = dequantise_plainly(stored[name], scales)
+            assert told is not None
+            stored[f"{name}{told.scales}"] = scales
+            meant[name] = dequantise_plainly(stored[name], scales, tall, columns if by_channel else BLOCK)
     return stored, meant
 
 
-def dequantise_plainly(weight: Tensor, scales: Tensor) -> Tensor:
+def dequantise_plainly(weight: Tensor, scales: Tensor, tall: int = BLOCK, wide: int = BLOCK) -> Tensor:
     values = weight.float()
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            tile = values[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            tile = values[row * tall : (row + 1) * tall, column * wide : (column + 1) * wide]
             tile *= scales[row, column]
     return values
 
@@ -123,9 +156,10 @@ def test_a_rank_may_keep_its_part_in_fp8(tmp_path: Path, name: str, size: int) -
             assert torch.equal(wide, meant[part_name][layout.slices(spec.tensors[part_name], rank)]), part_name
 
 
-def test_what_is_stored_wider_is_brought_to_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["five blocks", "channels"])
+def test_what_is_stored_wider_is_brought_to_fp8(tmp_path: Path, name: str) -> None:
     """Random weights are, and so is a module that the conversion left out."""
-    config = CONFIGS["five blocks"]
+    config = CONFIGS[name]
     spec = ModelSpec.from_config(config)
     reader = SafetensorsReader(save_folder(tmp_path, config, random_tensors(spec)))
     model = Decoder(Place(Layout(spec, 1), GlooGroup(0, 1), torch.float32, torch.device("cpu"), fp8=True))
@@ -143,7 +177,8 @@ def test_a_slice_may_begin_anywhere_in_a_tile(tmp_path: Path, rows: tuple[int, i
     weight, scales = torch.randn(300, 400).to(torch.float8_e4m3fn), torch.rand(3, 4) + 0.1
     reader = SafetensorsReader(save_folder(tmp_path, {}, {"w": weight, "w_scale_inv": scales}))
     slices = (slice(*rows), slice(*columns))
-    found = dequantise_blocks(reader.read("w", slices), reader, "w_scale_inv", slices, BLOCK)
+    tiles = tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in (rows, columns))
+    found = widen(reader.read("w", slices), scales[tiles], slices, Quantization(FORMATS["fp8"]))
     assert torch.equal(found, dequantise_plainly(weight, scales)[slices])
 
 

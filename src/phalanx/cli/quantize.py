@@ -1,0 +1,68 @@
+"""`phalanx quantize`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.shared import AsJson, told_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phalanx.weights.quantize import Report
+
+_LAYERS_SHOWN = 8
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder (safetensors) or Hugging Face id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be new.")],
+    number_format: Annotated[
+        str, typer.Option("--format", help="fp8-block (128 x 128) or fp8-channel (compressed-tensors).")
+    ] = "fp8-block",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model's linear layers in FP8, in a form that vLLM, SGLang and transformers load too."""
+    with told_errors():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+
+        from phalanx.weights.checkpoint import locate
+        from phalanx.weights.quantize import quantize as run
+
+        columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("")
+            report = run(
+                locate(model), output, number_format, lambda done, total: bar.update(task, completed=done, total=total)
+            )
+        if as_json:
+            print(json.dumps(report.to_dict()))
+            return
+        Console(highlight=False).print(_table(report))
+        print(f"{report.bytes_before / 1e9:.2f} GB -> {report.bytes_after / 1e9:.2f} GB in {output}")
+        if report.uneven:
+            print(
+                f"{len(report.uneven)} matrices have a side that 128 does not divide, such as {report.uneven[0]}. "
+                "Phalanx loads them at any TP; vLLM and transformers may not: for those use --format fp8-channel.",
+                file=sys.stderr,
+            )
+
+
+def _table(report: Report) -> Table:
+    """The layers that lost most."""
+    from rich.table import Table
+
+    layers = sorted(report.layers(), key=lambda layer: -layer[2].relative)
+    table = Table(title=f"Relative error, worst {min(_LAYERS_SHOWN, len(layers))} of {len(layers)} layers", box=None)
+    for heading in ("layer", "mean", "worst", "in", "largest change"):
+        table.add_column(heading, justify="left" if heading in ("layer", "in") else "right")
+    for layer, mean, worst in layers[:_LAYERS_SHOWN]:
+        where = worst.name.removeprefix(f"{layer}.").removesuffix(".weight")
+        table.add_row(layer, f"{mean:.2%}", f"{worst.relative:.2%}", where, f"{worst.largest:.2g}")
+    return table

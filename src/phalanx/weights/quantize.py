@@ -1,0 +1,244 @@
+"""Quantize: a checkpoint's linear layers brought to FP8, in a form that vLLM, SGLang and transformers load too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.kernels.fp8 import GROUP, quantise_blocks, quantise_channels
+from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.formats import FORMATS, Quantization
+from phalanx.weights.checkpoint import Checkpoint
+from phalanx.weights.load import Progress, check_tensors, widen
+from phalanx.weights.reader import Reader
+
+REPORT_FILE = "quantization_report.json"
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json", REPORT_FILE)
+_SHARD_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format to quantize to: how a matrix is brought to it, and how config.json tells of it."""
+
+    quantization: Quantization
+    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
+    config: Callable[[list[str]], dict[str, Any]]
+
+
+def _block_config(skipped: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [GROUP, GROUP],
+        "modules_to_not_convert": skipped,
+    }
+
+
+def _channel_config(skipped: list[str]) -> dict[str, Any]:
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel", "dynamic": False},
+        "input_activations": common | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": skipped,
+    }
+
+
+TARGETS = {
+    "fp8-block": Target(Quantization(FORMATS["fp8"]), quantise_blocks, _block_config),
+    "fp8-channel": Target(Quantization(FORMATS["fp8-channel"], scales="_scale"), quantise_channels, _channel_config),
+}
+
+
+class TensorError(NamedTuple):
+    """How far a matrix is from what it was: the norm of the difference over its own norm, and the largest change."""
+
+    name: str
+    relative: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and what it cost in precision. `uneven` matrices have a side that 128 does not divide."""
+
+    number_format: str
+    bytes_before: int
+    bytes_after: int
+    errors: tuple[TensorError, ...]
+    uneven: tuple[str, ...]
+
+    def layers(self) -> list[tuple[str, float, TensorError]]:
+        """By layer: its mean relative error, and its worst matrix."""
+        groups: dict[str, list[TensorError]] = {}
+        for error in self.errors:
+            groups.setdefault(_layer_of(error.name), []).append(error)
+        return [
+            (layer, sum(error.relative for error in group) / len(group), max(group, key=lambda error: error.relative))
+            for layer, group in groups.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": self.number_format,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "layers": [
+                {"layer": layer, "mean_relative_error": mean, "worst": worst._asdict()}
+                for layer, mean, worst in self.layers()
+            ],
+            "tensors": [error._asdict() for error in self.errors],
+            "not_divided_by_128": list(self.uneven),
+        }
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.7.mlp.up_proj.weight` is of `model.layers.7`."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("layers") + 2]) if "layers" in parts else parts[0]
+
+
+def quantize(source: Path, output: Path, number_format: str, progress: Progress) -> Report:
+    """Write the checkpoint anew into `output`, a few GB in memory at a time. It appears when it is whole."""
+    target = _target(number_format)
+    checkpoint = _readable(source)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError("output_exists", f"{output} is there already.", "Name a new folder with --output.")
+    unfinished = output.with_name(f".{output.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    reader = checkpoint.open_reader(torch.device("cpu"))
+    try:
+        report = _write(checkpoint.spec, reader, target, number_format, unfinished, progress)
+        _write_config(source, unfinished, checkpoint.spec, target)
+        (unfinished / REPORT_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        if output.exists():
+            output.rmdir()
+        unfinished.rename(output)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    finally:
+        reader.close()
+    return report
+
+
+def _target(number_format: str) -> Target:
+    if number_format not in TARGETS:
+        raise ConfigError("unknown_format", f"--format is {number_format!r}.", f"Use {' or '.join(TARGETS)}.")
+    return TARGETS[number_format]
+
+
+def _readable(source: Path) -> Checkpoint:
+    checkpoint = Checkpoint(source)
+    if checkpoint.is_gguf:
+        raise CheckpointError(
+            "not_safetensors", f"{source} is a GGUF file.", "Name the model's safetensors folder: GGUF is quantised."
+        )
+    if checkpoint.spec.quantization is not None:
+        raise CheckpointError(
+            "already_quantised",
+            f"{source} is quantised already, as {checkpoint.spec.number_format}.",
+            "Name the bf16 version of the model: quantising twice only loses precision.",
+        )
+    return checkpoint
+
+
+class _Shards:
+    """Files of a few GB each; they get their final names once it is known how many there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Tensor] = {}
+        self._open_bytes = 0
+        self._files: list[list[str]] = []
+        self.bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._open and self._open_bytes + tensor.nbytes > _SHARD_BYTES:
+            self._flush()
+        self._open[name] = tensor.contiguous()
+        self._open_bytes += tensor.nbytes
+        self.bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._open, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
+        self._files.append(list(self._open))
+        self._open, self._open_bytes = {}, 0
+
+    def close(self) -> None:
+        self._flush()
+        places: dict[str, str] = {}
+        for number, names in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
+            (self._folder / f"{number}.safetensors").rename(self._folder / name)
+            places |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _write(
+    spec: ModelSpec, reader: Reader, target: Target, number_format: str, folder: Path, progress: Progress
+) -> Report:
+    check_tensors(Layout(spec, 1), reader)
+    shards, errors, uneven, before = _Shards(folder), [], [], 0
+    total, done = sum(tensor.elements for tensor in spec.tensors.values()), 0
+    for name, tensor in spec.tensors.items():
+        values = reader.read(name, tuple(slice(0, size) for size in tensor.shape))
+        before += values.nbytes
+        if tensor.is_linear:
+            quantised, scales = target.quantise(values)
+            shards.add(name, quantised)
+            shards.add(name + target.quantization.scales, scales)
+            errors.append(_error(name, values, quantised, scales, target.quantization))
+            if number_format == "fp8-block" and any(size % GROUP for size in tensor.shape):
+                uneven.append(name)
+        else:
+            shards.add(name, values)
+        done += tensor.elements
+        progress(done, total)
+    shards.close()
+    return Report(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
+
+
+def _error(name: str, values: Tensor, quantised: Tensor, scales: Tensor, stored: Quantization) -> TensorError:
+    wide = values.float()
+    off = widen(quantised, scales, tuple(slice(0, size) for size in values.shape), stored) - wide
+    return TensorError(name, float(off.norm() / wide.norm().clamp_min(1e-30)), float(off.abs().max()))
+
+
+def _write_config(source: Path, folder: Path, spec: ModelSpec, target: Target) -> None:
+    """config.json with the quantization told, and beside it the tokenizer and whatever else is no weight."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = target.config(list(_skipped(spec)))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if path.name not in _NOT_COPIED:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _skipped(spec: ModelSpec) -> Iterator[str]:
+    """Modules that are linear to others and stay as they were: the head and the routers."""
+    yield "lm_head"
+    for name in spec.tensors:
+        if name.endswith(".gate.weight"):
+            yield name.removesuffix(".weight")
