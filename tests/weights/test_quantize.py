@@ -69,7 +69,7 @@ def test_transformers_loads_it_and_agrees_with_us(tmp_path: Path, name: str, num
     loaded = dict(reference.named_parameters())["model.layers.1.self_attn.q_proj.weight"]
     assert loaded.shape == (512, 128)
     given = torch.tensor([prompt])
-    if number_format == "fp8-block" or name == "experts":
+    if number_format == "fp8-block":
         theirs = reference.generate(given, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert ours == theirs[0, len(prompt) :].tolist()
     else:
