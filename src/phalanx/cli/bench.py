@@ -20,11 +20,22 @@ def offline(
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the best counts.")] = 2,
+    emulate_tp: Annotated[
+        str | None, typer.Option(help="Time one rank of these TP degrees on this device, such as 1,2,4,8.")
+    ] = None,
+    all_reduce_us: Annotated[float | None, typer.Option(help="With --emulate-tp: what each all-reduce takes.")] = None,
+    machine: Annotated[str | None, typer.Option(help="With --emulate-tp: the GPU whose fabric to model.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write results to this file.")] = None,
 ) -> None:
     """Time fixed batches: prefill, time per output token, and their share of what the machine can do."""
     with told_errors():
         from phalanx.bench.offline import run_cases
+
+        if emulate_tp is not None:
+            from phalanx.bench.emulate import emulate
+
+            emulate(model, cases, emulate_tp, all_reduce_us, machine, dtype, load_format, repeats, as_json)
+            return
 
         run_cases(model, cases, tp, dtype, load_format, repeats, as_json)
 

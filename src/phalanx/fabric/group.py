@@ -26,6 +26,8 @@ class Group(Protocol):
     size: int
     seconds: float
     """Spent in collectives so far, by the host's clock."""
+    in_graphs: bool
+    """Whether its collectives may be captured in a CUDA graph."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank."""
@@ -44,6 +46,7 @@ class Solo:
     rank = 0
     size = 1
     seconds = 0.0
+    in_graphs = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -57,6 +60,8 @@ class Solo:
 
 class GlooGroup:
     """Ranks on one machine, over loopback. Not torch's default group, so several engines can live in one process."""
+
+    in_graphs = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -36,7 +36,7 @@ class DecodeGraphs:
     @staticmethod
     def serve(model: Decoder) -> bool:
         """Whether this model can be captured: one rank on a GPU."""
-        return model.place.device.type == "cuda" and model.place.group.size == 1
+        return model.place.device.type == "cuda" and model.place.group.in_graphs
 
     def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Scores and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""

@@ -49,7 +49,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progr
     """This rank's share of the model, with its weights in place."""
     device = pick_device(config, group.rank)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
-    place = Place(Layout(checkpoint.spec, config.tp), group, dtype, device, fp8=on_gpu)
+    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu)
     model = Decoder(place)
     reader = checkpoint.open_reader(device)
     try:

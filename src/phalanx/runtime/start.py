@@ -8,7 +8,7 @@ from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.plan import Runner
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.fabric.group import Solo
+from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import LocalExecutor
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_runner
@@ -17,17 +17,20 @@ from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
 
+SOLO = Solo()
 
-def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> Engine:
+
+def start_engine(config: EngineConfig, model_path: Path, progress: Progress, group: Group = SOLO) -> Engine:
     """Load the model on every rank and put a scheduler in front. What cannot work is refused before weights load.
 
+    A `group` other than that of one is what a single rank takes for its fellows: with an `EmulatedGroup`, nobody.
     What lives now lives as long as the engine: the garbage collector need not look at it in the middle of a step.
     """
     spec = Checkpoint(model_path, config.load_format).spec
-    Layout(spec, config.tp)
+    Layout(spec, max(config.tp, group.size))
     runner: Runner
     if config.tp == 1:
-        runner, sizes = _start_alone(config, model_path, progress)
+        runner, sizes = _start_alone(config, model_path, progress, group)
     else:
         executor = LocalExecutor(config, model_path, progress)
         runner, sizes = executor, executor.sizes
@@ -40,8 +43,8 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress) -> 
         raise
 
 
-def _start_alone(config: EngineConfig, model_path: Path, progress: Progress) -> tuple[TorchRunner, Sizes]:
+def _start_alone(config: EngineConfig, model_path: Path, progress: Progress, group: Group) -> tuple[TorchRunner, Sizes]:
     checkpoint = Checkpoint(model_path, config.load_format)
-    model = load_model(config, checkpoint, Solo(), progress)
+    model = load_model(config, checkpoint, group, progress)
     sizes = agree_on_sizes(config, checkpoint.spec, [blocks_that_fit(config, model)])
     return make_runner(config, model, sizes), sizes
