@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from phalanx.errors import ModelError
 from phalanx.spec import Layout, ModelSpec, catalog
-from phalanx.spec.config import FAMILIES, SERVED, describe
+from phalanx.spec.config import describe
+from phalanx.spec.families import FAMILIES, SERVED
 
 Config = dict[str, Any]
 
