@@ -83,7 +83,7 @@ def read_fabric_manager(host: Host) -> FabricManager:
 def _read_log(host: Host) -> LogEnd:
     text = host.text(_LOG_PATH, end=True)
     if text is None:
-        if host.path(_LOG_PATH).exists():
+        if host.exists(_LOG_PATH):
             host.unread.append(f"The fabric manager's log {_LOG_PATH} may not be read by this user.")
         return LogEnd(None, None)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -72,8 +73,12 @@ class Host:
 
     def number(self, name: str) -> int | None:
         """A file that holds one whole number."""
-        text = self.text(name)
-        return int(text) if text and text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
+        text = self.text(name) or ""
+        return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file or folder; no where this user may not even look."""
+        return os.path.exists(self.path(name))
 
     def entries(self, name: str) -> list[str] | None:
         """The names in a folder, sorted; `None` where there is no such folder."""

@@ -53,6 +53,8 @@ _DESKTOPS = {
     "weston",
     "sway",
 }
+_CONTAINER_VARIABLES = ("container", "KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
 _KIB = 1024
 
 
@@ -128,7 +130,7 @@ class _Processor:
 def _processor(host: Host) -> _Processor:
     """From /proc/cpuinfo. Instructions are those that every core has."""
     blocks = re.split(r"\n\s*\n", host.text("/proc/cpuinfo") or "")
-    found = [dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.*)$", block, re.MULTILINE)) for block in blocks]
+    found = [dict(re.findall(r"^([^\t:\n]+?)[ \t]*:[ \t]*(.*)$", block, re.MULTILINE)) for block in blocks]
     processors: list[dict[str, str]] = [processor for processor in found if "processor" in processor]
     if not processors:
         return _Processor()
@@ -180,9 +182,7 @@ def _iommu(host: Host) -> bool | None:
 
 
 def _in_container(host: Host) -> bool | None:
-    if host.environ.get("container") or "KUBERNETES_SERVICE_HOST" in host.environ:
-        return True
-    if any(host.path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")):
+    if any(host.environ.get(name) for name in _CONTAINER_VARIABLES) or any(map(host.exists, _CONTAINER_MARKS)):
         return True
     groups = host.text("/proc/1/cgroup")
     return None if groups is None else bool(re.search(r"docker|kubepods|containerd|libpod|lxc", groups))
@@ -201,7 +201,7 @@ def _desktop(host: Host, container: bool | None) -> bool | None:
 def _disk(host: Host) -> Disk | None:
     """Room where Hugging Face keeps what it downloads."""
     cache = hub_cache(host)
-    existing = next((folder for folder in (cache, *cache.parents) if folder.exists()), None)
+    existing = next((folder for folder in (cache, *cache.parents) if os.path.exists(folder)), None)
     free = _room(existing, free=True) if existing else None
     return None if free is None else Disk(str(cache), free)
 
@@ -209,10 +209,8 @@ def _disk(host: Host) -> Disk | None:
 def hub_cache(host: Host) -> Path:
     """Where weights are kept, by the variables that huggingface_hub reads, in its order."""
     given = host.environ.get
-    if chosen := given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE"):
-        return Path(chosen).expanduser()
-    caches = Path(given("XDG_CACHE_HOME") or Path(given("HOME") or "/root") / ".cache")
-    return Path(given("HF_HOME") or caches / "huggingface").expanduser() / "hub"
+    home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(os.path.expanduser(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"))
 
 
 def _room(folder: Path, free: bool) -> int | None:
