@@ -139,9 +139,11 @@ def _ask(host: Host, parse: Callable[[str], T], *arguments: str) -> T | None:
     """What the parser makes of the command's output, or nothing and a sentence about it."""
     try:
         return parse(_run(host, *arguments))
-    except (CommandError, ParseError) as error:
-        host.unread.append(f"nvidia-smi {' '.join(arguments)}: {error.found}")
-        return None
+    except ParseError as error:
+        host.unread.append(error.found)
+    except CommandError as error:
+        host.unread.append(f"nvidia-smi {' '.join(arguments)} tells nothing: {error.found}")
+    return None
 
 
 def _run(host: Host, *arguments: str) -> str:

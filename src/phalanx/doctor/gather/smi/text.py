@@ -14,8 +14,8 @@ _MOST_CHARACTERS = 2**20
 class ParseError(PhalanxError):
     """The text is not what the command prints, or is damaged: nothing is taken from it."""
 
-    def __init__(self, command: str, reason: str) -> None:
-        super().__init__("unreadable_output", f"The output of {command} cannot be read: {reason}.", "")
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__("unreadable_output", f"{source} cannot be understood: {reason}.", "")
         self.reason = reason
 
 
