@@ -91,7 +91,7 @@ def test_an_hgx_board_by_nvml(tmp_path: Path) -> None:
 
 
 def test_by_nvidia_smi_where_nvml_fails(tmp_path: Path) -> None:
-    host = recorded_host(tmp_path, {"/sys/bus/pci/devices/0000:4f:00.0/numa_node": "1\n"}, SMI)
+    host = recorded_host(tmp_path, {}, SMI)
     facts = gather(host=host, ask_nvml=no_nvml)
     assert facts.unread[0] == "NVML cannot be asked: NVML Shared Library Not Found."
     first, second = facts.gpus
@@ -109,7 +109,7 @@ def test_by_nvidia_smi_where_nvml_fails(tmp_path: Path) -> None:
         310,
         350,
     )
-    assert (first.pcie_width, first.pcie_width_max, first.numa_node, second.numa_node) == (8, 16, 1, None)
+    assert (first.pcie_width, first.pcie_width_max, first.numa_node, second.numa_node) == (8, 16, 1, 0)
     assert first.fabric == Fabric("completed", "Success", "limited")
     assert first.remapped == RemappedRows(1, 2, pending=True, failed=False)
     assert [(link.active, link.errors) for link in (first.links or ())[:2]] == [(True, 42), (True, None)]
@@ -200,7 +200,7 @@ GARBAGE = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     files=st.dictionaries(st.sampled_from(sorted(SPARK_FILES)), GARBAGE, max_size=12),
     commands=st.dictionaries(st.sampled_from(sorted(SMI | SPARK_COMMANDS)), GARBAGE, max_size=6),

@@ -65,18 +65,34 @@ def test_the_systems_nccl_by_its_files_name(tmp_path: Path) -> None:
 def test_the_systems_nccl_by_what_it_says_of_itself(tmp_path: Path) -> None:
     host = recorded_host(tmp_path, {"/usr/lib64/libnccl.so.2": "\x7fELF...NCCL version 2.27.3+cuda13.0..."})
     assert system_nccl(host) == "2.27.3"
+    elsewhere = recorded_host(tmp_path, {"/opt/nccl/libnccl.so.2.30.1": ""}, environ={"LD_LIBRARY_PATH": ":/opt/nccl"})
+    assert system_nccl(elsewhere) == "2.30.1", "LD_LIBRARY_PATH comes first"
     empty = recorded_host(tmp_path / "empty", {"/usr/lib64/libnccl.so.2": ""})
     assert system_nccl(empty) is None
 
 
 @pytest.mark.parametrize(
-    ("said", "gpus"), [("8\n", 8), ("0\n", 0), ("warning\n", None), (CommandError("python3 ended with -11"), None)]
+    ("said", "gpus", "nccl"),
+    [
+        ("8\n2.28.9\n", 8, "2.28.9"),
+        ("0\n\n", 0, None),
+        ("warning\n", None, None),
+        (CommandError("python3 ended with -11"), None, None),
+    ],
 )
-def test_how_many_gpus_torch_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | CommandError, gpus: int | None
+def test_what_torch_says_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | CommandError, gpus: int | None, nccl: str | None
 ) -> None:
     monkeypatch.setattr(software, "_torch_cuda", lambda folder: "13.0")
+    monkeypatch.setattr(software, "_torch_nccl", lambda folder, cuda: None)
     host = recorded_host(tmp_path, commands={sys.executable: said})
-    assert read_software(host, None, None, gpus=8).torch_sees_gpus == gpus
+    found = read_software(host, None, None, gpus=8)
+    assert (found.torch_sees_gpus, found.nccl) == (gpus, nccl)
     if isinstance(said, CommandError):
         assert host.unread == ["Torch cannot tell how many GPUs it sees: python3 ended with -11"]
+
+
+def test_torch_itself_answers_as_it_is_asked() -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", software._ASK_TORCH], capture_output=True, text=True, check=True)
+    assert software._TORCH_ANSWER.fullmatch(done.stdout)

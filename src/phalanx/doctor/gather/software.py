@@ -27,7 +27,12 @@ _LIBRARY_FOLDERS = (
 _KERNEL_MODULE = re.compile(r"NVRM version:.*?Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
 _NCCL_FILE = re.compile(r"libnccl\.so\.(\d+\.\d+\.\d+)")
 _NCCL_WORDS = re.compile(rb"NCCL version (\d{1,2}\.\d{1,2}\.\d{1,3})")
-_COUNT_GPUS = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+_ASK_TORCH = """
+import torch
+print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+print(*torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else (), sep=".")
+"""
+_TORCH_ANSWER = re.compile(r"(\d{1,3})\n(\d+\.\d+\.\d+)?\n?")
 _TORCH_SECONDS = 120.0
 
 
@@ -35,6 +40,7 @@ def read_software(host: Host, driver: str | None, driver_cuda: str | None, gpus:
     """`driver` and `driver_cuda` as the driver told them. Torch is started only where there are GPUs for it to see."""
     torch = _torch_folder()
     cuda = _torch_cuda(torch)
+    sees, loads = _ask_torch(host) if cuda and gpus else (None, None)
     return Software(
         python=platform.python_version(),
         phalanx=__version__,
@@ -42,8 +48,8 @@ def read_software(host: Host, driver: str | None, driver_cuda: str | None, gpus:
         driver_cuda=driver_cuda,
         torch=_version("torch"),
         torch_cuda=cuda,
-        torch_sees_gpus=_torch_sees(host) if cuda and gpus else None,
-        nccl=_torch_nccl(torch, cuda),
+        torch_sees_gpus=sees,
+        nccl=loads or _torch_nccl(torch, cuda),
         system_nccl=system_nccl(host),
         triton=_version("triton"),
         ray=_version("ray"),
@@ -57,11 +63,9 @@ def driver_of_kernel(host: Host) -> str | None:
 
 
 def system_nccl(host: Host) -> str | None:
-    """The NCCL that lies among the system's libraries, from the file's name or what it says of itself."""
-    for folder in _LIBRARY_FOLDERS:
-        if found := _nccl_in(host.path(folder)):
-            return found
-    return None
+    """The NCCL that a program without its own would load: by LD_LIBRARY_PATH, else among the system's libraries."""
+    folders = [*filter(None, host.environ.get("LD_LIBRARY_PATH", "").split(":")), *_LIBRARY_FOLDERS]
+    return next((found for folder in folders if (found := _nccl_in(host.path(folder)))), None)
 
 
 def torch_cuda(version_file: str) -> str | None:
@@ -130,11 +134,12 @@ def _nccl_in(folder: Path) -> str | None:
     return None
 
 
-def _torch_sees(host: Host) -> int | None:
-    """GPUs that torch can use, asked in a process of its own: a driver in trouble may take it down."""
+def _ask_torch(host: Host) -> tuple[int | None, str | None]:
+    """GPUs that torch can use and the NCCL it loads, from a process of its own: a driver in trouble may end it."""
     try:
-        said = host.command(sys.executable, "-c", _COUNT_GPUS, seconds=_TORCH_SECONDS).strip()
+        said = host.command(sys.executable, "-c", _ASK_TORCH, seconds=_TORCH_SECONDS)
     except CommandError as error:
         host.unread.append(f"Torch cannot tell how many GPUs it sees: {error.found}")
-        return None
-    return int(said) if said.isascii() and said.isdigit() else None
+        return None, None
+    answer = _TORCH_ANSWER.fullmatch(said)
+    return (int(answer[1]), answer[2]) if answer else (None, None)

@@ -14,7 +14,7 @@ from phalanx.doctor.gather.smi import query
 from phalanx.doctor.gather.smi.nvlink import parse_link_errors, parse_links, parse_listing
 from phalanx.doctor.gather.smi.report import Report, parse_report
 from phalanx.doctor.gather.smi.text import ParseError
-from phalanx.doctor.gather.smi.topology import parse_peers, parse_topology
+from phalanx.doctor.gather.smi.topology import Topology, parse_peers, parse_topology
 
 FIELDS = (
     "index",
@@ -46,7 +46,10 @@ def read_smi(host: Host) -> FoundGpus:
     rows = _query_gpus(host)
     report = _ask(host, parse_report, "-q") or Report(None, None)
     gpus = _with_lists(host, [gpu_of(row) for row in rows], report)
-    paths = _paths(host, len(gpus)) if len(gpus) > 1 else ()
+    topology = _topology(host, len(gpus))
+    if topology is not None:
+        gpus = [msgspec.structs.replace(gpu, numa_node=topology.numa_nodes.get(gpu.index)) for gpu in gpus]
+    paths = _paths(host, topology) if topology is not None and topology.paths else ()
     driver = next((row.get("driver_version") for row in rows if row.get("driver_version")), report.driver)
     return FoundGpus(tuple(gpus), (), paths, driver, report.cuda)
 
@@ -124,13 +127,15 @@ def _with_lists(host: Host, gpus: list[Gpu], report: Report) -> list[Gpu]:
     return whole
 
 
-def _paths(host: Host, gpus: int) -> tuple[GpuPath, ...]:
+def _topology(host: Host, gpus: int) -> Topology | None:
     topology = _ask(host, parse_topology, "topo", "-m")
-    if topology is None:
-        return ()
-    if topology.gpus != gpus:
+    if topology is not None and topology.gpus != gpus:
         host.unread.append(f"nvidia-smi topo -m shows {topology.gpus} GPUs and the query {gpus}: paths are not taken.")
-        return ()
+        return None
+    return topology
+
+
+def _paths(host: Host, topology: Topology) -> tuple[GpuPath, ...]:
     peers = _ask(host, parse_peers, "topo", "-p2p", "r") or {}
     return tuple(msgspec.structs.replace(path, p2p=peers.get((path.a, path.b))) for path in topology.paths)
 
