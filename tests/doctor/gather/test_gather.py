@@ -21,7 +21,7 @@ from tests.doctor.gather.fake_nvml import FakeNvml, hgx, spark
 from tests.doctor.gather.recorded import SPARK_COMMANDS, SPARK_FILES, recorded_host
 from tests.doctor.gather.test_fabric_manager import SWITCHES
 
-NAMES = dict.fromkeys(("clocks_throttle_reasons.active",), "clocks_event_reasons.active")
+NAMES = {"clocks_throttle_reasons.active": "clocks_event_reasons.active"}
 UNITS = {"memory.total": "MiB", "memory.used": "MiB", "power.draw": "W", "power.limit": "W", "power.default_limit": "W"}
 H100 = {
     "name": "NVIDIA H100 PCIe",
@@ -34,6 +34,7 @@ H100 = {
     "ecc.errors.uncorrected.volatile.total": "0",
     "temperature.gpu": "33",
     "clocks_throttle_reasons.active": "0x0000000000000040",
+    "clocks_event_reasons.active": "0x0000000000000040",
     "power.draw": "48.10 W",
     "power.limit": "310.00 W",
     "power.default_limit": "350.00 W",
@@ -119,19 +120,26 @@ def test_by_nvidia_smi_where_nvml_fails(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_does_not_know_a_field_is_asked_for_the_others(tmp_path: Path) -> None:
-    known = tuple(field for field in FIELDS if field not in ("mig.mode.current", "compute_cap"))
-    unknown = {
-        ("compute_cap", "mig.mode.current"): "compute_cap",
-        ("mig.mode.current",): "mig.mode.current",
-    }
+    asked = list(FIELDS)
     commands = dict(SMI)
-    for present, named in unknown.items():
-        fields = [field for field in FIELDS if field in known or field in present]
-        words = f'Field "{named}" is not a valid field to query.'
-        commands[f"nvidia-smi --query-gpu={','.join(fields)}"] = CommandError("nvidia-smi ended with 2", words)
-    commands[f"nvidia-smi --query-gpu={','.join(known)}"] = query_output(known)
+    for unknown, newer in (
+        ("compute_cap", []),
+        ("mig.mode.current", []),
+        ("clocks_throttle_reasons.active", ["clocks_event_reasons.active"]),
+    ):
+        words = f'Field "{unknown}" is not a valid field to query.'
+        commands[f"nvidia-smi --query-gpu={','.join(asked)}"] = CommandError("nvidia-smi ended with 2", words)
+        asked[asked.index(unknown) : asked.index(unknown) + 1] = newer
+    commands[f"nvidia-smi --query-gpu={','.join(asked)}"] = query_output(tuple(asked))
     [first, _] = gather(host=recorded_host(tmp_path, {}, commands), ask_nvml=no_nvml).gpus
     assert (first.mig, first.capability, first.ecc) == (None, None, True)
+    assert first.throttle == ("hw-thermal",), "by its newer name"
+
+
+def test_a_failure_that_names_no_field_is_told(tmp_path: Path) -> None:
+    failure = CommandError("nvidia-smi ended with 9 and said: NVIDIA-SMI has failed", "NVIDIA-SMI has failed")
+    facts = gather(host=recorded_host(tmp_path, {}, {"nvidia-smi": failure}), ask_nvml=no_nvml)
+    assert "nvidia-smi ended with 9 and said: NVIDIA-SMI has failed" in facts.unread[1]
 
 
 def test_slices_show_that_mig_is_on(tmp_path: Path) -> None:

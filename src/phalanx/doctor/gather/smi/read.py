@@ -37,6 +37,7 @@ FIELDS = (
     "pcie.link.width.max",
     "persistence_mode",
 )
+_NEWER_NAMES = {"clocks_throttle_reasons.active": "clocks_event_reasons.active"}
 _SECONDS = 60.0
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def read_smi(host: Host) -> FoundGpus:
 
 
 def _query_gpus(host: Host) -> list[query.Row]:
-    """The table of GPUs, less the fields that this driver does not know."""
+    """The table of GPUs, less the fields that this driver does not know by any name."""
     fields = list(FIELDS)
     while True:
         try:
@@ -64,7 +65,8 @@ def _query_gpus(host: Host) -> list[query.Row]:
             unknown = query.invalid_field(error.output)
             if unknown not in fields[2:]:
                 raise
-            fields.remove(unknown)
+            place = fields.index(unknown)
+            fields[place : place + 1] = [_NEWER_NAMES[unknown]] if unknown in _NEWER_NAMES else []
             continue
         return query.parse_query(text, fields)
 
@@ -88,7 +90,7 @@ def gpu_of(row: query.Row) -> Gpu:
         ecc=query.switched(row.get("ecc.mode.current")),
         uncorrected_errors=query.whole(row.get("ecc.errors.uncorrected.volatile.total")),
         temperature_c=query.whole(row.get("temperature.gpu")),
-        throttle=query.throttles(row.get("clocks_throttle_reasons.active")),
+        throttle=query.throttles(row.get("clocks_throttle_reasons.active") or row.get("clocks_event_reasons.active")),
         power_w=query.decimal(row.get("power.draw")),
         power_limit_w=query.decimal(row.get("power.limit")),
         power_default_w=query.decimal(row.get("power.default_limit")),

@@ -122,11 +122,9 @@ def _numa_nodes(matrix: _Matrix) -> dict[int, int]:
     column = titles.index("NUMA Affinity")
     nodes = {}
     for gpu, row in enumerate(matrix.rows):
-        if tabs:
-            tail = row.split("\t")[1 + len(matrix.devices) :]
-        else:
-            tail = re.split(r" +", row.strip())[1 + len(matrix.devices) :]
-        node = whole_number(tail[column].strip()) if (tabs and len(tail) > column) or len(tail) == len(titles) else None
+        tail = (row.split("\t") if tabs else row.split())[1 + len(matrix.devices) :]
+        whole = len(tail) > column if tabs else len(tail) == len(titles)
+        node = whole_number(tail[column].strip()) if whole else None
         if node is not None:
             nodes[gpu] = node
     return nodes
