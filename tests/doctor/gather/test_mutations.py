@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.doctor.facts import Gpu, GpuPath
@@ -134,6 +134,7 @@ def by_pair(paths: tuple[GpuPath, ...]) -> dict[tuple[int, int], GpuPath]:
     return {(path.a, path.b): path for path in paths}
 
 
+@settings(deadline=None)
 @given(chosen("topo_", TOPOLOGIES), mutated())
 def test_a_damaged_topology_shows_no_path_that_was_not_there(text: str, damage: Callable[[str], str]) -> None:
     original, found = read(parse_topology, text), read(parse_topology, damage(text))
@@ -142,6 +143,7 @@ def test_a_damaged_topology_shows_no_path_that_was_not_there(text: str, damage: 
         assert all(path == before[pair] for pair, path in by_pair(found.paths).items())
 
 
+@settings(deadline=None)
 @given(chosen("topo_", TOPOLOGIES), mutated([drop_line, repeat_line, lose_a_tab, lose_tabs_of_a_line]))
 def test_a_damaged_topology_moves_no_gpu_to_another_node(text: str, damage: Callable[[str], str]) -> None:
     original, found = read(parse_topology, text), read(parse_topology, damage(text))
@@ -149,6 +151,7 @@ def test_a_damaged_topology_moves_no_gpu_to_another_node(text: str, damage: Call
         assert found.numa_nodes.items() <= original.numa_nodes.items()
 
 
+@settings(deadline=None)
 @given(chosen("topo_p2p", [outputs.PEERS_MIXED]), mutated())
 def test_damaged_peer_access_allows_no_more(text: str, damage: Callable[[str], str]) -> None:
     original, found = parse_peers(text), read(parse_peers, damage(text))
@@ -160,11 +163,13 @@ def active(text: str) -> int:
     return sum(link.active for links in (read(parse_links, text) or {}).values() for link in links)
 
 
+@settings(deadline=None)
 @given(chosen("nvlink", [outputs.LINKS_BRIDGED, outputs.LINKS_MIXED]), mutated())
 def test_damaged_link_states_show_no_more_active_links(text: str, damage: Callable[[str], str]) -> None:
     assert active(damage(text)) <= active(text)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([outputs.LINK_ERRORS]), mutated([*LOSSES, repeat_line]))
 def test_damaged_link_errors_are_not_fewer(text: str, damage: Callable[[str], str]) -> None:
     """A cut number is smaller: what matters is that a link with errors does not become one without."""
@@ -172,6 +177,7 @@ def test_damaged_link_errors_are_not_fewer(text: str, damage: Callable[[str], st
         assert counts.get(0) != 0
 
 
+@settings(deadline=None)
 @given(chosen("nvsmi8", [outputs.REPORT]), mutated([drop_line, cut_short, repeat_line]))
 def test_a_damaged_report_makes_no_memory_whole(text: str, damage: Callable[[str], str]) -> None:
     """Rows or pages that wait for a reset still do, or nothing is said of them."""
@@ -185,11 +191,13 @@ def test_a_damaged_report_makes_no_memory_whole(text: str, damage: Callable[[str
             assert gpu.fabric.health in (None, before[gpu.bus_id].fabric.health)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([outputs.LISTING]), mutated())
 def test_a_damaged_listing_is_read_or_refused(text: str, damage: Callable[[str], str]) -> None:
     read(parse_listing, damage(text))
 
 
+@settings(deadline=None)
 @given(mutated([m for m in MUTATIONS if m is not damage_letters]))
 def test_damaged_cells_are_none_or_as_they_were(damage: Callable[[str], str]) -> None:
     def gpus(text: str) -> list[Gpu]:
@@ -220,11 +228,13 @@ ANY_TEXT: list[Callable[[str], Any]] = [
 ALL_OUTPUTS = [value for name, value in vars(outputs).items() if name.isupper() and isinstance(value, str)]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ANY_TEXT), chosen("", ALL_OUTPUTS), mutated())
 def test_no_parser_crashes_on_damage(parse: Callable[[str], Any], text: str, damage: Callable[[str], str]) -> None:
     read(parse, damage(text))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ANY_TEXT), st.text())
 def test_no_parser_crashes_on_any_text(parse: Callable[[str], Any], text: str) -> None:
     read(parse, text)
