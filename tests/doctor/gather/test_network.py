@@ -89,6 +89,7 @@ def test_only_variables_that_choose_devices_and_networks_are_recorded() -> None:
         "NCCL_SECRET_TOKEN": "t",
         "PATH": "/bin",
         "RAY_REDIS_PASSWORD": "t",
+        "RAY_JOB_HEADERS": "Authorization: t",
     }
     chosen = {
         "NCCL_IB_HCA": "rocep1s0f0",

@@ -108,7 +108,7 @@ def _read_all(nvml: Any, count: int, unread: list[str]) -> FoundGpus:
 def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | None) -> Gpu | None:
     """The GPU, or nothing where the driver has lost it."""
     name = as_text(device.ask("its name", "nvmlDeviceGetName"))
-    if name is None or LOST in device.codes:
+    if name is None:
         return None
     capability = device.ask("its compute capability", "nvmlDeviceGetCudaComputeCapability")
     unified = has_unified_memory(name)
