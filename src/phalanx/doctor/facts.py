@@ -13,7 +13,11 @@ Throttle = Literal["power-cap", "hw-slowdown", "sw-thermal", "hw-thermal", "powe
 FabricState = Literal["not-supported", "not-started", "in-progress", "completed"]
 
 
-class RemappedRows(Struct, frozen=True):
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """What all facts share: a file that holds a field nobody knows is refused, so that no misspelling passes unseen."""
+
+
+class RemappedRows(Record, frozen=True):
     """Rows of memory that were replaced; `pending` waits for a reset, `failed` found no spare row."""
 
     correctable: int
@@ -22,7 +26,15 @@ class RemappedRows(Struct, frozen=True):
     failed: bool
 
 
-class NvLink(Struct, frozen=True):
+class RetiredPages(Record, frozen=True):
+    """Pages of memory that cards before Ampere took out of use; `pending` waits for a reset."""
+
+    single_bit: int
+    double_bit: int
+    pending: bool
+
+
+class NvLink(Record, frozen=True):
     """One link of a GPU. `gbs` is its speed one way; `errors` the replays, recoveries and CRC errors it counted."""
 
     link: int
@@ -31,7 +43,7 @@ class NvLink(Struct, frozen=True):
     errors: int | None = None
 
 
-class Fabric(Struct, frozen=True):
+class Fabric(Record, frozen=True):
     """What the NVSwitch fabric says of a GPU."""
 
     state: FabricState
@@ -39,7 +51,7 @@ class Fabric(Struct, frozen=True):
     health: Literal["healthy", "unhealthy", "limited"] | None = None
 
 
-class GpuProcess(Struct, frozen=True):
+class GpuProcess(Record, frozen=True):
     """A process that holds memory of a GPU."""
 
     pid: int
@@ -47,7 +59,7 @@ class GpuProcess(Struct, frozen=True):
     memory_mib: int | None
 
 
-class Gpu(Struct, frozen=True):
+class Gpu(Record, frozen=True):
     """One GPU. Where `unified`, memory is the machine's: see `System.available_bytes`."""
 
     index: int
@@ -72,11 +84,14 @@ class Gpu(Struct, frozen=True):
     pcie_width_max: int | None = None
     persistence: bool | None = None
     numa_node: int | None = None
+    """The node of the CPU that it hangs on."""
     links: tuple[NvLink, ...] | None = None
+    """Empty: it has no NVLink, or none of its links is active and the driver lists none."""
     fabric: Fabric | None = None
+    retired: RetiredPages | None = None
 
 
-class GpuPath(Struct, frozen=True):
+class GpuPath(Record, frozen=True):
     """Between two GPUs, by index: the path, how many NVLinks it has, and whether peer access is allowed."""
 
     a: int
@@ -86,7 +101,7 @@ class GpuPath(Struct, frozen=True):
     p2p: P2pStatus | None = None
 
 
-class FabricManager(Struct, frozen=True):
+class FabricManager(Record, frozen=True):
     """The service that older NVSwitch boxes need, and whether there are switches at all."""
 
     running: bool | None = None
@@ -95,7 +110,7 @@ class FabricManager(Struct, frozen=True):
     problem: str | None = None
 
 
-class Software(Struct, frozen=True):
+class Software(Record, frozen=True):
     """Versions. `nccl` is what torch loads, `system_nccl` a library that lies beside it."""
 
     python: str
@@ -111,14 +126,14 @@ class Software(Struct, frozen=True):
     ray: str | None = None
 
 
-class Disk(Struct, frozen=True):
+class Disk(Record, frozen=True):
     """Room where weights are kept."""
 
     path: str
     free_bytes: int
 
 
-class System(Struct, frozen=True):
+class System(Record, frozen=True):
     """The host. Limits are bytes or counts; `memlock_bytes` is -1 where it is unlimited."""
 
     hostname: str
@@ -128,9 +143,11 @@ class System(Struct, frozen=True):
     architecture: str | None = None
     cpu: str | None = None
     cores: int | None = None
+    """Cores, not threads."""
     instructions: tuple[str, ...] = ()
     numa_nodes: int | None = None
     memory_bytes: int | None = None
+    """Of the machine, or of the container where that may use less; `available_bytes` likewise."""
     available_bytes: int | None = None
     swap_bytes: int | None = None
     swap_used_bytes: int | None = None
@@ -141,13 +158,14 @@ class System(Struct, frozen=True):
     hugepages: int | None = None
     transparent_hugepages: str | None = None
     iommu: bool | None = None
+    """It translates what devices read and write; false where it is off or passes through."""
     gui: bool | None = None
     container: bool | None = None
     xids: tuple[int, ...] | None = None
     disk: Disk | None = None
 
 
-class Nic(Struct, frozen=True):
+class Nic(Record, frozen=True):
     """A network interface; `rdma` is its RoCE or InfiniBand device."""
 
     name: str
@@ -160,7 +178,7 @@ class Nic(Struct, frozen=True):
     rdma_mtu: int | None = None
 
 
-class Network(Struct, frozen=True):
+class Network(Record, frozen=True):
     """Interfaces, and the variables by which NCCL, gloo and Ray choose one."""
 
     nics: tuple[Nic, ...] = ()
@@ -169,7 +187,7 @@ class Network(Struct, frozen=True):
     """Peers that were tried with frames of 9000 bytes, and whether those came through whole."""
 
 
-class Rate(Struct, frozen=True):
+class Rate(Record, frozen=True):
     """What one device was measured to do, beside what its datasheet says."""
 
     gpu: int
@@ -182,7 +200,7 @@ class Rate(Struct, frozen=True):
     datasheet_tflops: float | None = None
 
 
-class AllReduce(Struct, frozen=True):
+class AllReduce(Record, frozen=True):
     """An all-reduce of `size` bytes over `ranks`: as measured, and as the cost model has it."""
 
     size: int
@@ -192,7 +210,7 @@ class AllReduce(Struct, frozen=True):
     modelled_microseconds: float | None = None
 
 
-class Corruption(Struct, frozen=True):
+class Corruption(Record, frozen=True):
     """A rank whose sum of random numbers differs from the others'."""
 
     rank: int
@@ -200,7 +218,7 @@ class Corruption(Struct, frozen=True):
     round: int
 
 
-class Measured(Struct, frozen=True):
+class Measured(Record, frozen=True):
     """What `--measure` found. `backend` is how the ranks talked."""
 
     rates: tuple[Rate, ...] = ()
@@ -211,7 +229,7 @@ class Measured(Struct, frozen=True):
     problem: str | None = None
 
 
-class Serving(Struct, frozen=True):
+class Serving(Record, frozen=True):
     """A server that runs on this machine: what it says of itself."""
 
     model: str
@@ -224,7 +242,7 @@ class Serving(Struct, frozen=True):
     """Codes of the errors its engine died of, such as rank_stuck."""
 
 
-class Facts(Struct, frozen=True):
+class Facts(Record, frozen=True):
     """One machine at one time. `unread` says what could not be read, and why."""
 
     recorded_at: str
@@ -239,3 +257,5 @@ class Facts(Struct, frozen=True):
     serving: Serving | None = None
     unread: tuple[str, ...] = ()
     version: int = 1
+    lost_gpus: tuple[int, ...] = ()
+    """Indices of GPUs that the driver counts but cannot open. They are not in `gpus`."""
