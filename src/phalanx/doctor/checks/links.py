@@ -203,7 +203,7 @@ def _no_nvlink(facts: Facts, worst: GpuPath) -> Finding:
         fix = "Put NVLink bridges on pairs and run TP=2 replicas, or use formats and models that fit fewer cards."
     else:
         title = "GPUs talk over PCIe"
-        fix = "These cards cannot be joined by NVLink. Prefer replicas to TP, and TP=2 to TP=4: phalanx plan compares them."
+        fix = "NVLink cannot join these cards. Prefer replicas to TP, and TP=2 to TP=4: phalanx plan compares them."
     if worst.kind == "sys" and not on_board:
         fix += " Keep a group on one socket: CUDA_VISIBLE_DEVICES by NUMA node."
     return Finding(level, "topology", title, found, toll(facts), fix)
