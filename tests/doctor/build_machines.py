@@ -159,7 +159,7 @@ def link_down() -> Facts:
     )
     paths = tuple(change(path, links=17) if 5 in (path.a, path.b) else path for path in healthy.paths)
     gpus = (*healthy.gpus[:5], broken, *healthy.gpus[6:])
-    return change(healthy, gpus=gpus, paths=paths, system=server("hgx-2", xids=(74,)), unread=())
+    return change(healthy, gpus=gpus, paths=paths, system=server("hgx-2", xids=(74,)))
 
 
 def mig_on() -> Facts:
@@ -265,9 +265,10 @@ def no_bridge() -> Facts:
     )
 
 
-def _spark_nics(first: str, second: str) -> tuple[Nic, ...]:
+def _spark_nics(slow: str, first: str, second: str) -> tuple[Nic, ...]:
     return (
-        Nic("enP7s7", True, 10000, 1500, ("10.20.0.11/24",)),
+        Nic("enP7s7", True, 10000, 1500, (slow,)),
+        Nic("docker0", False, None, 1500, ("172.17.0.1/16",)),
         Nic("enp1s0f0np0", False, None, 1500, (), "rocep1s0f0", 1024),
         Nic("enp1s0f1np1", True, 200000, 9000, (first,), "rocep1s0f1", 4096),
         Nic("enP2p1s0f0np0", False, None, 1500, (), "roceP2p1s0f0", 1024),
@@ -275,7 +276,7 @@ def _spark_nics(first: str, second: str) -> tuple[Nic, ...]:
     )
 
 
-def spark(name: str = "spark-1", first: str = "192.168.100.1/24", second: str = "192.168.101.1/24") -> Facts:
+def spark(number: int = 1, second: str | None = None) -> Facts:
     gpu = Gpu(
         index=0,
         name="NVIDIA GB10",
@@ -293,7 +294,7 @@ def spark(name: str = "spark-1", first: str = "192.168.100.1/24", second: str = 
         links=(),
     )
     system = System(
-        hostname=name,
+        hostname=f"spark-{number}",
         product="NVIDIA DGX Spark",
         os="Ubuntu 24.04.3 LTS",
         kernel="6.14.0-1015-nvidia",
@@ -323,17 +324,19 @@ def spark(name: str = "spark-1", first: str = "192.168.100.1/24", second: str = 
         "GLOO_SOCKET_IFNAME": "enp1s0f1np1",
         "NCCL_IB_HCA": "rocep1s0f1,roceP2p1s0f1",
     }
-    return Facts(
-        "2026-11-15T09:00:00+00:00",
+    slow, fast = f"10.20.0.1{number}/24", f"192.168.100.{number}/24"
+    nics = _spark_nics(slow, fast, second or f"192.168.101.{number}/24")
+    return facts(
         system,
         software(torch_sees_gpus=1, nccl="2.28.9"),
         (gpu,),
-        network=Network(_spark_nics(first, second), environment, {"192.168.100.2": True}),
+        (),
+        network=Network(nics, environment, {f"192.168.100.{3 - number}": True}),
     )
 
 
 def spark_wrong_subnet() -> Facts:
-    return spark("spark-2", "192.168.100.2/24", "192.168.100.102/24")
+    return spark(2, "192.168.100.102/24")
 
 
 MACHINES = {

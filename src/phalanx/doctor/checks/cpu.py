@@ -11,10 +11,21 @@ from phalanx.spec import catalog
 from phalanx.spec.model import ModelSpec
 
 DEFAULT_MODEL = "SmolLM2-135M"
+_ABSENT = ("NVML Shared Library Not Found", "nvidia-smi is not installed")
 _KV_SHARE = 0.25
 """Of the memory that is available, what the runtime gives to keys and values."""
 _REST_BYTES = GIB
 """Python, torch and buffers."""
+
+
+def gpu_troubles(facts: Facts) -> list[str]:
+    """Why no GPU could be read, where the reason is another than that there is nothing of NVIDIA's."""
+    asked = [said for said in facts.unread if "NVML" in said or "nvidia-smi" in said]
+    return [said for said in asked if not is_absence(said)]
+
+
+def is_absence(said: str) -> bool:
+    return any(words in said for words in _ABSENT)
 
 
 def cpu_bytes(spec: ModelSpec) -> int:
@@ -30,14 +41,16 @@ def cpu_serving(facts: Facts) -> Iterator[Finding]:
     """No GPU is no fault: say what there is, and the largest models that would run."""
     if facts.gpus:
         return
-    if facts.software.driver is not None:
+    troubles = gpu_troubles(facts)
+    if facts.software.driver is not None or troubles:
+        driver = f"driver {facts.software.driver}" if facts.software.driver else "no driver is loaded"
         yield Finding(
             "warning",
             "no_gpu",
-            "An NVIDIA driver, but no GPU",
-            f"driver {facts.software.driver}",
-            "The card has fallen off the bus, or this container is not given any.",
-            "lspci | grep -i nvidia and dmesg; docker: --gpus all.",
+            "NVIDIA software is here, but no GPU answers",
+            "; ".join([driver, *troubles]),
+            "The card fell off the bus, the driver was updated without a reboot, or this container is given none.",
+            "lspci | grep -i nvidia, dmesg | grep -i nvrm, nvidia-smi; then reboot. Docker: --gpus all.",
         )
     system = facts.system
     cores = f"{system.cores} cores" if system.cores else "a number of cores that could not be read"

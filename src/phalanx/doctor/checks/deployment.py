@@ -70,6 +70,10 @@ def gpus_planned(facts: Facts, deployment: Deployment) -> Finding | None:
     fits = (set(wanted) == set(found)) if spread else wanted == found
     if fits:
         return Finding("ok", "gpus_planned", "GPUs of the plan", here)
+    if wanted <= found:
+        return Finding(
+            "note", "gpus_planned", "More GPUs than planned", f"planned {deployment.planned.name}, found {here}"
+        )
     return Finding(
         "error",
         "gpus_planned",
@@ -159,7 +163,7 @@ def shapes(facts: Facts, deployment: Deployment) -> Iterator[Finding]:
         if engine.name != "phalanx" and not (judged := shape(spec, deployment.tp, engine)).is_legal
     }
     if not refusing:
-        yield Finding("ok", "shape", "Shapes", f"{what} loads in every engine")
+        yield Finding("ok", "shape", "Shapes", f"{what} can be dealt in every engine")
         return
     first = next(iter(refusing.values()))
     loads = deployment.engine().name == "phalanx"
@@ -288,7 +292,7 @@ def single_stream(facts: Facts, deployment: Deployment) -> Finding | None:
         "single_stream",
         f"Few requests do not fill TP={tp}",
         f"{deployment.concurrency} at once: TP={tp} gives {whole.throughput:.0f} tokens/s at "
-        f"{whole.prediction.tpot.mid * 1e3:.1f} ms a token, 2 x TP={tp // 2} {halves.throughput:.0f} at "
+        f"{whole.prediction.tpot.mid * 1e3:.1f} ms a token, 2 x TP={tp // 2} gives {halves.throughput:.0f} at "
         f"{halves.prediction.tpot.mid * 1e3:.1f} ms with {halves.workload.concurrency} each",
         f"All-reduces take {whole.prediction.all_reduce_share:.0%} of a step at TP={tp}, "
         f"{halves.prediction.all_reduce_share:.0%} at TP={tp // 2}: more ranks add waiting, not speed.",
@@ -301,7 +305,8 @@ def fp8_gain(facts: Facts, deployment: Deployment) -> Finding | None:
     machine, spec, tp = machine_of(facts), deployment.spec, deployment.tp
     if spec is None or machine is None or tp > len(machine) or not deployment.weights.startswith("fp8"):
         return None
-    if number_format(facts, deployment) is not None:
+    own = shape(spec.in_format(deployment.weights), tp, ENGINES["phalanx"])
+    if number_format(facts, deployment) is not None or not own.is_legal:
         return None
     engine = deployment.engine().name
     fp8, bf16 = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.doctor.checks.cpu import is_absence
 from phalanx.doctor.checks.products import GIB, MIB, gib, is_spark, whose
 from phalanx.doctor.facts import Facts
 from phalanx.doctor.finding import Finding
@@ -192,14 +193,15 @@ def disk(facts: Facts) -> Finding | None:
 
 
 def unread(facts: Facts) -> Finding | None:
-    """What could not be found out, so that silence is not taken for health."""
-    if not facts.unread:
+    """What could not be found out, so that silence is not taken for health. A machine without NVIDIA's is no riddle."""
+    unread = [said for said in facts.unread if facts.gpus or not is_absence(said)]
+    if not unread:
         return None
     return Finding(
         "note",
         "unread",
         "Not everything could be read",
-        "; ".join(facts.unread),
+        " ".join(unread),
         "Checks that need it say nothing.",
         "Run it as a user who may, and outside of containers that hide it.",
     )

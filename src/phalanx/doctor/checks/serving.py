@@ -9,7 +9,9 @@ from phalanx.doctor.checks.measured import looks_like_timeout
 from phalanx.doctor.checks.products import machine_of
 from phalanx.doctor.facts import Facts, Serving
 from phalanx.doctor.finding import Finding
+from phalanx.plan.engines import ENGINES
 from phalanx.plan.predict import Prediction, predict
+from phalanx.plan.shapes import shape
 from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -122,8 +124,10 @@ def below_plan(facts: Facts) -> Finding | None:
 
 def _prediction(serving: Serving, machine: Machine) -> Prediction | None:
     known = catalog.find(serving.model)
-    if known is None or serving.tp > len(machine):
+    if known is None or not 1 <= serving.tp <= len(machine):
         return None
     entry, number_format = known
+    if not shape(entry.spec, serving.tp, ENGINES["phalanx"]).is_legal:
+        return None
     workload = Workload(concurrency=max(1, round(serving.concurrency)))
     return predict(entry.spec, machine, serving.tp, "phalanx", workload, weights=number_format)
