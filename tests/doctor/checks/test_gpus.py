@@ -58,7 +58,10 @@ def test_cards_that_differ_are_named_as_the_planner_wants_them() -> None:
 
 
 def test_a_card_nobody_described_is_a_note() -> None:
-    assert said(gpus.names(machine(change(BARE, name="NVIDIA Z9000")))) == [("ok", "gpu_names"), ("note", "gpu_unknown")]
+    assert said(gpus.names(machine(change(BARE, name="NVIDIA Z9000")))) == [
+        ("ok", "gpu_names"),
+        ("note", "gpu_unknown"),
+    ]
 
 
 def test_mig_stops_tensor_parallelism_and_only_lessens_a_single_card() -> None:
