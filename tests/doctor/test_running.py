@@ -12,20 +12,17 @@ import pytest
 
 from phalanx.doctor.running import ServerError, parse_metrics, read_server
 
-BEFORE = """# HELP phalanx:num_requests_running Requests in the batch.
-phalanx:num_requests_running{model_name="m",engine="0"} 10.0
-phalanx:generation_tokens_total{model_name="m",engine="0"} 1000.0
-phalanx:inter_token_latency_seconds_bucket{le="0.01",model_name="m",engine="0"} 990.0
-phalanx:inter_token_latency_seconds_sum{model_name="m",engine="0"} 10.0
-phalanx:inter_token_latency_seconds_count{model_name="m",engine="0"} 1000.0
-phalanx:time_to_first_token_seconds_sum{model_name="m",engine="0"} 4.0
-phalanx:time_to_first_token_seconds_count{model_name="m",engine="0"} 8.0
+PAGE = """# HELP phalanx:num_requests_running Requests in the batch.
+phalanx:num_requests_running{{model_name="m",engine="0"}} {running}
+phalanx:generation_tokens_total{{model_name="m",engine="0"}} {tokens}
+phalanx:inter_token_latency_seconds_bucket{{le="0.01",model_name="m",engine="0"}} 990.0
+phalanx:inter_token_latency_seconds_sum{{model_name="m",engine="0"}} {gap_seconds}
+phalanx:inter_token_latency_seconds_count{{model_name="m",engine="0"}} {gaps}
+phalanx:time_to_first_token_seconds_sum{{model_name="m",engine="0"}} 4.0
+phalanx:time_to_first_token_seconds_count{{model_name="m",engine="0"}} 8.0
 """
-AFTER = BEFORE.replace("} 10.0\nphalanx:gen", "} 20.0\nphalanx:gen").replace(
-    'total{model_name="m",engine="0"} 1000', 'total{model_name="m",engine="0"} 1500'
-)
-AFTER = AFTER.replace('_sum{model_name="m",engine="0"} 10.0', '_sum{model_name="m",engine="0"} 20.0')
-AFTER = AFTER.replace('_count{model_name="m",engine="0"} 1000.0', '_count{model_name="m",engine="0"} 1500.0')
+BEFORE = PAGE.format(running=10.0, tokens=1000.0, gap_seconds=10.0, gaps=1000.0)
+AFTER = PAGE.format(running=20.0, tokens=1500.0, gap_seconds=20.0, gaps=1500.0)
 
 
 @contextmanager
@@ -109,5 +106,6 @@ def test_addresses_that_lead_nowhere() -> None:
 
 
 def test_samples_are_summed_over_labels_and_oddities_are_left_out() -> None:
-    text = 'phalanx:a{x="1"} 1\nphalanx:a{x="2"} 2\nphalanx:b NaN\nother:c 3\nphalanx:d_bucket{le="1"} 4\nphalanx:e nonsense\n'
+    samples = ('a{x="1"} 1', 'a{x="2"} 2', "b NaN", 'd_bucket{le="1"} 4', "e nonsense")
+    text = "\n".join(f"phalanx:{sample}" for sample in samples) + "\nother:c 3\n"
     assert parse_metrics(text) == {"a": 3.0}

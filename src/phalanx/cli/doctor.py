@@ -110,11 +110,13 @@ def _this_machine(
 
         facts = msgspec.structs.replace(facts, serving=read_server(url, key=_key(api_key_file)))
     if measured:
-        from phalanx.doctor.measure import measure, save_calibration
+        from phalanx.doctor.measure import measure
 
         found = measure(facts, progress=lambda words: print(words, file=sys.stderr))
         facts = msgspec.structs.replace(facts, measured=found)
         if calibration is not None:
+            from phalanx.doctor.measure import save_calibration
+
             save_calibration(measured=found, facts=facts, path=calibration)
     return facts
 
