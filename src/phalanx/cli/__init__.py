@@ -8,6 +8,7 @@ import typer
 
 from phalanx import __version__
 from phalanx.cli.bench import bench
+from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
 from phalanx.cli.plan import plan
 from phalanx.cli.quantize import quantize
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(plan)
+app.command()(doctor)
 app.command()(serve)
 app.command()(studio)
 app.command()(generate)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.server.service import Service
 
 from phalanx import __version__
+from phalanx.doctor.preflight import preflight
 from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import ENGINE_MODULE, Launch
@@ -82,7 +83,7 @@ class ApiServer:
         self._http: _HttpServer | None = None
 
     async def run(self, listener: socket.socket) -> int:
-        """The engine process starts first: this one gets ready while it loads."""
+        """The engine process starts first: while it loads, this one looks at the machine and gets ready."""
         self._address = listener.getsockname()[:2]
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -90,7 +91,11 @@ class ApiServer:
         supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
         loading = asyncio.create_task(self._tell_loading())
         try:
-            self._http = _HttpServer(await asyncio.to_thread(self._http_config))
+            _, config = await asyncio.gather(
+                asyncio.to_thread(preflight, self._config.tp, self._config.device),
+                asyncio.to_thread(self._http_config),
+            )
+            self._http = _HttpServer(config)
             return await self._serve(listener, supervising)
         finally:
             loading.cancel()

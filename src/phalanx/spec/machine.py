@@ -47,7 +47,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator. Memory is what the driver reports; peaks are dense, in FLOP/s by number format."""
+    """One accelerator. Memory is what the driver reports; peaks are dense, in FLOP/s by number format.
+
+    `nvlinks` are the counts of active links that are right for it, when they are in use at all.
+    """
 
     name: str
     vendor: str
@@ -68,6 +71,7 @@ class Gpu:
     notes: str
     aliases: tuple[str, ...] = ()
     driver_names: tuple[str, ...] = ()
+    nvlinks: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -176,6 +180,7 @@ def _read_gpu(entry: dict[str, Any]) -> Gpu:
         notes=entry.get("notes", ""),
         aliases=tuple(entry.get("aliases", ())),
         driver_names=tuple(entry.get("driver_names", ())),
+        nvlinks=tuple(entry.get("nvlinks", ())),
     )
 
 

@@ -1,0 +1,130 @@
+"""`phalanx doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.shared import AsJson, told_errors
+from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.doctor.checks import Deployment
+    from phalanx.doctor.facts import Facts
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Check its deployment too: catalog name, folder or id.")] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that are to share the model.")] = 1,
+    number_format: Annotated[str, typer.Option("--format", help="Of the weights. Default: the checkpoint's.")] = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once that are expected.")] = 32,
+    machine: Annotated[str, typer.Option(help="What the plan expects, such as 4xH100-SXM.")] = "",
+    facts: Annotated[list[Path] | None, typer.Option(help="Judge a recorded machine; may be repeated.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write this machine's facts to a file.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure memory, matrix and all-reduce speed (seconds).")] = False,
+    save_calibration: Annotated[Path | None, typer.Option(help="With --measure: for the planner to use.")] = None,
+    url: Annotated[str, typer.Option(help="A server that runs here, to hold against the plan.")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with that server's key.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Another machine to try large frames to.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show what is fine as well.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Is this machine what it should be: GPUs, links, power, versions, host, network. Exits 1 on errors."""
+    with told_errors():
+        from rich.console import Console
+
+        from phalanx.doctor.checks import judge, judge_together
+        from phalanx.doctor.report import TOGETHER, Verdict, about, has_errors, show, to_dict
+
+        if facts and (record or measure or url or peer):
+            raise ConfigError(
+                "bad_option", "--facts judges what was recorded; nothing is read from this machine.", "Leave one out."
+            )
+        if save_calibration and not measure:
+            raise ConfigError("bad_option", "--save-calibration needs numbers.", "Add --measure.")
+        deployment = _deployment(model, tp, number_format, concurrency, machine)
+        machines = (
+            _recorded(facts) if facts else [_this_machine(peer or [], measure, save_calibration, url, api_key_file)]
+        )
+        if record is not None:
+            from phalanx.doctor.gather import write_facts
+
+            write_facts(facts=machines[0], path=record)
+        verdicts = [
+            Verdict(each.system.hostname, about(each), tuple(judge(each, _beside(deployment, each, machines))))
+            for each in machines
+        ]
+        if len(machines) > 1:
+            verdicts.append(Verdict(TOGETHER, "All of them together", tuple(judge_together(machines))))
+        if as_json:
+            print(json.dumps(to_dict(verdicts, machines)))
+        else:
+            show(verdicts, Console(highlight=False), everything)
+        raise typer.Exit(1 if has_errors(verdicts) else 0)
+
+
+def _deployment(model: str | None, tp: int, number_format: str, concurrency: int, machine: str) -> Deployment | None:
+    if model is None and tp == 1 and not machine:
+        return None
+    from phalanx.doctor.checks import Deployment
+    from phalanx.spec import catalog
+    from phalanx.spec.machine import Machine
+
+    return Deployment(
+        tp=tp,
+        model=model or "",
+        spec=catalog.model(model) if model else None,
+        number_format=catalog.check_format(number_format) if number_format else "",
+        concurrency=concurrency,
+        planned=Machine.parse(machine) if machine else None,
+    )
+
+
+def _beside(deployment: Deployment | None, facts: Facts, machines: list[Facts]) -> Deployment | None:
+    """The same deployment, with the GPUs that other machines bring."""
+    others = sum(len(each.gpus) for each in machines if each is not facts)
+    return dataclasses.replace(deployment, elsewhere=others) if deployment else None
+
+
+def _recorded(files: list[Path]) -> list[Facts]:
+    from phalanx.doctor.gather import read_facts
+
+    return [read_facts(file) for file in files]
+
+
+def _this_machine(
+    peers: list[str], measured: bool, calibration: Path | None, url: str, api_key_file: Path | None
+) -> Facts:
+    import msgspec
+
+    from phalanx.doctor.gather import gather
+
+    facts = gather(peers)
+    if url:
+        from phalanx.doctor.running import read_server
+
+        facts = msgspec.structs.replace(facts, serving=read_server(url, key=_key(api_key_file)))
+    if measured:
+        from phalanx.doctor.measure import measure
+
+        found = measure(facts, progress=lambda words: print(words, file=sys.stderr))
+        facts = msgspec.structs.replace(facts, measured=found)
+        if calibration is not None:
+            from phalanx.doctor.measure import save_calibration
+
+            save_calibration(measured=found, facts=facts, path=calibration)
+    return facts
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return next(iter(file.read_text().split()), None)
+    except OSError as error:
+        raise ConfigError("bad_option", f"--api-key-file {file}: {error.strerror}.", "Give a readable file.") from None
