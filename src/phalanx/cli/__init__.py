@@ -8,6 +8,7 @@ import typer
 
 from phalanx import __version__
 from phalanx.cli.bench import bench
+from phalanx.cli.cluster import cluster
 from phalanx.cli.generate import generate
 from phalanx.cli.plan import plan
 from phalanx.cli.serve import serve
@@ -23,6 +24,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(generate)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 
 def _show_version(shown: bool) -> None:
