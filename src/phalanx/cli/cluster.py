@@ -84,6 +84,28 @@ def status(
             raise typer.Exit(1)
 
 
+@cluster.command()
+def recipe(
+    machine: Annotated[str, typer.Argument(help="Such as 4xDGX-Spark.")],
+    model: Annotated[str | None, typer.Option(help="What to serve. Default: the largest that fits.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the files. Default: print them.")] = None,
+) -> None:
+    """Write network, limits, services, hosts.toml and the serve command, with the order of steps in README.md."""
+    with told_errors():
+        from phalanx.cluster.recipe import recipe as make
+        from phalanx.plan.recipes import write_files
+
+        made = make(machine, model)
+        for warning in made.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        if output is None:
+            for name, text in made.files.items():
+                print(f"# ---- {name}\n{text}")
+            return
+        write_files(made.files, output)
+        print(f"{len(made.files)} files in {output} for {made.plan.model}. Start with {output / 'README.md'}.")
+
+
 def _print_commands(told: Cluster, commands: list[Command]) -> None:
     from phalanx.cluster.commands import shown
 

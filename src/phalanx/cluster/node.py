@@ -10,9 +10,10 @@ import stat
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,10 +49,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """How many processes ended, and how many of them had to be killed."""
+    """How many processes ended."""
 
     ended: int
-    killed: int
 
 
 def look(interface: str, folder: Path) -> Probe:
@@ -73,47 +73,71 @@ def processes_of(folder: Path) -> list[Any]:
     """Processes that were started for this folder: Ray's own, its workers, and whatever those started."""
     import psutil
 
-    found = []
+    found = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
+            if _is_marked(process, folder):
+                for each in (process, *process.children(recursive=True)):  # a changed title may overwrite the mark
+                    found[each.pid] = each
+        except (OSError, psutil.Error):
             continue
-    return found
+    return [process for process in found.values() if _lives(process)]
+
+
+def _is_marked(process: Any, folder: Path) -> bool:
+    """By its first environment; psutil's own environ() ends at the hole that a changed title leaves in it."""
+    return f"{MARK}={folder}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+
+
+def _lives(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def stop(folder: Path) -> Stopped:
-    """End them all, and no other Ray process of the machine. Ranks get time to free their GPUs; Ray's own services,
-    of which the head's waits for ever on SIGTERM, do not."""
+    """End them all, and no other Ray process of the machine.
+
+    The raylet first: it says good-bye to the head, ends its ranks and gives them time to free their GPUs. The services
+    that are left hold nothing; the head's would wait for ever on SIGTERM.
+    """
     import psutil
 
-    killed = 0
     running = processes_of(folder)
-    for process in running:
-        _signalled(process, "terminate")
-    ranks = [process for process in running if _program(process).startswith("ray::") or _is_raylet(process)]
-    psutil.wait_procs(ranks, timeout=_RANK_PATIENCE_S)
     seen = {process.pid for process in running}
+    raylets = [process for process in running if _is_raylet(process)]
+    ranks = [child for raylet in raylets for child in _children(raylet)]
+    for raylet in raylets:
+        _signal(raylet, "terminate")
+    psutil.wait_procs([*raylets, *ranks], timeout=_RANK_PATIENCE_S)
     deadline = time.monotonic() + _KILL_PATIENCE_S
     while alive := processes_of(folder):
         if time.monotonic() > deadline:
             raise SystemExit(f"{len(alive)} processes do not end: {', '.join(str(each.pid) for each in alive)}.")
         for process in alive:
-            killed += _signalled(process, "kill")
+            _signal(process, "kill")
             seen.add(process.pid)
         psutil.wait_procs(alive, timeout=_POLL_S)
-    return Stopped(ended=len(seen), killed=killed)
+    return Stopped(ended=len(seen))
 
 
-def _signalled(process: Any, how: str) -> bool:
+def _children(process: Any) -> list[Any]:
     import psutil
 
     try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _signal(process: Any, how: Literal["terminate", "kill"]) -> None:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
         getattr(process, how)()
-    except psutil.NoSuchProcess:
-        return False
-    return True
 
 
 def keep_token(folder: Path, token: str) -> None:
