@@ -159,5 +159,4 @@ def commands_of_down(cluster: Cluster) -> list[Command]:
 
 
 def _with(environment: Mapping[str, str], words: list[str]) -> tuple[str, ...]:
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    return ("env", *variables, *words) if variables else tuple(words)
+    return ("env", *(f"{name}={value}" for name, value in environment.items()), *words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from importlib.resources import files
 from string import Template
+from textwrap import fill
 
 from phalanx.cluster import spark
 from phalanx.cluster.hosts import Cluster
@@ -52,8 +53,12 @@ def _summary(plan: Plan) -> str:
     best = plan.candidates[0]
     tight, prediction, workload = best.fit.tightest, best.prediction, plan.workload
     low, high = prediction.throughput.low, prediction.throughput.high
-    return f"""The planner: {best.weight_format} at TP={best.tp}, {tight.weight_bytes / GIB:.0f} GiB of weights a machine
-and {tight.kv_bytes / GIB:.0f} GiB for KV ({best.fit.kv_tokens:,} tokens). With {workload.concurrency} requests of
-{workload.input_tokens} + {workload.output_tokens} tokens at once: {best.throughput:.0f} tokens/s (90 %: {low:.0f} to
-{high:.0f}), and {prediction.all_reduce_share:.0%} of a decode step is all-reduce. These are predictions: nothing was
-measured on such machines."""
+    sentences = [
+        f"The planner: {best.weight_format} at TP={best.tp}, {tight.weight_bytes / GIB:.0f} GiB of weights a machine, "
+        f"{tight.kv_bytes / GIB:.0f} GiB for its KV ({best.fit.kv_tokens:,} tokens).",
+        f"With {workload.concurrency} requests of {workload.input_tokens} + {workload.output_tokens} tokens at once: "
+        f"{best.throughput:.0f} tokens/s (90 %: {low:.0f} to {high:.0f}), and {prediction.all_reduce_share:.0%} of a "
+        "decode step is all-reduce.",
+        "These are predictions: nothing was measured on such machines.",
+    ]
+    return fill(" ".join(sentences), width=120)
