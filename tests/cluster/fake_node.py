@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.cluster.hosts import Cluster, parse_hosts
 
-_SCRIPT = """#!{python}
+_SCRIPT = """#!{python} -IS
 import json, pathlib, sys
 path = pathlib.Path(__file__).with_suffix(".json")
 state = json.loads(path.read_text())

@@ -125,7 +125,7 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._ended.wait(0.02):
+        while not self._ended.wait(0.1):
             for process in psutil.process_iter():
                 try:
                     line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace")
@@ -179,23 +179,25 @@ def _variable(name: str, pids: set[int]) -> set[str]:
     return found
 
 
-def test_a_node_with_another_token_is_not_let_in(place: Place) -> None:
+def test_a_node_with_another_token_is_not_let_in(short_folder: Path) -> None:
     """And the failed up leaves the head alone, which was up before."""
-    hosts = (place.folder / "hosts.toml").read_text()
-    (place.folder / "hosts.toml").write_text(hosts.partition("[[node]]\nhost = ")[0] + _head_only(hosts))
-    assert place.run("up").exit_code == 0
-    head = place.pids()[0]
-    (place.folder / "hosts.toml").write_text(hosts)
-    (place.folder / "token").write_text("0" * 64)
-    failed = place.run("up")
-    assert failed.exit_code == 1
-    assert "(127.0.0.3): could not start Ray" in failed.output
-    assert head <= place.pids()[0]
-    assert place.pids()[1] == set()
-
-
-def _head_only(hosts: str) -> str:
-    return "[[node]]\n" + hosts.split("[[node]]\n")[1]
+    place = Place(short_folder)
+    write_hosts(short_folder, "local")
+    both = (short_folder / "hosts.toml").read_text()
+    try:
+        (short_folder / "hosts.toml").write_text("[[node]]".join(both.split("[[node]]")[:2]))
+        assert place.run("up").exit_code == 0
+        (head,) = place.pids()
+        (short_folder / "hosts.toml").write_text(both)
+        (short_folder / "token").write_text("0" * 64)
+        failed = place.run("up")
+        assert failed.exit_code == 1
+        assert "(127.0.0.3): could not start Ray" in failed.output
+        assert "started with another token" in failed.output
+        assert head <= place.pids()[0]
+        assert place.pids()[1] == set()
+    finally:
+        place.run("down")
 
 
 def test_an_ssh_that_does_not_answer_is_told(box: Place) -> None:
