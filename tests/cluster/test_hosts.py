@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ interface = "eth7"
 [[node]]
 host = "a"
 ip = "192.168.100.9"
-ranks = 3
+gpus = 3
 python = "/home/op/.venv/bin/python"
 rdma = ["mlx5_0"]
 """
@@ -92,9 +93,10 @@ def test_ranks_fill_the_head_first_and_stay_together() -> None:
         ('["mlx5_0"]', '["mlx5 0"]', "'mlx5 0' is no interface name", "ip -br addr"),
         ('python = "/opt/phalanx/bin/python"\n', "", "has no python", '"/opt/phalanx/bin/python"'),
         ('"/opt/phalanx/bin/python"', '"bin/python"', "'bin/python' is no absolute path", "in full"),
-        ("ranks = 3", "", "[[node]] 3 has room for no rank", "gpus = 1"),
-        ("ranks = 3", "ranks = 0", "[[node]] 3 has room for no rank", "gpus = 1"),
-        ("ranks = 3", "ranks = 3\ngpus = 1", "both gpus and ranks", "Write gpus, or ranks"),
+        ("gpus = 3", "", "[[node]] 3 has room for no rank", "gpus = 1"),
+        ("gpus = 3", "ranks = 0", "[[node]] 3 has room for no rank", "gpus = 1"),
+        ("gpus = 3", "ranks = 3\ngpus = 1", "both gpus and ranks", "Write gpus, or ranks"),
+        ("gpus = 3", "ranks = 3", "a (192.168.100.9) 3 ranks", "Write gpus everywhere"),
         ('host = "a"', 'host = "-oProxyCommand=reboot"', "is no host name", "that ssh knows"),
         ('host = "a"', 'host = "a b"', "is no host name", "that ssh knows"),
         ('host = "a"\n', "", "[[node]] 3 has no host", 'host = "local"'),
@@ -122,6 +124,13 @@ def test_a_mistake_is_named_with_what_to_write(old: str, new: str, found: str, f
 def test_a_wider_subnet_can_be_told() -> None:
     text = GOOD.replace("192.168.100.9", "192.168.101.9").replace("port = 6400", 'network = "192.168.0.0/16"')
     assert parse_hosts(text, PATH).nodes[2].ip == "192.168.101.9"
+
+
+def test_nodes_on_the_cpu_have_the_same_number_of_ranks() -> None:
+    text = re.sub(r"gpus = \d", "ranks = 2", GOOD)
+    assert [node.slots for node in parse_hosts(text, PATH).nodes] == [2, 2, 2]
+    with pytest.raises(ConfigError, match="as many on each node"):
+        parse_hosts(text.replace("ranks = 2", "ranks = 3", 1), PATH)
 
 
 @pytest.mark.parametrize("text", ["", "[cluster]\n", "node = 3\n[cluster]\n", "[node]\nhost = 'a'\n"])

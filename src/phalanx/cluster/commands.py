@@ -100,7 +100,7 @@ def _members(cluster: Cluster) -> list[str]:
 def serve_options(cluster: Cluster) -> list[str]:
     """What `phalanx serve` needs to know to put its ranks on this cluster."""
     options = ["--executor", "ray", "--ray-address", cluster.address, "--interface", cluster.head.interface]
-    ranks = max(node.ranks for node in cluster.nodes)
+    ranks = cluster.head.ranks
     return [*options, "--ranks-per-node", str(ranks)] if ranks else options
 
 

@@ -280,6 +280,13 @@ def _check_cluster(path: Path, table: _ClusterTable, nodes: list[Node]) -> None:
     for host, count in Counter(node.host for node in nodes if not node.is_local).items():
         if count > 1:
             raise _wrong(path, f"{count} nodes have the host {host}", "Write each machine once, with all its GPUs.")
+    if len({(node.gpus > 0, node.ranks) for node in nodes}) > 1:
+        told = ", ".join(f"{node.name} {f'{node.gpus} GPUs' if node.gpus else f'{node.ranks} ranks'}" for node in nodes)
+        raise _wrong(
+            path,
+            f"the ranks of one model run all on GPUs, or on CPUs with as many on each node, but there are {told}",
+            "Write gpus everywhere, or the same ranks everywhere.",
+        )
     if not 1 <= table.port <= 65535:
         raise _wrong(path, f"port is {table.port}", f"Use 1 to 65535, such as {DEFAULT_PORT}.")
     if table.user and not _USER.fullmatch(table.user):
