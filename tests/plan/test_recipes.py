@@ -135,18 +135,28 @@ def test_a_systemd_unit_starts_one_replica(engine: str) -> None:
 
 def test_ray_over_four_dgx_spark() -> None:
     files = recipe(launch(machine=Machine.parse("4xDGX-Spark"), replicas=1), "ray")
-    addresses = [
-        yaml.safe_load(files[f"node-{node}/40-fabric.yaml"])["network"]["ethernets"]["enp1s0f0np0"]["addresses"]
-        for node in range(4)
-    ]
-    assert addresses == [[f"192.168.100.{node}/24"] for node in range(10, 14)]
+    for node in range(4):
+        ports = yaml.safe_load(files[f"node-{node}/40-cx7.yaml"])["network"]["ethernets"]
+        assert {name: port["addresses"] for name, port in ports.items()} == {
+            "enp1s0f1np1": [f"192.168.100.{10 + node}/24"],
+            "enP2p1s0f1np1": [f"192.168.101.{10 + node}/24"],
+        }
     script = files["replica-0.sh"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    for needed in ("ray start --head", "ray start --block", "NCCL_SOCKET_IFNAME", "ulimit -l", "-ge 4", "0.85"):
+    for needed in (
+        "ray start --head",
+        "ray start --block",
+        "NCCL_SOCKET_IFNAME",
+        "ulimit -l",
+        "-ge 4",
+        "0.85",
+        "RAY_AUTH_MODE=token",
+    ):
         assert needed in script
     assert "--distributed-executor-backend ray" in script
     assert "memlock unlimited" in files["90-memlock.conf"]
-    assert "net.core.rmem_max" in files["90-fabric.conf"]
+    assert "net.core.rmem_max" in files["90-cx7.conf"]
+    assert "NCCL_IB_HCA=rocep1s0f1,roceP2p1s0f1" in script
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])

@@ -8,6 +8,7 @@ import typer
 
 from phalanx import __version__
 from phalanx.cli.bench import bench
+from phalanx.cli.cluster import cluster
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
 from phalanx.cli.plan import plan
@@ -29,6 +30,7 @@ app.command()(studio)
 app.command()(generate)
 app.command()(quantize)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 
 def _show_version(shown: bool) -> None:

@@ -14,6 +14,7 @@ from phalanx.plan.choose import Plan, choose
 from phalanx.plan.engines import ENGINES, engine
 from phalanx.plan.price import Tariff
 from phalanx.plan.recipes import recipe as make_recipe
+from phalanx.plan.recipes import write_files
 from phalanx.plan.record import launch_of, to_dict
 from phalanx.plan.report import show
 from phalanx.plan.slo import Slo
@@ -57,7 +58,7 @@ def answer(question: Question, recipe: str | None, folder: Path | None, as_json:
     else:
         show(plan, Console(highlight=False))
     if files is not None and folder is not None:
-        _write(files, folder)
+        write_files(files, folder)
     elif files is not None and not as_json:
         for name, text in files.items():
             print(f"\n# ---- {name}\n{text}", end="")
@@ -122,12 +123,3 @@ def _degrees(text: str, gpus: int) -> list[int]:
             raise ConfigError("bad_tp", f"--tp names {word!r}; the machine has {gpus} GPUs.", f"Use 1 to {gpus}.")
         degrees.append(int(word))
     return degrees
-
-
-def _write(files: dict[str, str], folder: Path) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        if path.suffix == ".sh":
-            path.chmod(0o755)

@@ -53,7 +53,9 @@ def show(plan: Plan, console: Console) -> None:
 def _show_launch(launch: Launch, console: Console) -> None:
     console.print("\n[bold]Launch[/]")
     if launch.spans_machines:
-        console.print("The ranks are on several machines: --engine vllm --recipe ray has the files.")
+        ours = launch.engine.name == "phalanx"
+        way = f"phalanx cluster recipe {launch.machine.name}" if ours else "--engine vllm --recipe ray"
+        console.print(f"The ranks are on several machines: {way} has the files.")
         return
     print(shlex.join(command(launch)))
     if launch.replicas > 1:

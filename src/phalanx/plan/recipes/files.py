@@ -7,7 +7,10 @@ import re
 import shlex
 from collections.abc import Callable
 from difflib import get_close_matches
+from pathlib import Path
 
+from phalanx.cluster import spark
+from phalanx.cluster.commands import fabric_environment
 from phalanx.errors import ConfigError
 from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
 
@@ -24,7 +27,7 @@ def recipe(launch: Launch, kind: str) -> Files:
         raise ConfigError(
             "needs_ray",
             f"TP={launch.tp} on {launch.machine.name} spans {launch.tp} machines of one GPU each.",
-            "Use --recipe ray with --engine vllm, or --tp 1.",
+            "Use --recipe ray with --engine vllm, phalanx cluster recipe for Phalanx, or --tp 1.",
         )
     files = KINDS[kind](launch)
     if launch.engine.name == "trtllm" and kind != "k8s":
@@ -194,64 +197,56 @@ def _kubernetes_options(launch: Launch, name: str) -> str:
     return f"---\napiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata:\n  {TRTLLM_OPTIONS}: |\n{indented}"
 
 
-_NETWORK = "192.168.100"
-_FIRST_NODE = 10
-_PORTS = ("enp1s0f0np0", "enp1s0f1np1")
-_HCAS = ("rocep1s0f0", "rocep1s0f1")
-
-
 def _ray(launch: Launch) -> Files:
     """One rank a machine over RoCE: the network, the limits, the cluster, and the server on its first machine."""
     if launch.engine.name != "vllm":
         raise ConfigError(
             "no_ray_recipe",
-            f"{launch.engine.title} does not start its ranks through Ray.",
-            "Use --engine vllm with --recipe ray, or another recipe on one machine.",
+            f"This recipe is not for {launch.engine.title}.",
+            "Use --engine vllm; for Phalanx there is phalanx cluster recipe; on one machine, another recipe will do.",
         )
     nodes = launch.tp * launch.replicas
-    files = {f"node-{node}/40-fabric.yaml": _netplan(node) for node in range(nodes)}
-    files["90-fabric.conf"] = (
-        "# /etc/sysctl.d: buffers for 200 Gb/s\n"
-        "net.core.rmem_max = 268435456\nnet.core.wmem_max = 268435456\n"
-        "net.ipv4.tcp_rmem = 4096 87380 134217728\nnet.ipv4.tcp_wmem = 4096 65536 134217728\nvm.swappiness = 1\n"
-    )
-    files["90-memlock.conf"] = "# /etc/security/limits.d: RDMA pins its buffers\n* - memlock unlimited\n"
+    files = {f"node-{node}/{spark.NETPLAN}": spark.netplan(node) for node in range(nodes)} | spark.system_files()
     for replica in range(launch.replicas):
-        head = replica * launch.tp
-        files[f"replica-{replica}.sh"] = _ray_script(launch, head)
+        files[f"replica-{replica}.sh"] = _ray_script(launch, replica * launch.tp)
     return files
 
 
-def _netplan(node: int) -> str:
-    address = f"{_NETWORK}.{_FIRST_NODE + node}/24"
-    return (
-        f"# /etc/netplan on machine {node}; then: sudo netplan apply\nnetwork:\n  version: 2\n  ethernets:\n"
-        f"    {_PORTS[0]}: {{dhcp4: false, mtu: 9000, addresses: [{address}]}}\n"
-    )
-
-
 def _ray_script(launch: Launch, head: int) -> str:
-    address = f"{_NETWORK}.{_FIRST_NODE + head}"
+    address, interface = spark.address(head), spark.INTERFACES[0]
     serve = _wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
-    workers = ", ".join(f"{_NETWORK}.{_FIRST_NODE + head + rank}" for rank in range(1, launch.tp)) or "none"
+    workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.tp)) or "none"
+    fabric = "\n".join(f"export {name}={value}" for name, value in fabric_environment(interface, spark.RDMA).items())
     return f"""#!/usr/bin/env bash
 # {_title(launch)}
 # Run on every machine of this replica: first on {address}, which serves, then on its workers ({workers}).
+# Before: ray get-auth-token --generate on the first, and the same ~/.ray/auth_token (mode 600) on all.
 set -euo pipefail
 ulimit -l unlimited
-SELF=$(ip -4 -o addr show {_PORTS[0]} | grep -oP '(?<=inet )[0-9.]+')
+SELF=$(ip -4 -o addr show {interface} | grep -oP '(?<=inet )[0-9.]+')
 export VLLM_HOST_IP=$SELF
-export NCCL_SOCKET_IFNAME={_PORTS[0]} GLOO_SOCKET_IFNAME={_PORTS[0]} UCX_NET_DEVICES={_PORTS[0]}
-export NCCL_IB_HCA={_HCAS[0]} NCCL_IB_GID_INDEX=3
-export RAY_memory_monitor_refresh_ms=0
+{fabric}
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0
 
 if [ "$SELF" != {address} ]; then
   exec ray start --block --address={address}:6379 --node-ip-address="$SELF" --num-gpus=1
 fi
-ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1
+ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1 --include-dashboard=false
 until [ "$(ray status | grep -c ' node_')" -ge {launch.tp} ]; do sleep 2; done
 exec {serve}
 """
+
+
+def write_files(files: Files, folder: Path) -> None:
+    """Scripts can be run, and netplan's files are read by nobody else, as it demands."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if path.name == spark.NETPLAN:
+            path.chmod(0o600)
+        elif path.suffix == ".sh":
+            path.chmod(0o755)
 
 
 KINDS: dict[str, Callable[[Launch], Files]] = {
