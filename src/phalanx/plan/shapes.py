@@ -79,7 +79,7 @@ def _undealable(spec: ModelSpec, tp: int) -> Iterator[str]:
     try:
         Layout(spec, tp)
     except LayoutError as error:
-        yield error.found
+        yield error.found.removesuffix(".")
 
 
 def _indivisible(spec: ModelSpec, tp: int) -> Iterator[str]:
