@@ -42,6 +42,7 @@ class PlanBody(_Body):
     spread: Annotated[float, Field(ge=0, lt=1)] = 0.2
     electricity: Annotated[float, Field(ge=0, le=10)] = 0.12
     years: Annotated[float, Field(gt=0, le=50)] = 4.0
+    context: Tokens | None = None
 
 
 class ParetoBody(PlanBody):

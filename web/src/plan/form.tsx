@@ -2,7 +2,7 @@ import type { ComponentChildren } from "preact";
 import { number, parameters } from "../format";
 import { Combobox } from "../ui/combobox";
 import { Select, TextField } from "../ui/field";
-import { machineOf, partsOf, type Part, type Question, type Wrong } from "./question";
+import { longest, machineOf, partsOf, type Part, type Question, type Wrong } from "./question";
 import type { Catalog, Gpu } from "./types";
 
 const LINKS: Record<string, string> = {
@@ -173,7 +173,7 @@ function describe(model: Catalog["models"][number]): string {
 }
 
 function TrafficFields({ question, wrong, change }: Parts) {
-  const reached = Number(question.input) + Number(question.output);
+  const reached = longest(question);
   const numeric = { inputMode: "numeric" } as const;
   return (
     <>
@@ -195,17 +195,24 @@ function TrafficFields({ question, wrong, change }: Parts) {
           input={numeric}
         />
       </div>
-      <TextField
-        label="Requests at once"
-        value={question.concurrency}
-        onInput={(concurrency) => change({ concurrency })}
-        hint={
-          wrong.concurrency ??
-          (Number.isFinite(reached) ? `Each reaches a context of ${reached.toLocaleString("en-US")} tokens.` : "")
-        }
-        wrong={wrong.concurrency !== undefined}
-        input={numeric}
-      />
+      <div class="pair">
+        <TextField
+          label="Longest context"
+          value={question.context}
+          onInput={(context) => change({ context })}
+          hint={wrong.context}
+          wrong={wrong.context !== undefined}
+          input={{ ...numeric, placeholder: Number.isFinite(reached) ? String(reached) : "" }}
+        />
+        <TextField
+          label="Requests at once"
+          value={question.concurrency}
+          onInput={(concurrency) => change({ concurrency })}
+          hint={wrong.concurrency}
+          wrong={wrong.concurrency !== undefined}
+          input={numeric}
+        />
+      </div>
       <input
         type="range"
         aria-label="Requests at once, in powers of two"

@@ -7,6 +7,7 @@ export interface Question {
   kv: string;
   input: string;
   output: string;
+  context: string;
   concurrency: string;
   ttft: string;
   tpot: string;
@@ -22,6 +23,7 @@ export const USUAL: Question = {
   kv: "bf16",
   input: "1024",
   output: "256",
+  context: "",
   concurrency: "32",
   ttft: "",
   tpot: "",
@@ -75,6 +77,13 @@ const NUMBERS = [
   ["concurrency", 1, 4096],
 ] as const;
 
+export const longest = (question: Question): number => Number(question.input) + Number(question.output);
+
+function covers(question: Question): boolean {
+  const context = Number(question.context);
+  return Number.isInteger(context) && context >= longest(question) && context <= 1_000_000;
+}
+
 /** What can be said without asking. */
 export function check(question: Question): Wrong {
   const wrong: Wrong = {};
@@ -83,6 +92,8 @@ export function check(question: Question): Wrong {
     if (!question[name].trim() || !Number.isInteger(value) || value < least || value > most)
       wrong[name] = `A whole number, ${least} to ${most.toLocaleString("en-US")}.`;
   }
+  if (question.context.trim() && !wrong.input && !wrong.output && !covers(question))
+    wrong.context = `At least ${longest(question)}, up to 1,000,000; or nothing.`;
   for (const name of ["ttft", "tpot"] as const)
     if (question[name].trim() && !(Number(question[name]) > 0)) wrong[name] = "Milliseconds above 0, or nothing.";
   if (!(Number(question.kwh) >= 0 && Number(question.kwh) <= 10)) wrong.kwh = "0 to 10 USD.";
@@ -104,6 +115,7 @@ export const FIELD_OF: Record<string, keyof Question> = {
   kv_format: "kv",
   electricity: "kwh",
   years: "years",
+  context: "context",
 };
 
 function slo(question: Question): string {
@@ -125,12 +137,14 @@ export function toBody(question: Question) {
     kv_format: question.kv,
     electricity: Number(question.kwh),
     years: Number(question.years),
+    context: question.context.trim() ? Number(question.context) : null,
   };
 }
 
 const FLAGS = [
   ["--isl", (asked: Question) => asked.input],
   ["--osl", (asked: Question) => asked.output],
+  ["--context", (asked: Question) => asked.context.trim()],
   ["--concurrency", (asked: Question) => asked.concurrency],
   ["--engine", (asked: Question) => asked.engine],
   ["--format", (asked: Question) => asked.format],

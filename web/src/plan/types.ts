@@ -91,7 +91,7 @@ export interface PlanRecord {
     max_positions: number;
   };
   machine: string;
-  workload: { input_tokens: number; output_tokens: number; concurrency: number; spread: number };
+  workload: { input_tokens: number; output_tokens: number; concurrency: number; spread: number; context: number };
   slo_ms: { ttft: number | null; tpot: number | null };
   meets_slo: boolean;
   explanation: string;

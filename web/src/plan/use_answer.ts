@@ -42,3 +42,16 @@ export function useAnswer<T>(path: string, body: object | null): Answer<T> {
   }, [path, asked]);
   return answer;
 }
+
+const PATIENCE_MS = 400;
+
+/** A value once it has stayed for a moment, so that words half typed are not complained about; null at once. */
+export function useLater<T>(value: T | null): T | null {
+  const [shown, setShown] = useState<T | null>(null);
+  useEffect(() => {
+    if (value === null) return;
+    const timer = setTimeout(() => setShown(value), PATIENCE_MS);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return value === null ? null : shown;
+}

@@ -14,7 +14,7 @@ import { Pareto } from "./pareto";
 import { check, degrees, FIELD_OF, fromQuery, toBody, toQuery, USUAL, type Question, type Wrong } from "./question";
 import { Refusals } from "./refusals";
 import type { Catalog, Fitting, PlanRecord, Point } from "./types";
-import { useAnswer, type Answer } from "./use_answer";
+import { useAnswer, useLater, type Answer } from "./use_answer";
 import { Verdict } from "./verdict";
 
 /** What was asked last: it is still there after a look at another view. */
@@ -57,7 +57,8 @@ function Planner(props: { catalog: Catalog; query: URLSearchParams; served: stri
 
   const mistakes = check(question);
   const plan = useAnswer<PlanRecord>("cockpit/plan", Object.keys(mistakes).length ? null : toBody(question));
-  const wrong = { ...toldBeside(plan.error, Object.keys(mistakes).length > 0), ...mistakes };
+  const error = useLater(plan.error);
+  const wrong = { ...toldBeside(error, Object.keys(mistakes).length > 0), ...mistakes };
   return (
     <div class="planner">
       <PlanForm
@@ -66,7 +67,7 @@ function Planner(props: { catalog: Catalog; query: URLSearchParams; served: stri
         wrong={wrong}
         change={(more) => setQuestion((old) => ({ ...old, ...more }))}
       />
-      <Results question={question} catalog={catalog} plan={plan} wrong={wrong} choose={(model) => setQuestion((old) => ({ ...old, model }))} />
+      <Results question={question} catalog={catalog} plan={{ ...plan, error }} wrong={wrong} choose={(model) => setQuestion((old) => ({ ...old, model }))} />
     </div>
   );
 }
@@ -99,7 +100,7 @@ function Results(props: {
           machine: plan.machine,
           engines: question.engine || "vllm",
           kv_format: question.kv,
-          context: plan.workload.input_tokens + plan.workload.output_tokens,
+          context: plan.workload.context,
         }
       : null,
   );
@@ -108,7 +109,11 @@ function Results(props: {
   return (
     <div class="results">
       <div class="told-place" role="alert">
-        {told && <p class="told">{told} {plan && "Below is the last answer."}</p>}
+        {told && (
+          <p class="told">
+            {told} {plan && "What is shown is the last answer."}
+          </p>
+        )}
       </div>
       {plan && (
         <div class={stale ? "stack stale" : "stack"} aria-busy={stale && !told}>

@@ -74,7 +74,7 @@ export function Combobox(props: {
             onKeyDown={pressed}
             onBlur={close}
           />
-          <ul id={`${id}-list`} ref={list} role="listbox" aria-label={props.label} hidden={!shown}>
+          <ul id={`${id}-list`} ref={list} role="listbox" aria-label={`${props.label}: choices`} hidden={!shown}>
             {offered.map((choice, index) => (
               <li
                 key={choice.value}
