@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError
+from phalanx.plan.ask import Question, ask
 from phalanx.plan.choose import Plan, choose, per_replica
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.record import launch_of
 from phalanx.plan.slo import Slo
 from phalanx.spec import catalog
 from phalanx.spec.config import describe
@@ -259,3 +262,19 @@ def test_a_wrong_slo_is_answered_with_a_right_one(text: str, named: str) -> None
         Slo.parse(text)
     assert refused.value.code == "bad_slo"
     assert named in refused.value.fix
+
+
+def test_a_longer_context_must_fit_and_is_what_gets_launched() -> None:
+    """Llama-3.3-70B in fp8 on one H100: room for some 10 thousand tokens."""
+    asked = Question("Llama-3.3-70B", "1xH100-SXM", concurrency=2, engines="phalanx", formats="fp8")
+    usual = ask(asked)
+    assert usual.context == 1280
+    assert usual.best is not None
+    room = usual.best.fit.longest_context
+    longer = ask(dataclasses.replace(asked, context=room))
+    assert longer.best is not None
+    assert longer.best.prediction == usual.best.prediction
+    assert launch_of(longer, longer.best).max_model_len == room
+    refused = ask(dataclasses.replace(asked, context=room + 1))
+    assert refused.best is None
+    assert f"one request reaches {room + 1}" in refused.excluded[0].found

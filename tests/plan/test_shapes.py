@@ -91,3 +91,10 @@ def test_trtllm_loads_blocks_that_are_cut() -> None:
 
 def test_one_gpu_has_no_experts_to_deal() -> None:
     assert not judged("gpt-oss-120b", "fp8", 1, "vllm").expert_parallel
+
+
+def test_a_shape_that_cannot_be_counted_is_no_reason_to_give_up_the_plan() -> None:
+    """gpt-oss in AWQ: two KV heads fill a block, so eight ranks cannot be dealt whole ones."""
+    refused = judged("gpt-oss-120b", "awq", 8, "vllm")
+    assert not refused.is_legal
+    assert "4 groups of 2 KV heads" in refused.problems[-1]

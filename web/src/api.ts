@@ -11,6 +11,8 @@ export class ApiError extends Error {
     readonly status: number,
     readonly code: string,
     message: string,
+    /** The part of the question that it is about. */
+    readonly param: string | null = null,
   ) {
     super(message);
   }
@@ -33,7 +35,7 @@ export async function call(path: string, init: RequestInit = {}): Promise<Respon
 async function told(answer: Response): Promise<ApiError> {
   try {
     const { error } = await answer.json();
-    return new ApiError(answer.status, error.code ?? "error", error.message ?? answer.statusText);
+    return new ApiError(answer.status, error.code ?? "error", error.message ?? answer.statusText, error.param ?? null);
   } catch {
     return new ApiError(answer.status, "error", `The server answered ${answer.status}.`);
   }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from phalanx.cost.allreduce import all_reduce_seconds
@@ -86,27 +87,45 @@ class StepLimits:
     implementation: str
 
     def of(self, step: Step) -> Limits:
-        work, gpu, tokens = self.work, self.gpu, step.tokens
-        sampled = step.decodes + step.prompts
-        reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
-        message = tokens * work.hidden * _ACTIVATION_BYTES
+        work, bandwidth, tokens = self.work, self.gpu.bandwidth, step.tokens
+        shared = self._of_tokens.get(tokens)
+        if shared is None:
+            shared = self._of_tokens[tokens] = self._count_tokens(tokens)
+        linear_compute, expert_read, expert_compute, all_reduce, activations = shared
         return Limits(
-            linear_read=work.linear_bytes / gpu.bandwidth,
-            linear_compute=tokens * work.linear_flops / gpu.peak(work.compute),
-            expert_read=reads / gpu.bandwidth,
-            expert_compute=tokens * work.expert_flops / gpu.peak(work.expert_compute),
-            head_read=work.head_bytes / gpu.bandwidth,
-            head_compute=sampled * work.head_flops / gpu.peak("bf16"),
-            cache_read=self._cache_bytes(step) / gpu.bandwidth,
-            prompt_attention=self._pair_flops(step) / gpu.peak("bf16"),
-            all_reduce=2 * work.layers * all_reduce_seconds(message, work.tp, self.link, self.implementation),
-            activations=message * work.layers / gpu.bandwidth,
+            linear_read=work.linear_bytes / bandwidth,
+            linear_compute=linear_compute,
+            expert_read=expert_read,
+            expert_compute=expert_compute,
+            head_read=work.head_bytes / bandwidth,
+            head_compute=(step.decodes + step.prompts) * work.head_flops / self.gpu.peak("bf16"),
+            cache_read=self._cache_bytes(step) / bandwidth,
+            prompt_attention=self._pair_flops(step) / self.gpu.peak("bf16"),
+            all_reduce=all_reduce,
+            activations=activations,
             layers=work.layers,
             sparse_layers=work.sparse_layers,
             rows=step.decodes,
             has_prompt=float(step.prompt_tokens > 0),
-            bandwidth=gpu.bandwidth,
+            bandwidth=bandwidth,
             is_fp8=float(work.compute == "fp8"),
+        )
+
+    @cached_property
+    def _of_tokens(self) -> dict[int, tuple[float, float, float, float, float]]:
+        """What depends on the number of a step's tokens alone: many steps have the same."""
+        return {}
+
+    def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float]:
+        work, gpu = self.work, self.gpu
+        reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
+        message = tokens * work.hidden * _ACTIVATION_BYTES
+        return (
+            tokens * work.linear_flops / gpu.peak(work.compute),
+            reads / gpu.bandwidth,
+            tokens * work.expert_flops / gpu.peak(work.expert_compute),
+            2 * work.layers * all_reduce_seconds(message, work.tp, self.link, self.implementation),
+            message * work.layers / gpu.bandwidth,
         )
 
     def _cache_bytes(self, step: Step) -> float:

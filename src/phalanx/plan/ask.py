@@ -47,6 +47,7 @@ class Question:
     agents: int = 1
     electricity: float = 0.12
     years: float = 4.0
+    context: int | None = None
 
 
 def answer(question: Question, recipe: str | None, folder: Path | None, as_json: bool) -> None:
@@ -84,6 +85,7 @@ def ask(question: Question) -> Plan:
         kv_format=_kv_format(question.kv_format),
         tps=_degrees(question.tps, len(machine)),
         tariff=Tariff(question.electricity, years=question.years),
+        context=question.context,
     )
 
 

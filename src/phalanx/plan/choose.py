@@ -88,6 +88,7 @@ class Plan:
     tariff: Tariff
     candidates: tuple[Candidate, ...]
     excluded: tuple[Excluded, ...]
+    context: int
 
     @property
     def feasible(self) -> tuple[Candidate, ...]:
@@ -128,9 +129,14 @@ def choose(
     kv_format: str = "bf16",
     tps: Sequence[int] = (),
     tariff: Tariff = USUAL_TARIFF,
+    context: int | None = None,
 ) -> Plan:
-    """Everything that loads and fits, ranked: what meets the SLO first, then by tokens a second and GPU."""
-    search = _Search(spec, machine, workload, kv_format, tariff)
+    """Everything that loads and fits, ranked: what meets the SLO first, then by tokens a second and GPU.
+
+    `context`: the longest request that must be served, where that is longer than those of the workload.
+    """
+    context = max(context or 0, workload.longest)
+    search = _Search(spec, machine, workload, kv_format, tariff, context)
     outcomes = [
         outcome
         for weight_format in formats or default_formats(spec)
@@ -141,7 +147,7 @@ def choose(
     candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
     excluded = tuple(outcome for outcome in outcomes if isinstance(outcome, Excluded))
     candidates.sort(key=lambda candidate: _order(candidate, slo))
-    return Plan(spec, model, machine, workload, slo, tariff, tuple(candidates), excluded)
+    return Plan(spec, model, machine, workload, slo, tariff, tuple(candidates), excluded, context)
 
 
 def default_formats(spec: ModelSpec) -> tuple[str, ...]:
@@ -163,6 +169,7 @@ class _Search:
     workload: Workload
     kv_format: str
     tariff: Tariff
+    context: int
 
     def consider(self, engine: EngineTraits, weight_format: str, tp: int) -> Iterator[Candidate | Excluded]:
         """The candidates of an engine, a format and a TP degree, or why there are none."""
@@ -198,7 +205,7 @@ class _Search:
             context=self.workload.longest,
             sequences=share.concurrency,
         )
-        problem = _no_room(fitted, self.workload)
+        problem = _no_room(fitted, self.context)
         if problem is not None:
             return problem
         prediction = predict_replica(fitted, slowest, share, expert_parallel)
@@ -243,18 +250,18 @@ def per_replica(workload: Workload, replicas: int) -> Workload:
     )
 
 
-def _no_room(fitted: Fit, workload: Workload) -> Excluded | None:
+def _no_room(fitted: Fit, longest: int) -> Excluded | None:
     engine, tp, tight = fitted.engine, fitted.layout.tp, fitted.tightest
-    if workload.longest > fitted.spec.max_positions:
+    if longest > fitted.spec.max_positions:
         return Excluded(
             engine.name,
             tp,
             fitted.weight_format,
             "context_too_long",
-            f"Requests reach {workload.longest} tokens, the model was made for {fitted.spec.max_positions}.",
+            f"Requests reach {longest} tokens, the model was made for {fitted.spec.max_positions}.",
             f"Shorten them to {fitted.spec.max_positions} tokens.",
         )
-    if fitted.fits:
+    if fitted.fits and fitted.longest_context >= longest:
         return None
     weights, memory = tight.weight_bytes / GIB, tight.gpu.memory_bytes / GIB
     if tight.kv_bytes <= 0:
@@ -265,8 +272,7 @@ def _no_room(fitted: Fit, workload: Workload) -> Excluded | None:
         fix = "Use more GPUs, a smaller format or larger cards."
     else:
         found = (
-            f"{tight.kv_bytes / GIB:.1f} GiB are left for KV, {fitted.kv_tokens} tokens; one request reaches "
-            f"{workload.longest}."
+            f"{tight.kv_bytes / GIB:.1f} GiB are left for KV, {fitted.kv_tokens} tokens; one request reaches {longest}."
         )
         fix = f"Shorten requests to {fitted.longest_context} tokens, use more GPUs, FP8 KV or a smaller format."
     return Excluded(engine.name, tp, fitted.weight_format, "does_not_fit", found, fix)

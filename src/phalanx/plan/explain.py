@@ -90,7 +90,7 @@ def gpus_needed(plan: Plan) -> list[str]:
             if not shape(plan.spec.in_format(number_format), tp, engine).is_legal:
                 continue
             machine = Machine((gpu,) * tp)
-            if fit(plan.spec, machine, tp, engine, weight_format=number_format, context=plan.workload.longest).fits:
+            if fit(plan.spec, machine, tp, engine, weight_format=number_format, context=plan.context).fits:
                 words.append(f"TP={tp} in {number_format}")
                 break
     if not words:

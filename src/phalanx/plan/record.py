@@ -32,7 +32,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         replicas=candidate.replicas,
         weight_format=candidate.weight_format,
         kv_format=candidate.fit.kv_format,
-        max_model_len=plan.workload.longest,
+        max_model_len=plan.context,
         max_num_seqs=max(1, min(candidate.workload.concurrency, candidate.fit.max_sequences)),
         max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
         expert_parallel=candidate.expert_parallel,
@@ -91,7 +91,8 @@ def _workload_dict(plan: Plan) -> dict[str, Any]:
         name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate")
     }
     shared = {name: getattr(workload, name) for name in ("shared_prefix", "agents")}
-    return told | shared | {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}
+    counted = {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}
+    return told | shared | counted | {"context": plan.context}
 
 
 def _interval_dict(interval: Interval, scale: float) -> dict[str, float]:

@@ -56,19 +56,30 @@ def _loads_with_whole_experts(spec: ModelSpec, tp: int, engine: EngineTraits) ->
     """Expert parallel: the experts are dealt whole, so their own columns are never cut."""
     if tp == 1 or spec.moe is None or not engine.expert_parallel or spec.moe.experts % tp:
         return False
-    return all(what.startswith("experts'") for what in _problems(spec, tp, engine))
+    return all(map(_is_of_experts, _problems(spec, tp, engine)))
+
+
+def _is_of_experts(problem: str) -> bool:
+    """Gone where the experts are dealt whole."""
+    return problem.startswith("experts'")
 
 
 def _problems(spec: ModelSpec, tp: int, engine: EngineTraits) -> Iterator[str]:
     if engine.deals_unevenly:
-        try:
-            Layout(spec, tp)
-        except LayoutError as error:
-            yield error.found
+        yield from _undealable(spec, tp)
         return
-    yield from _indivisible(spec, tp)
-    if engine.keeps_blocks_whole:
-        yield from _cut_blocks(spec, tp)
+    found = [*_indivisible(spec, tp), *(_cut_blocks(spec, tp) if engine.keeps_blocks_whole else ())]
+    yield from found
+    if all(map(_is_of_experts, found)):
+        yield from _undealable(spec, tp)
+
+
+def _undealable(spec: ModelSpec, tp: int) -> Iterator[str]:
+    """Why whole units cannot be dealt to so many ranks: then what each would hold cannot be counted either."""
+    try:
+        Layout(spec, tp)
+    except LayoutError as error:
+        yield error.found.removesuffix(".")
 
 
 def _indivisible(spec: ModelSpec, tp: int) -> Iterator[str]:

@@ -72,9 +72,9 @@ def _described(name: str) -> ModelSpec:
 
 def model(name: str) -> ModelSpec:
     """The spec of a catalog name, of a `config.json` or the folder that holds one, or of a Hugging Face id."""
-    known = find(name)
-    if known is not None:
-        entry, number_format = known
+    found = find(name)
+    if found is not None:
+        entry, number_format = found
         return entry.spec if number_format is None else entry.spec.in_format(number_format)
     path = Path(name).expanduser()
     if path.exists():
@@ -82,6 +82,18 @@ def model(name: str) -> ModelSpec:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return describe(_download_config(name))
     raise _unknown(name, f"{name!r} is neither a model of the catalog, nor a file or folder, nor a Hugging Face id.")
+
+
+def known(name: str) -> Entry:
+    """The catalog's model of that name or id; what is on disk or elsewhere is not looked at."""
+    found = find(name)
+    if found is None:
+        raise ModelError(
+            "unknown_model",
+            f"{name!r} is not in the catalog.",
+            f"{_nearest(name)}`phalanx plan` also takes a config.json or a Hugging Face id.",
+        )
+    return found[0]
 
 
 def find(name: str) -> tuple[Entry, str | None] | None:
@@ -145,10 +157,15 @@ def _download_config(model_id: str) -> Path:
 
 
 def _unknown(name: str, found: str) -> ModelError:
+    return ModelError(
+        "unknown_model", found, f"{_nearest(name)}Or name a config.json. Catalog: {', '.join(entries())}."
+    )
+
+
+def _nearest(name: str) -> str:
     plain = {_plain(known): known for known in entries()}
     near = get_close_matches(_plain(name), plain, n=3, cutoff=0.5)
-    suggestion = f"Did you mean {' or '.join(plain[match] for match in near)}? " if near else ""
-    return ModelError("unknown_model", found, f"{suggestion}Or name a config.json. Catalog: {', '.join(entries())}.")
+    return f"Did you mean {' or '.join(plain[match] for match in near)}? " if near else ""
 
 
 def check_format(number_format: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from phalanx import __version__
+from phalanx.web.planner import add_planner
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,5 @@ def cockpit_routes(about: About) -> APIRouter:
     async def tell_about() -> dict[str, Any]:
         return asdict(about) | {"version": __version__}
 
+    add_planner(router)
     return router

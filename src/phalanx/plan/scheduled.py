@@ -1,0 +1,125 @@
+"""A batch in virtual time, run by the engine's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.cost.rules import Rules
+from phalanx.cost.step import Step
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.plan import StepPlan
+from phalanx.engine.request import Request
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits
+from phalanx.plan.policies import POLICIES
+from phalanx.spec.workload import Workload
+
+BLOCK_SIZE = 16
+MostSteps = Callable[[Step], int]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a batch may hold: sequences, tokens of one step, tokens of one sequence, and blocks of KV."""
+
+    sequences: int
+    step_tokens: int
+    longest: int
+    blocks: int
+
+    @classmethod
+    def of(cls, workload: Workload, rules: Rules, kv_tokens: int | None) -> Room:
+        """`kv_tokens`: room of the KV cache; None means it never runs out."""
+        longest = workload.longest + 1
+        most = min(rules.max_sequences, workload.concurrency if workload.is_closed_loop else rules.max_sequences)
+        if kv_tokens is not None:
+            held = workload.mean_input + rules.kv_reserve * workload.mean_output
+            most = max(1, min(most, int(kv_tokens / held)))
+        blocks = -(-longest // BLOCK_SIZE)
+        room = blocks * (most + 1) if kv_tokens is None else max(blocks, kv_tokens // BLOCK_SIZE)
+        return cls(most, max(rules.max_batched_tokens, 1), longest, room)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """One step: what it computed, and the requests that got a token for the first time or their last one."""
+
+    step: Step
+    first: list[int]
+    last: list[int]
+
+
+class ScheduledBatch:
+    """Every row of every step passes through the scheduler that serves."""
+
+    def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> None:
+        room = Room.of(workload, rules, kv_tokens)
+        pool = BlockPool(room.blocks, BLOCK_SIZE, prefix_caching=workload.shared_prefix > 0)
+        limits = Limits(room.sequences, room.step_tokens, room.longest)
+        self._scheduler = POLICIES[rules.admission](limits, pool)
+        self._runner = ModelledRunner(self._record)
+        self._workload = workload
+        self._requests: list[Request] = []
+        self._step = Step(0, 0)
+        self._begun: set[int] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._scheduler.requests)
+
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(request.cached_tokens or 0 for request in self._requests)
+
+    def add(self, index: int, input_tokens: int, output_tokens: int) -> None:
+        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        request = Request(index, self._prompt(index, input_tokens), params, seed=0, salt=None)
+        self._requests.append(request)
+        self._scheduler.add(request)
+
+    def _prompt(self, index: int, length: int) -> list[int]:
+        if not self._workload.shared_prefix:
+            return [0] * length
+        shared = min(self._workload.shared_prefix, length)
+        return [index % self._workload.agents] * shared + [self._workload.agents + index] * (length - shared)
+
+    def step(self) -> Moves:
+        plan = self._scheduler.schedule()
+        assert plan is not None, "requests are waiting but nothing can run"
+        self._runner.launch(plan)
+        outputs = self._scheduler.apply(self._runner.collect())
+        first = [output.request_id for output in outputs if output.request_id not in self._begun]
+        self._begun.update(first)
+        last = [output.request_id for output in outputs if output.finish_reason is not None]
+        return Moves(self._step, first, last)
+
+    def _record(self, plan: StepPlan) -> float:
+        self._step = Step.of(plan)
+        return 0.0
+
+    def leap(self, most: MostSteps) -> Step | None:
+        """Take all steps up to the next change at once: until then every step is a decode of the same requests."""
+        running, pool = self._scheduler.running, self._scheduler.pool
+        if not running or self._step.prompt_tokens:
+            return None
+        count = min((request.params.max_tokens or 1) - len(request.output) for request in running) - 1
+        computed = sum(request.computed for request in running)
+        count = min(count, most(Step(len(running), computed)))
+        while count > 0 and sum(self._missing(request, count) for request in running) > pool.available:
+            count //= 2
+        if count <= 0:
+            return None
+        for request in running:
+            request.blocks += pool.allocate(self._missing(request, count))
+            request.tokens.extend([0] * count)
+            request.computed += count
+        return Step(len(running), computed + len(running) * (count + 1) / 2, repeats=count)
+
+    def _missing(self, request: Request, count: int) -> int:
+        return self._scheduler.pool.blocks_for(request.computed + count) - len(request.blocks)

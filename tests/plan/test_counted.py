@@ -1,0 +1,81 @@
+"""Counting steps instead of scheduling every row gives the same steps, moment for moment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.rules import Admission, Rules
+from phalanx.cost.step import Step
+from phalanx.plan.counted import CountedBatch
+from phalanx.plan.scheduled import ScheduledBatch
+from phalanx.plan.simulate import Trace, _Simulation
+from phalanx.spec.workload import Workload
+
+admissions = st.sampled_from(["mixed", "whole", "first"])
+
+
+def price(step: Step) -> float:
+    return 0.01 + 1e-4 * step.prompt_tokens + 1e-3 * step.decodes + 1e-6 * step.context
+
+
+def run(batch: type, workload: Workload, rules: Rules, kv_tokens: int | None) -> Trace:
+    simulation = _Simulation(workload, rules, kv_tokens, price)
+    simulation.batch = batch(workload, rules, kv_tokens)
+    return simulation.run()
+
+
+def check(workload: Workload, rules: Rules, kv_tokens: int | None) -> Trace:
+    """Both ways; the very same trace."""
+    scheduled, counted = (run(batch, workload, rules, kv_tokens) for batch in (ScheduledBatch, CountedBatch))
+    assert counted.steps == scheduled.steps
+    assert counted == scheduled
+    return counted
+
+
+@st.composite
+def closed_loops(draw: st.DrawFn) -> Workload:
+    return Workload(
+        input_tokens=draw(st.integers(1, 120)),
+        output_tokens=draw(st.integers(1, 80)),
+        concurrency=draw(st.integers(1, 14)),
+        spread=draw(st.sampled_from([0.0, 0.2, 0.9])),
+        requests=draw(st.integers(1, 40)),
+        seed=draw(st.integers(0, 5)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(closed_loops(), admissions, st.integers(3, 200), st.none() | st.integers(64, 1200))
+def test_closed_loops(workload: Workload, admission: Admission, step_tokens: int, kv_tokens: int | None) -> None:
+    rules = Rules(admission, step_tokens)
+    assume(CountedBatch.covers(workload, rules, kv_tokens))
+    check(workload, rules, kv_tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(2, 120), st.integers(1, 80)), min_size=1, max_size=24),
+    admissions,
+    st.integers(20, 200),
+    st.none() | st.integers(64, 1200),
+)
+def test_arrivals_by_the_clock(
+    trace: list[tuple[float, int, int]], admission: Admission, step_tokens: int, kv_tokens: int | None
+) -> None:
+    check(Workload(trace=tuple(trace)), Rules(admission, step_tokens, max_sequences=16), kv_tokens)
+
+
+@pytest.mark.parametrize("admission", ["mixed", "whole", "first"])
+def test_sequences_that_give_up_their_blocks(admission: Admission) -> None:
+    """A cache too short for what was admitted: the youngest are computed again."""
+    workload = Workload(40, 200, 12, spread=0.3, requests=60)
+    trace = check(workload, Rules(admission, 64, kv_reserve=0.0), 700)
+    assert trace.preemptions > 10
+
+
+def test_shared_prefixes_and_steps_without_room_for_every_decode_are_left_to_the_scheduler() -> None:
+    assert CountedBatch.covers(Workload(64, 8, 4), Rules("mixed", 6), None)
+    assert not CountedBatch.covers(Workload(64, 8, 4), Rules("mixed", 5), None)
+    assert not CountedBatch.covers(Workload(64, 8, 4, shared_prefix=32), Rules(), None)

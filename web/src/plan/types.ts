@@ -1,0 +1,164 @@
+/** What the planner answers: the record of `phalanx plan --json`, and what it knows. */
+export interface Interval {
+  mid: number;
+  low: number;
+  high: number;
+}
+
+export interface Candidate {
+  engine: string;
+  tp: number;
+  replicas: number;
+  gpus: number;
+  expert_parallel: boolean;
+  weight_format: string;
+  kv_format: string;
+  meets_slo: boolean;
+  ttft_ms: Interval;
+  tpot_ms: Interval;
+  ttft_p99_ms: number;
+  tpot_p99_ms: number;
+  tokens_per_s: Interval;
+  tokens_per_s_per_gpu: number;
+  usd_per_million_tokens: number | null;
+  weights_gib_per_gpu: number;
+  kv_gib_per_gpu: number;
+  kv_tokens: number;
+  max_sequences: number;
+  longest_context: number;
+  all_reduce_share: number;
+  preemptions: number;
+}
+
+export interface Degree extends Candidate {
+  scaling_efficiency: number;
+}
+
+export interface Excluded {
+  engine: string;
+  tp: number;
+  weight_format: string;
+  code: string;
+  found: string;
+  fix: string;
+}
+
+export interface Line {
+  what: string;
+  bytes: number;
+  how: string;
+}
+
+export interface Rank {
+  rank: number;
+  gpu: string;
+  lines: Line[];
+  weight_bytes: number;
+  kv_bytes: number;
+}
+
+export interface Fit {
+  ranks: Rank[];
+  tightest_rank: number;
+  kv_bytes_per_token: number;
+  kv_tokens: number;
+  notes: string[];
+}
+
+export interface Cost {
+  usd_per_hour: { rent: [number, number, number] | null; reserved: number | null; owned: number | null };
+  purchase_usd: number | null;
+  break_even_utilisation: number | null;
+  usd_per_million_tokens: number | null;
+  basis: string;
+  prices_as_of: string[];
+}
+
+export interface Power {
+  sustained: number;
+  limit: number;
+  transient: number;
+  hint: string;
+}
+
+export interface PlanRecord {
+  model: {
+    name: string;
+    parameters: number;
+    active_parameters: number;
+    layers: number;
+    kv_bytes_per_token: number;
+    max_positions: number;
+  };
+  machine: string;
+  workload: { input_tokens: number; output_tokens: number; concurrency: number; spread: number; context: number };
+  slo_ms: { ttft: number | null; tpot: number | null };
+  meets_slo: boolean;
+  explanation: string;
+  advice: string[];
+  best: Candidate | null;
+  fit: Fit | null;
+  side_by_side: Degree[];
+  candidates: Candidate[];
+  excluded: Excluded[];
+  cost: Cost | null;
+  power_w: Power | null;
+  command: string[] | null;
+}
+
+export interface Catalog {
+  models: {
+    name: string;
+    id: string;
+    parameters: number;
+    active_parameters: number;
+    max_positions: number;
+    format: string;
+    served_by_phalanx: boolean;
+  }[];
+  gpus: Gpu[];
+  engines: { name: string; title: string; version: string; formats: string[]; kv_formats: string[] }[];
+  machines: string[];
+  most_gpus: number;
+}
+
+export interface Gpu {
+  name: string;
+  vendor: string;
+  architecture: string;
+  memory_gib: number;
+  unified_memory: boolean;
+  link: string;
+  link_gbs: number;
+  link_gpus: number;
+  beyond: string;
+  beyond_gbs: number;
+}
+
+export interface Point {
+  tp: number;
+  replicas: number;
+  concurrency: number;
+  tokens_per_s_per_gpu: number;
+  tokens_per_s_per_user: number;
+  ttft_ms: number;
+  on_front: boolean;
+}
+
+export interface Way {
+  format: string;
+  tp: number;
+  widest_tp: number;
+  weights_gib_per_gpu: number;
+  kv_tokens: number;
+  longest_context: number;
+  max_sequences: number;
+}
+
+export interface Fitting {
+  model: string;
+  parameters: number;
+  active_parameters: number;
+  ways: Way[];
+  why_not: string | null;
+}
