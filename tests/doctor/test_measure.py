@@ -97,8 +97,8 @@ def test_a_rank_that_dies_is_named_and_what_was_measured_stays(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("is stopped", "Rank 1 hangs in a checked sum of 8 KiB over 2 ranks: it gives no sign of life."),
-        ("never begins", "Rank 1 hangs in its start: it got no further"),
+        ("is stopped", "Rank 1 timed out in a checked sum of 8 KiB over 2 ranks: no sign of life for"),
+        ("never begins", "Rank 1 timed out in its start: no step further for"),
     ],
 )
 def test_a_rank_that_hangs_is_named(fault: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,7 @@ def test_a_gpu_is_measured_beside_its_datasheet_and_nccl_sums_are_right() -> Non
     for rate in found.rates:
         assert rate.datasheet_gbs is None or 0.3 < rate.copy_gbs / rate.datasheet_gbs < 1.05
         assert rate.datasheet_tflops is None or 0.2 < rate.matmul_tflops / rate.datasheet_tflops < 1.1
+        assert rate.fp8_tflops is None or rate.fp8_tflops > rate.matmul_tflops
     alone = measuring._Found(facts, "cuda")
     alone.reduce(1)
     assert alone.times

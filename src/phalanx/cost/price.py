@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from phalanx.cost.allreduce import all_reduce_seconds
+from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
 from phalanx.cost.step import Step
 from phalanx.cost.work import Work
+from phalanx.spec.calibration import Calibration
 from phalanx.spec.machine import Gpu, Link
 
 _ACTIVATION_BYTES = 2
@@ -78,29 +79,31 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Prices steps of one model on one machine at the hardware's limits."""
+    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured."""
 
     work: Work
     gpu: Gpu
     link: Link
     implementation: str
+    calibration: Calibration | None = None
 
     def of(self, step: Step) -> Limits:
         work, gpu, tokens = self.work, self.gpu, step.tokens
         sampled = step.decodes + step.prompts
         reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
         message = tokens * work.hidden * _ACTIVATION_BYTES
+        bandwidth = gpu.bandwidth * bandwidth_factor(self.calibration)
         return Limits(
-            linear_read=work.linear_bytes / gpu.bandwidth,
-            linear_compute=tokens * work.linear_flops / gpu.peak(work.compute),
-            expert_read=reads / gpu.bandwidth,
-            expert_compute=tokens * work.expert_flops / gpu.peak(work.expert_compute),
-            head_read=work.head_bytes / gpu.bandwidth,
-            head_compute=sampled * work.head_flops / gpu.peak("bf16"),
-            cache_read=self._cache_bytes(step) / gpu.bandwidth,
-            prompt_attention=self._pair_flops(step) / gpu.peak("bf16"),
-            all_reduce=2 * work.layers * all_reduce_seconds(message, work.tp, self.link, self.implementation),
-            activations=message * work.layers / gpu.bandwidth,
+            linear_read=work.linear_bytes / bandwidth,
+            linear_compute=tokens * work.linear_flops / self._peak(work.compute),
+            expert_read=reads / bandwidth,
+            expert_compute=tokens * work.expert_flops / self._peak(work.expert_compute),
+            head_read=work.head_bytes / bandwidth,
+            head_compute=sampled * work.head_flops / self._peak("bf16"),
+            cache_read=self._cache_bytes(step) / bandwidth,
+            prompt_attention=self._pair_flops(step) / self._peak("bf16"),
+            all_reduce=2 * work.layers * self._all_reduce(message),
+            activations=message * work.layers / bandwidth,
             layers=work.layers,
             sparse_layers=work.sparse_layers,
             rows=step.decodes,
@@ -108,6 +111,12 @@ class StepLimits:
             bandwidth=gpu.bandwidth,
             is_fp8=float(work.compute == "fp8"),
         )
+
+    def _peak(self, number_format: str) -> float:
+        return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)
+
+    def _all_reduce(self, size: float) -> float:
+        return calibrated_all_reduce(size, self.work.tp, self.link, self.implementation, self.calibration)
 
     def _cache_bytes(self, step: Step) -> float:
         if not step.decodes:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.doctor.facts import AllReduce, Corruption, Facts, Measured, Rate
 from phalanx.doctor.facts import Gpu as GpuFacts
+from phalanx.doctor.measure.calibration import save_calibration
 from phalanx.doctor.measure.messages import Checked, Device, Rated, Timed
 from phalanx.doctor.measure.ranks import RankProblem, Ranks
 from phalanx.errors import ConfigError
 from phalanx.spec.machine import Gpu, Machine, MachineError
+
+__all__ = ["measure", "save_calibration"]
 
 _CPU_RANKS = 2
 _MOST_RANKS = 64
@@ -76,7 +79,7 @@ class _Found:
 
     def measured(self, problem: str | None) -> Measured:
         return Measured(
-            rates=tuple(rate for rank in sorted(self.rated) for rate in self._rates(rank)),
+            rates=tuple(self._rate(rank) for rank in sorted(self.rated)),
             backend=None if not self.times else "nccl" if self.device == "cuda" else "gloo",
             all_reduces=tuple(self._all_reduce(*key) for key in self.times),
             checked_bytes=sum(check.size for by_rank in self.checks.values() for check in by_rank.values()),
@@ -84,27 +87,24 @@ class _Found:
             problem=problem,
         )
 
-    def _rates(self, rank: int) -> list[Rate]:
-        """One for each number format; the copy is the same in all."""
+    def _rate(self, rank: int) -> Rate:
         rated = self.rated[rank]
+        products = rated.matmul_tflops
         if self.device == "cpu":
-            name, index, sheet = self.facts.system.cpu or rated.device, -1, None
-        else:
-            gpu = self._gpu(rank)
-            name, index = (gpu.name, gpu.index) if gpu else (rated.device, rank)
-            sheet = datasheet(name)
-        return [
-            Rate(
-                gpu=index,
-                device=name,
-                copy_gbs=rated.copy_gbs,
-                matmul_tflops=tflops,
-                matmul_format=number_format,
-                datasheet_gbs=sheet.bandwidth / 1e9 if sheet else None,
-                datasheet_tflops=sheet.peaks[number_format] / 1e12 if sheet and number_format in sheet.peaks else None,
-            )
-            for number_format, tflops in rated.matmul_tflops.items()
-        ]
+            return Rate(-1, self.facts.system.cpu or rated.device, rated.copy_gbs, products["fp32"], "fp32")
+        gpu = self._gpu(rank)
+        index, name = (gpu.index, gpu.name) if gpu else (rank, rated.device)
+        sheet = datasheet(name)
+        return Rate(
+            gpu=index,
+            device=name,
+            copy_gbs=rated.copy_gbs,
+            matmul_tflops=products["bf16"],
+            datasheet_gbs=sheet.bandwidth / 1e9 if sheet else None,
+            datasheet_tflops=_peak_tflops(sheet, "bf16"),
+            fp8_tflops=products.get("fp8"),
+            datasheet_fp8_tflops=_peak_tflops(sheet, "fp8"),
+        )
 
     def _gpu(self, rank: int) -> GpuFacts | None:
         """CUDA may count GPUs in another order than the driver, so they are known by their UUID."""
@@ -118,7 +118,7 @@ class _Found:
         return AllReduce(size, ranks, microseconds, bus_gbs, self._modelled(ranks, size))
 
     def _modelled(self, ranks: int, size: int) -> float | None:
-        names = [self._rates(rank)[0].device for rank in range(ranks)] if self.device == "cuda" else []
+        names = [self._rate(rank).device for rank in range(ranks)] if self.device == "cuda" else []
         sheets = [sheet for sheet in map(datasheet, names) if sheet is not None]
         if len(sheets) < ranks:
             return None
@@ -131,6 +131,10 @@ def datasheet(name: str) -> Gpu | None:
         return Gpu.named(name)
     except MachineError:
         return None
+
+
+def _peak_tflops(sheet: Gpu | None, number_format: str) -> float | None:
+    return sheet.peaks[number_format] / 1e12 if sheet and number_format in sheet.peaks else None
 
 
 def corrupt(by_rank: dict[int, Checked]) -> list[Corruption]:

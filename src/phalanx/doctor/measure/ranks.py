@@ -180,10 +180,9 @@ class Ranks:
         fewest = min(rank.steps for rank in waiting.values())
         blamed = quiet or [number for number, rank in waiting.items() if rank.steps == fewest]
         first = waiting[blamed[0]]
-        if len(blamed) > 1:
-            return f"Ranks {', '.join(map(str, blamed))} hang in {first.where}."
-        sign = "gives no sign of life" if quiet else f"got no further for {now - first.last_step:.0f} s"
-        return f"Rank {blamed[0]} hangs in {first.where}: it {sign}."
+        who = f"Rank {blamed[0]}" if len(blamed) == 1 else f"Ranks {', '.join(map(str, blamed))}"
+        why = "no sign of life" if quiet else "no step further"
+        return f"{who} timed out in {first.where}: {why} for {now - first.last_step:.0f} s."
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
