@@ -44,7 +44,7 @@ def calibrate(measured: Measured, facts: Facts) -> Calibration:
         host=facts.system.hostname,
         source=_source(facts),
         gpus=gpus,
-        all_reduces=_tables(measured.all_reduces) if measured.backend == "nccl" else (),
+        all_reduces=_tables(measured.all_reduces),
     )
 
 
