@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from phalanx.cost.allreduce import all_reduce_seconds
+from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
 from phalanx.cost.step import Step
 from phalanx.cost.work import Work
+from phalanx.spec.calibration import Calibration
 from phalanx.spec.machine import Gpu, Link
 
 _ACTIVATION_BYTES = 2
@@ -79,15 +80,16 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Prices steps of one model on one machine at the hardware's limits."""
+    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured."""
 
     work: Work
     gpu: Gpu
     link: Link
     implementation: str
+    calibration: Calibration | None = None
 
     def of(self, step: Step) -> Limits:
-        work, bandwidth, tokens = self.work, self.gpu.bandwidth, step.tokens
+        work, bandwidth, tokens = self.work, self._bandwidth, step.tokens
         shared = self._of_tokens.get(tokens)
         if shared is None:
             shared = self._of_tokens[tokens] = self._count_tokens(tokens)
@@ -98,16 +100,16 @@ class StepLimits:
             expert_read=expert_read,
             expert_compute=expert_compute,
             head_read=work.head_bytes / bandwidth,
-            head_compute=(step.decodes + step.prompts) * work.head_flops / self.gpu.peak("bf16"),
+            head_compute=(step.decodes + step.prompts) * work.head_flops / self._peak("bf16"),
             cache_read=self._cache_bytes(step) / bandwidth,
-            prompt_attention=self._pair_flops(step) / self.gpu.peak("bf16"),
+            prompt_attention=self._pair_flops(step) / self._peak("bf16"),
             all_reduce=all_reduce,
             activations=activations,
             layers=work.layers,
             sparse_layers=work.sparse_layers,
             rows=step.decodes,
             has_prompt=float(step.prompt_tokens > 0),
-            bandwidth=bandwidth,
+            bandwidth=self.gpu.bandwidth,
             is_fp8=float(work.compute == "fp8"),
         )
 
@@ -117,16 +119,26 @@ class StepLimits:
         return {}
 
     def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float]:
-        work, gpu = self.work, self.gpu
+        work = self.work
         reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
         message = tokens * work.hidden * _ACTIVATION_BYTES
         return (
-            tokens * work.linear_flops / gpu.peak(work.compute),
-            reads / gpu.bandwidth,
-            tokens * work.expert_flops / gpu.peak(work.expert_compute),
-            2 * work.layers * all_reduce_seconds(message, work.tp, self.link, self.implementation),
-            message * work.layers / gpu.bandwidth,
+            tokens * work.linear_flops / self._peak(work.compute),
+            reads / self._bandwidth,
+            tokens * work.expert_flops / self._peak(work.expert_compute),
+            2 * work.layers * self._all_reduce(message),
+            message * work.layers / self._bandwidth,
         )
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return self.gpu.bandwidth * bandwidth_factor(self.calibration)
+
+    def _peak(self, number_format: str) -> float:
+        return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)
+
+    def _all_reduce(self, size: float) -> float:
+        return calibrated_all_reduce(size, self.work.tp, self.link, self.implementation, self.calibration)
 
     def _cache_bytes(self, step: Step) -> float:
         if not step.decodes:

@@ -20,6 +20,7 @@ from phalanx.plan.report import show
 from phalanx.plan.slo import Slo
 from phalanx.plan.traffic import read_trace
 from phalanx.spec import catalog
+from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -48,6 +49,7 @@ class Question:
     electricity: float = 0.12
     years: float = 4.0
     context: int | None = None
+    calibration: Path | Calibration | None = None
 
 
 def answer(question: Question, recipe: str | None, folder: Path | None, as_json: bool) -> None:
@@ -72,7 +74,7 @@ def answer(question: Question, recipe: str | None, folder: Path | None, as_json:
 def ask(question: Question) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
     spec = catalog.model(question.model)
-    machine = Machine.parse(question.machine)
+    machine = _machine(question)
     formats = tuple(catalog.check_format(name) for name in _words(question.formats))
     return choose(
         spec,
@@ -87,6 +89,13 @@ def ask(question: Question) -> Plan:
         tariff=Tariff(question.electricity, years=question.years),
         context=question.context,
     )
+
+
+def _machine(question: Question) -> Machine:
+    machine, calibration = Machine.parse(question.machine), question.calibration
+    if calibration is None:
+        return machine
+    return machine.calibrated(Calibration.read(calibration) if isinstance(calibration, Path) else calibration)
 
 
 def _workload(question: Question) -> Workload:

@@ -192,7 +192,7 @@ class _Search:
         self, engine: EngineTraits, weight_format: str, tp: int, replicas: int, expert_parallel: bool
     ) -> Candidate | Excluded:
         share = per_replica(self.workload, replicas)
-        groups = [Machine(self.machine.gpus[rank : rank + tp]) for rank in range(0, tp * replicas, tp)]
+        groups = [self.machine.part(rank, tp) for rank in range(0, tp * replicas, tp)]
         smallest = min(groups, key=lambda group: group.smallest.memory_bytes)
         slowest = min(groups, key=lambda group: min(gpu.bandwidth for gpu in group.gpus))
         fitted = fit(

@@ -82,7 +82,7 @@ def predict(
     found = profile(engine, version)
     work = count_work(spec, tp, weights, kv)
     traits = traits_of(spec.in_format(weights), found.fitted_as, version, slowest.name, tp, ep, workload)
-    limits = StepLimits(work, slowest, machine.link(tp), found.all_reduce)
+    limits = StepLimits(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
     return Predictor(limits, traits, load_fitted()).predict(workload, found.rules, kv_tokens)
 
 

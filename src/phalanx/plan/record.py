@@ -9,6 +9,7 @@ from phalanx.plan.choose import Candidate, Plan
 from phalanx.plan.engines import GIB
 from phalanx.plan.explain import advice, explain, gpus_needed
 from phalanx.plan.fit import Fit
+from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
 from phalanx.spec import catalog
@@ -46,6 +47,7 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
     return {
         "model": _model_dict(plan.model, plan.spec),
         "machine": plan.machine.name,
+        "calibration": calibration_dict(plan),
         "workload": _workload_dict(plan),
         "slo_ms": {"ttft": _ms(plan.slo.ttft), "tpot": _ms(plan.slo.tpot)},
         "meets_slo": bool(plan.feasible),

@@ -14,6 +14,7 @@ from rich.text import Text
 from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
 from phalanx.plan.engines import GIB, MIB
 from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.measured import calibration_lines
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
 from phalanx.plan.record import TAIL, launch_of
@@ -25,6 +26,8 @@ _EXCLUDED_SHOWN = 6
 def show(plan: Plan, console: Console) -> None:
     """Print the plan for a person."""
     console.print(_headline(plan))
+    for line in calibration_lines(plan):
+        console.print(line, soft_wrap=True)
     best = plan.best
     if best is None:
         console.print(Text("It does not fit.", style="bold red"))

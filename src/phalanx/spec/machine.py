@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
+from phalanx.spec.calibration import Calibration, CalibrationError
 
 CATALOGUE = Path(__file__).with_name("gpus.toml")
 LinkKind = Literal["nvswitch", "nvlink-bridge", "mesh", "pcie", "roce"]
@@ -96,9 +98,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in rank order. Tensor-parallel ranks all do the same work, so the weakest GPU bounds every rank."""
+    """GPUs in rank order. Tensor-parallel ranks all do the same work, so the weakest GPU bounds every rank.
+
+    `calibration` is what this very machine was measured to do; None: it does what its datasheets say.
+    """
 
     gpus: tuple[Gpu, ...]
+    calibration: Calibration | None = None
 
     @classmethod
     def parse(cls, text: str) -> Machine:
@@ -126,7 +132,22 @@ class Machine:
 
     def take(self, count: int) -> Machine:
         """The first `count` GPUs as a machine of their own."""
-        return Machine(self.gpus[:count])
+        return self.part(0, count)
+
+    def part(self, first: int, count: int) -> Machine:
+        """`count` GPUs from `first` on; what was measured of the whole holds for them."""
+        return dataclasses.replace(self, gpus=self.gpus[first : first + count])
+
+    def calibrated(self, calibration: Calibration) -> Machine:
+        """The same machine as measured. A measurement of other GPUs is refused."""
+        mine, measured = ({gpu.name for gpu in side.gpus} for side in (self, calibration))
+        if mine != measured:
+            raise CalibrationError(
+                "other_gpu",
+                f"The calibration is of {calibration.machine}, the plan is for {self.name}.",
+                "Measure the machine that you plan for, or plan without a calibration.",
+            )
+        return dataclasses.replace(self, calibration=calibration)
 
     @property
     def smallest(self) -> Gpu:
