@@ -164,9 +164,15 @@ def active(text: str) -> int:
 
 
 @settings(deadline=None)
-@given(chosen("nvlink", [outputs.LINKS_BRIDGED, outputs.LINKS_MIXED]), mutated())
+@given(chosen("nvlink", [outputs.LINKS_BRIDGED]), mutated())
 def test_damaged_link_states_show_no_more_active_links(text: str, damage: Callable[[str], str]) -> None:
     assert active(damage(text)) <= active(text)
+
+
+@settings(deadline=None)
+@given(mutated(LOSSES))
+def test_lost_link_states_show_no_more_active_links(damage: Callable[[str], str]) -> None:
+    assert active(damage(outputs.LINKS_MIXED)) <= active(outputs.LINKS_MIXED)
 
 
 @settings(deadline=None)
@@ -178,9 +184,12 @@ def test_damaged_link_errors_are_not_fewer(text: str, damage: Callable[[str], st
 
 
 @settings(deadline=None)
-@given(chosen("nvsmi8", [outputs.REPORT]), mutated([drop_line, cut_short, repeat_line]))
+@given(chosen("nvsmi8", [outputs.REPORT]), st.one_of(mutated([drop_line, cut_short]), mutated([repeat_line])))
 def test_a_damaged_report_makes_no_memory_whole(text: str, damage: Callable[[str], str]) -> None:
-    """Rows or pages that wait for a reset still do, or nothing is said of them."""
+    """Rows or pages that wait for a reset still do, or nothing is said of them.
+
+    A line that was both lost and repeated elsewhere has moved, which no reader can tell.
+    """
     before = {gpu.bus_id: gpu for gpu in parse_report(text).gpus}
     report = read(parse_report, damage(text))
     for gpu in report.gpus if report else ():
