@@ -48,9 +48,10 @@ def doctor(
         if save_calibration and not measure:
             raise ConfigError("bad_option", "--save-calibration needs numbers.", "Add --measure.")
         deployment = _deployment(model, tp, number_format, concurrency, machine)
-        machines = (
-            _recorded(facts) if facts else [_this_machine(peer or [], measure, save_calibration, url, api_key_file)]
-        )
+        if facts:
+            machines = _recorded(facts)
+        else:
+            machines = [_this_machine(peer or [], tp, measure, save_calibration, url, api_key_file)]
         if record is not None:
             from phalanx.doctor.gather import write_facts
 
@@ -98,7 +99,7 @@ def _recorded(files: list[Path]) -> list[Facts]:
 
 
 def _this_machine(
-    peers: list[str], measured: bool, calibration: Path | None, url: str, api_key_file: Path | None
+    peers: list[str], tp: int, measured: bool, calibration: Path | None, url: str, api_key_file: Path | None
 ) -> Facts:
     import msgspec
 
@@ -108,7 +109,8 @@ def _this_machine(
     if url:
         from phalanx.doctor.running import read_server
 
-        facts = msgspec.structs.replace(facts, serving=read_server(url, key=_key(api_key_file)))
+        serving = read_server(url, key=_key(api_key_file), tp=tp if tp > 1 else None)
+        facts = msgspec.structs.replace(facts, serving=serving)
     if measured:
         from phalanx.doctor.measure import measure
 
