@@ -93,7 +93,7 @@ def test_uneven_shards_show(studio: str, new_page: NewPage) -> None:
     assert len(weights) == 3
     assert len(set(weights)) > 1
     expect(page.get_by_text("uneven shards")).to_be_visible()
-    expect(page.get_by_text("tightest", exact=True)).to_be_visible()
+    expect(page.get_by_text(f"Rank {record['fit']['tightest_rank']} is the tightest.")).to_be_visible()
 
 
 def test_a_bar_has_the_width_of_its_share(studio: str, new_page: NewPage) -> None:

@@ -69,7 +69,6 @@ export function Memory(props: { fit: Fit; replicas: number; sequences: number; t
           <div role="row" key={row.rank.rank}>
             <span role="cell" class="who">
               {row.name} <span class="quiet">{row.rank.gpu}</span>
-              {uneven && row.rank === tight && <span class="tag warn">tightest</span>}
             </span>
             <span role="cell" class="bar-cell">
               <span class="bar-track" style={{ width: `${(100 * row.rank.lines[0]!.bytes) / largest}%` }}>
@@ -91,6 +90,7 @@ export function Memory(props: { fit: Fit; replicas: number; sequences: number; t
         ))}
       </div>
       <p class="quiet small">
+        {uneven && `Rank ${tight.rank} is the tightest. `}
         {number(fit.kv_bytes_per_token / 1024)} KiB of KV a token: room for {fit.kv_tokens.toLocaleString("en-US")} tokens.
         This load fills {Math.min(100, Math.round((100 * props.sequences * props.tokens) / fit.kv_tokens))} % of it.
       </p>

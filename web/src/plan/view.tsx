@@ -116,7 +116,7 @@ function Results(props: {
         )}
       </div>
       {plan && (
-        <div class={stale ? "stack stale" : "stack"} aria-busy={stale && !told}>
+        <div class={told ? "stack old" : stale ? "stack stale" : "stack"} aria-busy={stale && !told}>
           <Verdict plan={plan} catalog={catalog} />
           {best && plan.fit && (
             <Memory
