@@ -10,6 +10,7 @@ from phalanx.doctor.finding import Finding
 
 _COPY_SHARE = 0.75
 """Of the data sheet's bandwidth; sound cards reach 0.85 and more."""
+_FP8_GAIN = 1.2
 _MATMUL_SHARE = 0.5
 """Of the data sheet's dense rate; sound cards reach 0.6 to 0.8 at their usual clocks."""
 _STRAGGLER_SHARE = 0.9
@@ -108,6 +109,24 @@ def matmul_rate(facts: Facts) -> Finding | None:
     if told:
         least = min(rate.matmul_tflops / sheet for rate, sheet in told)
         return Finding("ok", "matmul_rate", "Matrix rate", f"at least {least:.0%} of the data sheet's")
+    return None
+
+
+def fp8_rate(facts: Facts) -> Finding | None:
+    """FP8 products against those of bf16 on the same card."""
+    told = [(rate, rate.fp8_tflops / rate.matmul_tflops) for rate in _rates(facts) if rate.fp8_tflops]
+    slow = [(rate, gain) for rate, gain in told if gain < _FP8_GAIN]
+    if slow:
+        return Finding(
+            "warning",
+            "fp8_rate",
+            "FP8 is no faster than bf16",
+            ", ".join(f"{_where(rate)}: {gain:.2f} times the rate of {rate.matmul_format}" for rate, gain in slow),
+            "FP8 weights still halve memory and its traffic, but prompts are not computed faster.",
+            "Update torch and the driver: FP8 products that fall back to bf16 are a matter of the library.",
+        )
+    if told:
+        return Finding("ok", "fp8_rate", "FP8 rate", f"at least {min(gain for _, gain in told):.1f} times bf16's")
     return None
 
 
