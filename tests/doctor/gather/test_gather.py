@@ -142,6 +142,15 @@ def test_a_failure_that_names_no_field_is_told(tmp_path: Path) -> None:
     assert "nvidia-smi ended with 9 and said: NVIDIA-SMI has failed" in facts.unread[1]
 
 
+@pytest.mark.parametrize("table", ["", "No devices were found\n", query_output().replace("\n1, ", "\n0, ")])
+def test_a_table_of_gpus_that_makes_no_sense_is_told(tmp_path: Path, table: str) -> None:
+    facts = gather(
+        host=recorded_host(tmp_path, {}, SMI | {"nvidia-smi --query-gpu=" + ",".join(FIELDS): table}), ask_nvml=no_nvml
+    )
+    assert facts.gpus == ()
+    assert any("nvidia-smi cannot tell of GPUs either" in said for said in facts.unread)
+
+
 def test_slices_show_that_mig_is_on(tmp_path: Path) -> None:
     commands = SMI | {"nvidia-smi -L": outputs.LISTING}
     facts = gather(host=recorded_host(tmp_path, {}, commands), ask_nvml=no_nvml)
