@@ -198,6 +198,9 @@ class Rate(Record, frozen=True):
     matmul_format: str = "bf16"
     datasheet_gbs: float | None = None
     datasheet_tflops: float | None = None
+    fp8_tflops: float | None = None
+    """Where the device multiplies in FP8, beside `matmul_format`."""
+    datasheet_fp8_tflops: float | None = None
 
 
 class AllReduce(Record, frozen=True):

@@ -43,6 +43,20 @@ def test_nothing_measured_is_nothing_said() -> None:
         assert said(check(with_measured())) == []
 
 
+@pytest.mark.parametrize(
+    ("fp8", "sheet", "expected"),
+    [
+        (1300, 1979, [("ok", "fp8_rate")]),
+        (720, 1979, [("warning", "fp8_rate")]),
+        (None, 1979, []),
+        (720, None, []),
+    ],
+)
+def test_fp8_against_bf16_as_measured(fp8: float | None, sheet: float | None, expected: list[tuple[str, str]]) -> None:
+    measured_rate = change(rate(0), fp8_tflops=fp8, datasheet_fp8_tflops=sheet)
+    assert said(measured.fp8_rate(with_measured(rates=(measured_rate,)))) == expected
+
+
 def test_wrong_sums_are_an_error_and_right_ones_are_told() -> None:
     wrong = with_measured(checked_bytes=2**30, corruptions=(Corruption(3, 65536, 1), Corruption(3, 65536, 2)))
     finding = measured.corruption(wrong)

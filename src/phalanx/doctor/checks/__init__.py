@@ -80,6 +80,7 @@ CHECKS: tuple[Callable[[Facts], Found], ...] = (
     measured.corruption,
     measured.memory_rate,
     measured.matmul_rate,
+    measured.fp8_rate,
     measured.straggler,
     measured.all_reduce,
     serving.time_outs,
