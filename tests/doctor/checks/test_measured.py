@@ -16,8 +16,8 @@ from tests.doctor.build_machines import change, hgx, throttled
 from tests.doctor.checks.test_gpus import machine, said
 
 
-def rate(gpu: int, copy: float = 3000, matmul: float = 700, fp8: float | None = None) -> Rate:
-    return Rate(gpu, "NVIDIA H100 80GB HBM3", copy, matmul, "bf16", 3350, 989, fp8_tflops=fp8)
+def rate(gpu: int, copy: float = 3000, matmul: float = 700) -> Rate:
+    return Rate(gpu, "NVIDIA H100 80GB HBM3", copy, matmul, "bf16", 3350, 989)
 
 
 def with_measured(**told: Any) -> Facts:
@@ -33,7 +33,6 @@ def test_nothing_measured_is_nothing_said() -> None:
         measured.corruption,
         measured.memory_rate,
         measured.matmul_rate,
-        measured.fp8_rate,
         measured.straggler,
         measured.all_reduce,
         serving.time_outs,
@@ -42,6 +41,20 @@ def test_nothing_measured_is_nothing_said() -> None:
     ):
         assert said(check(hgx())) == []
         assert said(check(with_measured())) == []
+
+
+@pytest.mark.parametrize(
+    ("fp8", "sheet", "expected"),
+    [
+        (1300, 1979, [("ok", "fp8_rate")]),
+        (720, 1979, [("warning", "fp8_rate")]),
+        (None, 1979, []),
+        (720, None, []),
+    ],
+)
+def test_fp8_against_bf16_as_measured(fp8: float | None, sheet: float | None, expected: list[tuple[str, str]]) -> None:
+    measured_rate = change(rate(0), fp8_tflops=fp8, datasheet_fp8_tflops=sheet)
+    assert said(measured.fp8_rate(with_measured(rates=(measured_rate,)))) == expected
 
 
 def test_wrong_sums_are_an_error_and_right_ones_are_told() -> None:
@@ -60,9 +73,6 @@ def test_wrong_sums_are_an_error_and_right_ones_are_told() -> None:
         (measured.memory_rate, EVEN, [("ok", "memory_rate")]),
         (measured.memory_rate, (*EVEN[:7], rate(7, copy=2000)), [("warning", "memory_rate")]),
         (measured.matmul_rate, EVEN, [("ok", "matmul_rate")]),
-        (measured.fp8_rate, EVEN, []),
-        (measured.fp8_rate, (rate(0, fp8=1200), rate(1, fp8=1100)), [("ok", "fp8_rate")]),
-        (measured.fp8_rate, (rate(0, fp8=1200), rate(1, fp8=720)), [("warning", "fp8_rate")]),
         (measured.matmul_rate, (*EVEN[:7], rate(7, matmul=400)), [("warning", "matmul_rate")]),
         (measured.straggler, EVEN, []),
         (measured.straggler, (*EVEN[:7], rate(7, copy=2600)), [("warning", "straggler")]),
