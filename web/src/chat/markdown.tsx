@@ -5,7 +5,7 @@ import { inline } from "./inline";
 /** Markdown as nodes. Nothing here makes HTML from text: what is not understood stays the text it is. */
 
 const DEEPEST = 6;
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -109,7 +109,7 @@ function Code(props: { lines: string[] }) {
   return (
     <figure class="md-code">
       <figcaption>
-        <span>{fence[2] || "text"}</span>
+        <span>{fence[2]!.trim() || "text"}</span>
         <CopyButton text={text} what="this code" />
       </figcaption>
       <pre tabIndex={0} aria-label="Code">
@@ -140,21 +140,22 @@ function drawItem(lines: string[], depth: number): ComponentChild[] {
 
 function Table(props: { lines: string[] }) {
   const [head, , ...rows] = props.lines.map((line) => line.trim().replace(/^\||\|$/g, "").split("|"));
+  const columns = Array.from({ length: Math.max(head!.length, ...rows.map((row) => row.length)) }, (_, index) => index);
   return (
     <div class="table-scroll" tabIndex={0} role="group" aria-label="Table">
       <table>
         <thead>
           <tr>
-            {head!.map((cell) => (
-              <th scope="col">{inline(cell.trim())}</th>
+            {columns.map((column) => (
+              <th scope="col">{inline((head![column] ?? "").trim())}</th>
             ))}
           </tr>
         </thead>
         <tbody>
           {rows.map((row) => (
             <tr>
-              {head!.map((_, index) => (
-                <td>{inline((row[index] ?? "").trim())}</td>
+              {columns.map((column) => (
+                <td>{inline((row[column] ?? "").trim())}</td>
               ))}
             </tr>
           ))}
