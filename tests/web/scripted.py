@@ -14,11 +14,15 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from playwright.sync_api import expect
 
+from phalanx.server.error_handlers import add_error_handlers
 from phalanx.spec import catalog
 from phalanx.web.cockpit import About, cockpit_routes
 from phalanx.web.layout import Served, layout_routes
 from phalanx.web.pages import add_pages
+
+expect.set_options(timeout=60_000)
 
 HOSTILE_NAME = '<img src=x onerror="window.__pwned=1">'
 
@@ -52,6 +56,7 @@ class ScriptedServer:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+        add_error_handlers(app)
         add_pages(app)
         app.include_router(cockpit_routes(About("serve", self.name, 2)))
         app.include_router(layout_routes(Served(self.name, catalog.model("SmolLM2-135M"), 2)))

@@ -13,8 +13,8 @@ from tests.web.scripted import ScriptedServer, scripted_server
 
 Draw = Callable[[str], str]
 
-ELEMENTS = set("A BLOCKQUOTE BUTTON CODE DIV EM FIGCAPTION FIGURE H3 H4 H5 H6 HR LI OL P PRE SPAN STRONG".split())
-ELEMENTS |= set("TABLE TBODY TD TH THEAD TR UL".split())
+TEXT = {"A", "BLOCKQUOTE", "CODE", "EM", "H3", "H4", "H5", "H6", "HR", "LI", "OL", "P", "PRE", "SPAN", "STRONG", "UL"}
+ELEMENTS = TEXT | {"BUTTON", "DIV", "FIGCAPTION", "FIGURE", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR"}
 
 SIMPLE = """element => {
     const simple = node => {
