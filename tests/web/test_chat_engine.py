@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def page(new_page: NewPage, server: Server) -> Page:
-    page = new_page(refused=(500, 503))
+    page = new_page(refused=(400, 500, 503))
     page.goto(f"{server.url}/#/chat")
     expect(page.get_by_label("Message", exact=True)).to_be_visible(timeout=PATIENCE_MS)
     page.get_by_label("Temperature").fill("0")
