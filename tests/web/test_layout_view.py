@@ -67,8 +67,8 @@ def test_shown_is_what_layout_deals(
 def test_uneven_heads_and_blocks_are_drawn_and_marked_in_words(new_page: NewPage, server: ScriptedServer) -> None:
     page = opened(new_page(), server, "model=SmolLM2-135M&tp=2")
     heads = page.locator("[data-stage=qkv] .cell")
-    assert [cell.locator(".head.q").count() for cell in heads.all()] == [6, 3]
-    assert [cell.locator(".head.kv").count() for cell in heads.all()] == [2, 1]
+    assert [cell.locator(".head-cell.q").count() for cell in heads.all()] == [6, 3]
+    assert [cell.locator(".head-cell.kv").count() for cell in heads.all()] == [2, 1]
     expect(heads.nth(0)).to_contain_text("Q 0–5 · KV 0–1")
     expect(heads.nth(0)).to_contain_text("uneven: more")
     expect(heads.nth(1)).to_contain_text("Q 6–8 · KV 2")
@@ -100,7 +100,7 @@ def test_the_layer_is_stepped_through_by_keys_and_buttons(new_page: NewPage, ser
     expect(step(page)).to_contain_text("Input and norm")
     page.keyboard.press("ArrowRight")
     expect(step(page)).to_contain_text("Column-parallel QKV")
-    detail = page.locator(".detail")
+    detail = page.locator(".step-detail")
     expect(detail).to_contain_text("8,192 × 8,192 → 2,048 × 8,192")
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -147,9 +147,9 @@ def test_the_address_carries_all_that_is_shown(new_page: NewPage, server: Script
     page.get_by_label("Layer:").fill("10")
     page.keyboard.press("Escape")
     page.locator("[data-stage=sum1]").get_by_role("button").click()
-    expect(page.locator(".detail")).to_contain_text("3.5 MiB (256 × 7,168 × bf16)")
+    expect(page.locator(".step-detail")).to_contain_text("3.5 MiB (256 × 7,168 × bf16)")
     other = opened(new_page(), server, page.url.split("?", 1)[1])
-    for place in (".detail", ".picture", "table"):
+    for place in (".step-detail", ".picture", "table"):
         assert other.locator(place).inner_text() == page.locator(place).inner_text()
     expect(other.get_by_role("heading", name="Layer 10 of DeepSeek-V3")).to_be_visible()
 
@@ -175,8 +175,8 @@ def test_every_kind_of_layer_can_be_stepped_through(new_page: NewPage, server: S
     page = opened(new_page(), server, f"model={model}&tp=4&layer=3")
     for number in range(1, LAST + 1):
         page.keyboard.press("ArrowRight")
-        expect(page.locator(".detail")).to_contain_text(f"Step {number} of {LAST}")
-        assert not {"NaN", "undefined", "Infinity", "–∞"} & set(page.locator(".detail").inner_text().split())
+        expect(page.locator(".step-detail")).to_contain_text(f"Step {number} of {LAST}")
+        assert not {"NaN", "undefined", "Infinity", "–∞"} & set(page.locator(".step-detail").inner_text().split())
 
 
 def test_the_studio_shows_layouts_too(new_page: NewPage, studio: str) -> None:

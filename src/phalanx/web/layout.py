@@ -23,6 +23,8 @@ from phalanx.spec.model import ModelSpec, Tensor
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 MOST_RANKS = 1024
 MOST_TOKENS = 1 << 20
+_DEFAULT_MODEL = "Llama-3.3-70B"
+_DEFAULT_TP = 4
 _DEFAULT_GPU = "H100-SXM"
 _PARTS = ("mixer_in", "mixer_out", "router", "ffn_in", "ffn_out")
 
@@ -47,15 +49,15 @@ def layout_routes(served: Served | None = None) -> APIRouter:
             "models": names if served is None or served.name in names else [served.name, *names],
             "formats": list(FORMATS),
             "gpus": [gpu.name for gpu in gpus()],
-            "model": served.name if served else "Llama-3.3-70B",
-            "tp": served.tp if served else 4,
+            "model": served.name if served else _DEFAULT_MODEL,
+            "tp": served.tp if served else _DEFAULT_TP,
             "gpu": _DEFAULT_GPU,
         }
 
     @router.get("")
     def tell_layout(
         model: Annotated[str | None, Query(max_length=256)] = None,
-        tp: Annotated[int, Query(ge=1, le=MOST_RANKS)] = served.tp if served else 4,
+        tp: Annotated[int, Query(ge=1, le=MOST_RANKS)] = served.tp if served else _DEFAULT_TP,
         format: Annotated[str | None, Query(max_length=32)] = None,
         gpu: Annotated[str, Query(max_length=64)] = _DEFAULT_GPU,
         tokens: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 16,
@@ -77,7 +79,7 @@ def layout_routes(served: Served | None = None) -> APIRouter:
 def _model(name: str | None, served: Served | None) -> tuple[str, ModelSpec]:
     if served is not None and name in (None, served.name):
         return served.name, served.spec
-    name = name or "Llama-3.3-70B"
+    name = name or _DEFAULT_MODEL
     if catalog.find(name) is None:
         raise ModelError("unknown_model", f"{name!r} is not in the catalog.", "Choose one of its models.")
     return name, catalog.model(name)

@@ -126,7 +126,7 @@ function Tools(props: { value: Settings; set: (part: Partial<Settings>) => void 
 function Check(props: { label: string; hint: string; value: boolean; onChange: (value: boolean) => void }) {
   const id = useId();
   return (
-    <div class="check">
+    <div class="switch">
       <input
         id={id}
         type="checkbox"

@@ -1,6 +1,6 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Dealt, Split } from "./data";
-import { activations, columnsOf, kindOf, mixerHeads, type Stage } from "./stages";
+import { activations, columnsOf, columnsResult, kindOf, mixerHeads, type Stage } from "./stages";
 import { bytes, plural, seconds, shape, span } from "./units";
 
 const MOST_EXPERTS = 64;
@@ -50,7 +50,7 @@ export function Picture(props: {
           <button
             key={each}
             type="button"
-            class="rank-head"
+            class="rank-button"
             aria-pressed={each === rank}
             onClick={() => props.choose(each)}
           >
@@ -135,7 +135,7 @@ function Heads(props: { split: Split; rank: number }) {
     return (
       <>
         <Groups count={own[1] - own[0]} first="kv" start={own[0] * group} rest={group} />
-        <p class="note">
+        <p class="share-note">
           heads {span(own)} <Uneven dealt={dealt} rank={rank} />
         </p>
       </>
@@ -149,7 +149,7 @@ function Heads(props: { split: Split; rank: number }) {
   return (
     <>
       <Groups count={held} first={copied ? "kv copied" : "kv"} start={own[0]} rest={(own[1] - own[0]) / held} />
-      <p class="note">
+      <p class="share-note">
         Q {span(own)} {!latent && `· KV ${span(kv.shares[rank]!)}`} <Uneven dealt={dealt} rank={rank} />
         {copied && <span class="tag">{latent ? "latent on every rank" : `KV also on ${named(shared)}`}</span>}
       </p>
@@ -167,9 +167,9 @@ function Groups(props: { count: number; first: string; start: number; rest: numb
     <div class={numbered ? "heads numbered" : "heads"} aria-hidden="true">
       {Array.from({ length: props.count }, (_, group) => (
         <span key={group} class="group">
-          <span class={`head ${props.first}`} />
+          <span class={`head-cell ${props.first}`} />
           {Array.from({ length: rest }, (_, query) => (
-            <span key={query} class="head q">
+            <span key={query} class="head-cell q">
               {numbered && props.start + group * rest + query}
             </span>
           ))}
@@ -196,7 +196,7 @@ function Columns(props: { split: Split; rank: number }) {
           <div class="slab ffn" style={{ width: `${((stop - start) / largest(dealt)) * 100}%`, "--units": Math.max(units, 1) }} />
         </div>
       )}
-      <p class="note">
+      <p class="share-note">
         {dealt.blocks ? plural(units, "block") : `${units} × ${dealt.unit}`} = {plural(stop - start, "column")}
         {name === "expert_ffn" && <span>of each of {split.model.experts} experts</span>}
         {name === "expert_ffn" && shared && <span>and {sizeOf(shared, rank)} of the shared one</span>}
@@ -226,7 +226,7 @@ function ShareBar(props: { stage: Stage; split: Split; rank: number }) {
   const name = props.stage.dealt!;
   const dealt = split.dealt[name]!;
   const size = sizeOf(dealt, rank);
-  const text = name.endsWith("heads") ? plural(size, "head") : shape([split.tokens, size]);
+  const text = name.endsWith("heads") ? plural(size, "head") : shape(columnsResult(split, name, size));
   return (
     <div class="track">
       <div class={name.endsWith("heads") ? "slab share" : "slab share ffn-share"} style={{ width: `${(size / largest(dealt)) * 100}%` }} />

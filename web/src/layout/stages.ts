@@ -65,7 +65,7 @@ export function stagesOf(split: Split): Stage[] {
     },
     {
       key: "o",
-      title: "Row-parallel O",
+      title: kind.mixer === "state" ? "Row-parallel out" : "Row-parallel O",
       drawing: "partial",
       part: "mixer_out",
       says: "The output projection is cut by rows, to match: each rank gets a whole-sized but partial result.",
@@ -138,14 +138,21 @@ export function factsOf(stage: Stage, split: Split, rank: number): [string, stri
   }
   if (stage.dealt) {
     const [start, stop] = split.dealt[stage.dealt]!.shares[rank]!;
-    const width = stage.dealt.endsWith("heads") ? (stop - start) * headWidth(split) : stop - start;
-    if (stage.drawing === "share") facts.push(["Result", shape([split.tokens, width])]);
+    const result = stage.dealt.endsWith("heads")
+      ? [split.tokens, (stop - start) * headWidth(split)]
+      : columnsResult(split, stage.dealt, stop - start);
+    if (stage.drawing === "share") facts.push(["Result", shape(result)]);
   }
   if (part) {
     const held = part.tensors.reduce((total, tensor) => total + tensor.bytes[rank]!, 0);
     facts.push(["Weights", bytes(held)], ["Time", `at least ${seconds(part.seconds)} (slowest rank, GPU at its peak)`]);
   }
   return facts;
+}
+
+/** What so many columns make of the step's tokens: of experts, once for each that a token is routed to. */
+export function columnsResult(split: Split, dealt: DealtName, columns: number): number[] {
+  return dealt === "expert_ffn" ? [split.tokens, split.model.experts_per_token, columns] : [split.tokens, columns];
 }
 
 function headWidth(split: Split): number {

@@ -101,7 +101,7 @@ function Degrees(props: { state: State; answer: Answer | null; change: (part: Pa
   const degrees = props.answer?.degrees ?? [];
   const listed = degrees.some((each) => each.tp === state.tp) ? degrees : [...degrees, { tp: state.tp, refusal: null }];
   return (
-    <fieldset class="degrees">
+    <fieldset class="tp-degrees">
       <legend>Tensor parallel</legend>
       {listed.map(({ tp, refusal }) => (
         <label key={tp} class={refusal ? "degree refused" : "degree"} title={refusal ?? undefined}>
@@ -134,7 +134,7 @@ function Shown(props: { split: Split; state: State; change: (part: Partial<State
           <h2 id="one-layer">
             Layer {split.layer} of {split.name}
           </h2>
-          <Layers split={split} change={change} />
+          <Layers split={split} layer={Math.min(props.state.layer, split.model.layers - 1)} change={change} />
           <Picture split={split} stages={stages} step={step} rank={rank} goTo={goTo} choose={choose} />
           <Legend split={split} />
         </section>
@@ -149,24 +149,24 @@ function Shown(props: { split: Split; state: State; change: (part: Partial<State
 }
 
 /** All layers in a strip, coloured by their kind, and the one in the picture. */
-function Layers(props: { split: Split; change: (part: Partial<State>) => void }) {
-  const { split, change } = props;
-  const { layers, kind_of_layer: kinds } = split.model;
-  const kind = kindOf(split);
+function Layers(props: { split: Split; layer: number; change: (part: Partial<State>) => void }) {
+  const { layer, change } = props;
+  const { layers, kinds, kind_of_layer: kindOfLayer } = props.split.model;
+  const kind = kinds[kindOfLayer[layer]!]!;
   return (
     <div class="layers">
       <Slider
         label="Layer"
-        value={split.layer}
+        value={layer}
         min={0}
         max={layers - 1}
         step={1}
-        text={`${split.layer} (of ${layers}): ${mixerName(kind).toLowerCase()}, ${kind.experts ? "experts" : "dense FFN"}`}
-        onInput={(layer) => change({ layer })}
+        text={`${layer} (of ${layers}): ${mixerName(kind).toLowerCase()}, ${kind.experts ? "experts" : "dense FFN"}`}
+        onInput={(chosen) => change({ layer: chosen })}
       />
       <div class="strip" aria-hidden="true">
-        {kinds.map((each, layer) => (
-          <span key={layer} data-kind={each % 4} data-chosen={layer === split.layer || undefined} />
+        {kindOfLayer.map((each, index) => (
+          <span key={index} data-kind={each % 4} data-chosen={index === layer || undefined} />
         ))}
       </div>
     </div>
@@ -178,21 +178,21 @@ function Legend(props: { split: Split }) {
   return (
     <p class="picture-legend small quiet">
       <span>
-        <span class="head kv" /> {kind.mixer === "latent" ? "latent" : kind.mixer === "state" ? "key head" : "KV head"}
+        <span class="head-cell kv" /> {kind.mixer === "latent" ? "latent" : kind.mixer === "state" ? "key head" : "KV head"}
       </span>
       <span>
-        <span class="head q" /> {kind.mixer === "state" ? "value head" : "query head"}
+        <span class="head-cell q" /> {kind.mixer === "state" ? "value head" : "query head"}
       </span>
       {props.split.dealt.kv_heads?.replicated && (
         <span>
-          <span class="head kv copied" /> held by several ranks
+          <span class="head-cell kv copied" /> held by several ranks
         </span>
       )}
       <span>
-        <span class="head ffn" /> FFN columns
+        <span class="head-cell ffn" /> FFN columns
       </span>
       <span>
-        <span class="head partial" /> partial sum
+        <span class="head-cell partial" /> partial sum
       </span>
     </p>
   );
@@ -203,7 +203,7 @@ function Detail(props: { split: Split; stage: Stage | null; number: number | nul
   const { model } = split;
   if (!stage)
     return (
-      <div class="detail" aria-live="polite">
+      <div class="step-detail" aria-live="polite">
         <h2 id="this-step">One decoder layer</h2>
         <p>
           Products are cut by columns, then by rows, in pairs: inside a layer, ranks meet at two all-reduces only. Play, or
@@ -222,7 +222,7 @@ function Detail(props: { split: Split; stage: Stage | null; number: number | nul
     );
   const tensors = (stage.part ? split.parts[stage.part]?.tensors ?? [] : []).filter((tensor) => tensor.shape.length > 1);
   return (
-    <div class="detail" aria-live="polite">
+    <div class="step-detail" aria-live="polite">
       <p class="small quiet">
         Step {props.number! + 1} of {props.of} · rank {rank}
       </p>
