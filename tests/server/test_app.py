@@ -21,7 +21,7 @@ from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.weights.checkpoint import locate
+from phalanx.weights.checkpoint import Checkpoint, locate
 
 HELLO = [{"role": "user", "content": "Hello"}]
 STARTED = Started(vocab=49152, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[2])
@@ -65,13 +65,15 @@ class Place:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
-        self.supervisor = SimpleNamespace(state="ready", client=self.engine, admit=self.admit)
+        launch = SimpleNamespace(config=SimpleNamespace(tp=1))
+        self.supervisor = SimpleNamespace(state="ready", client=self.engine, admit=self.admit, launch=launch)
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
         self.metrics = Metrics("tiny", False)
         self.app = create_app(
             Service(
                 name="tiny",
+                spec=Checkpoint(locate(None)).spec,
                 tokenizer=tokenizer,
                 supervisor=supervisor,
                 metrics=self.metrics,

@@ -21,6 +21,7 @@ from phalanx.server.errors import bad_request
 from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.service import Service
 from phalanx.web.cockpit import About, cockpit_routes
+from phalanx.web.layout import Served, layout_routes
 from phalanx.web.pages import add_pages
 
 _MOST_NAMED = 16
@@ -37,7 +38,9 @@ def create_app(service: Service) -> FastAPI:
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
     add_pages(app)
-    app.include_router(cockpit_routes(About("serve", service.name, service.supervisor.launch.config.tp)))
+    tp = service.supervisor.launch.config.tp
+    app.include_router(cockpit_routes(About("serve", service.name, tp)))
+    app.include_router(layout_routes(Served(service.name, service.spec, tp)))
     app.openapi_schema = _with_own_errors(app.openapi())
     return app
 

@@ -27,6 +27,7 @@ from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
 from phalanx.server.protocol import MAX_TOOLS, ChatRequest, CompletionRequest, Sampling
 from phalanx.server.reply import Format, Reply
 from phalanx.server.supervisor import Supervisor
+from phalanx.spec import ModelSpec
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 
@@ -38,6 +39,7 @@ class Service:
     """The model being served, under its name, with the parsers its outputs need."""
 
     name: str
+    spec: ModelSpec
     tokenizer: Tokenizer
     supervisor: Supervisor
     metrics: Metrics
@@ -164,6 +166,7 @@ def build_service(
     reasoning, tools = _parsers(options, spec.model_type, name)
     return Service(
         name=name,
+        spec=spec,
         tokenizer=_tokenizer(path),
         supervisor=supervisor,
         metrics=metrics,

@@ -60,7 +60,7 @@ class Layout:
         ffn = self._deal_columns(spec.intermediate)
         expert_ffn = self._deal_columns(spec.moe.intermediate if spec.moe else 0)
         shared_ffn = self._deal_columns(spec.moe.shared if spec.moe else 0)
-        vocab = deal_elements(spec.vocab, aligned_unit(spec.vocab, tp), tp)
+        vocab = deal_elements(spec.vocab, self.column_unit(spec.vocab, blocks=False), tp)
         state_heads = deal(spec.delta.k_heads if spec.delta else 0, tp)
         self.shards = tuple(
             Shard(rank, *heads[rank], ffn[rank], expert_ffn[rank], vocab[rank], shared_ffn[rank], state_heads[rank])
@@ -72,8 +72,12 @@ class Layout:
         """Columns that share a scale and stay together; None where a row has one scale or none."""
         return self.spec.quantization.format.unit if self.spec.quantization else None
 
+    def column_unit(self, columns: int, blocks: bool = True) -> int:
+        """Columns dealt together: a block where the tensor has blocks, else an aligned group."""
+        return (self.block if blocks else None) or aligned_unit(columns, self.tp)
+
     def _deal_columns(self, columns: int) -> list[range]:
-        return deal_elements(columns, self.block or aligned_unit(columns, self.tp), self.tp)
+        return deal_elements(columns, self.column_unit(columns), self.tp)
 
     @property
     def head_unit(self) -> int:

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.listen import listen
 from phalanx.web.cockpit import About, cockpit_routes
+from phalanx.web.layout import layout_routes
 from phalanx.web.pages import add_pages
 
 
@@ -16,6 +17,7 @@ def create_studio() -> FastAPI:
     add_error_handlers(app)
     add_pages(app)
     app.include_router(cockpit_routes(About("studio")))
+    app.include_router(layout_routes())
     return app
 
 
