@@ -21,6 +21,7 @@ from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.web.live import Live
 from phalanx.weights.checkpoint import locate
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -79,7 +80,8 @@ class Place:
                 reasoning_parser=None,
                 tool_parser=None,
                 request_timeout_s=5,
-            )
+            ),
+            Live(supervisor, self.metrics.recent),
         )
 
     def admit(self, choices: int) -> Engine:

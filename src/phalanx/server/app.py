@@ -21,6 +21,7 @@ from phalanx.server.errors import bad_request
 from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.service import Service
 from phalanx.web.cockpit import About, cockpit_routes
+from phalanx.web.live import Live, live_route
 from phalanx.web.pages import add_pages
 
 _MOST_NAMED = 16
@@ -31,13 +32,14 @@ _REFUSED = {
 }
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service, live: Live) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
     add_pages(app)
     app.include_router(cockpit_routes(About("serve", service.name, service.supervisor.launch.config.tp)))
+    app.include_router(live_route(live))
     app.openapi_schema = _with_own_errors(app.openapi())
     return app
 
