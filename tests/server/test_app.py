@@ -13,8 +13,9 @@ import pytest
 
 from phalanx.engine.plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
+from phalanx.runtime.config import EngineConfig
 from phalanx.server.app import create_app
-from phalanx.server.engine_client import RankHealth
+from phalanx.server.engine_client import Launch, RankHealth
 from phalanx.server.errors import ApiError
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.messages import Books, Loading, NewToken, Started
@@ -66,7 +67,9 @@ class Place:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
-        self.supervisor = SimpleNamespace(state="ready", client=self.engine, admit=self.admit)
+        self.supervisor = SimpleNamespace(
+            state="ready", client=self.engine, admit=self.admit, launch=Launch(EngineConfig(), 10, "none")
+        )
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
         self.metrics = Metrics("tiny", False)

@@ -38,12 +38,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     """A second of the engine's life. Rates are a second, shares 0 to 1; None where nothing happened to measure.
 
     `ttft` and `itl` are milliseconds: the 50th, 90th and 99th percentile of the last ten seconds. `expected_itl` has
-    its bounds beside it. `held` and `kept` are shares of the KV blocks: held by requests, and kept for their prefix.
+    its bounds beside it. Of the prompts' tokens, `cached` were found in the prefix cache, `hits` is their share over the
+    last ten seconds. `held` and `kept` are shares of the KV blocks: held by requests, and kept for their prefix.
     """
 
     time: float
     up: bool
     inputs: float
+    cached: float
     outputs: float
     expected_out: float | None
     ttft: list[float] | None
@@ -92,10 +94,10 @@ class Sampler:
         return made
 
     def _made(self, client: EngineClient, heard: Heard, before: Books, after: Books) -> Sample:
-        inputs = after.prefix_queries - before.prefix_queries
+        inputs, hits = after.prefix_queries - before.prefix_queries, after.prefix_hits - before.prefix_hits
         self._first.append(heard.first_token)
         self._gaps.append(heard.token_gap)
-        self._prefixes.append((inputs, after.prefix_hits - before.prefix_hits))
+        self._prefixes.append((inputs, hits))
         self._requests.append((len(heard.first_token), inputs, heard.output_tokens))
         gap_s = sum(heard.token_gap) / len(heard.token_gap) if heard.token_gap else None
         steps = after.totals.steps - before.totals.steps
@@ -107,6 +109,7 @@ class Sampler:
             time=round(time.time(), 2),
             up=up,
             inputs=_short(inputs / heard.seconds),
+            cached=_short(hits / heard.seconds),
             outputs=_short(heard.output_tokens / heard.seconds),
             expected_out=_short(heard.output_tokens / steps / expected.mid * busy) if expected else None,
             ttft=percentiles_ms(self._first),
