@@ -96,8 +96,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
 class Totals(msgspec.Struct, array_like=True):
     """What a rank has done since it started: steps, the tokens they computed, their seconds by part, their sums.
 
-    Only rank 0 schedules. `prompt_steps` are the steps that held a prompt. All but the seconds count steps when they
-    are launched; the seconds are those of the `finished` ones.
+    Only rank 0 schedules. `prompt_steps` are the steps that held a prompt, `mixed_decodes` the decodes in them. All but
+    the seconds count steps when they are launched; the seconds are those of the `finished` ones.
     """
 
     steps: int = 0
@@ -112,6 +112,7 @@ class Totals(msgspec.Struct, array_like=True):
     prompts: int = 0
     prompt_pairs: float = 0.0
     prompt_steps: int = 0
+    mixed_decodes: int = 0
     finished: int = 0
 
     def launched(self, plan: StepPlan) -> None:
@@ -122,7 +123,9 @@ class Totals(msgspec.Struct, array_like=True):
         self.context += sums.context
         self.prompts += sums.prompts
         self.prompt_pairs += sums.prompt_pairs
-        self.prompt_steps += sums.prompts > 0
+        if sums.prompts:
+            self.prompt_steps += 1
+            self.mixed_decodes += sums.decodes
 
     def collected(self, result: StepResult) -> None:
         times = result.times

@@ -36,8 +36,8 @@ class Recent:
     _waiting_s: float = 0.0
     _held_block_s: float = 0.0
     _working_s: float = 0.0
-    _at: float = field(default_factory=time.monotonic)
-    _taken_at: float = field(default_factory=time.monotonic)
+    _at: float = field(default_factory=lambda: time.monotonic())
+    _taken_at: float = field(default_factory=lambda: time.monotonic())
 
     def engine_started(self, num_blocks: int) -> None:
         """A new engine: nothing runs on it yet."""

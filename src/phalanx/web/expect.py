@@ -25,7 +25,10 @@ _BEYOND = 1.5
 
 
 class Load(NamedTuple):
-    """The mean of the steps of some time, and the requests behind them. `prompt_share` of the steps held prompts."""
+    """The mean of the steps of some time, and the requests behind them.
+
+    `prompt_share` of the steps held prompts; so many `mixed_decodes` of a step's `decodes` fell into those.
+    """
 
     decodes: float
     context: float
@@ -33,6 +36,7 @@ class Load(NamedTuple):
     prompt_pairs: float = 0.0
     prompts: float = 0.0
     prompt_share: float = 0.0
+    mixed_decodes: float = 0.0
     input_tokens: float = 1024.0
     output_tokens: float = 256.0
 
@@ -50,6 +54,7 @@ class Load(NamedTuple):
             (after.prompt_pairs - before.prompt_pairs) / steps,
             (after.prompts - before.prompts) / steps,
             (after.prompt_steps - before.prompt_steps) / steps,
+            (after.mixed_decodes - before.mixed_decodes) / steps,
             input_tokens,
             output_tokens,
         )
@@ -57,6 +62,13 @@ class Load(NamedTuple):
     @property
     def tokens(self) -> float:
         return self.decodes + self.prompt_tokens
+
+
+class Expected(NamedTuple):
+    """Seconds between two tokens of a request, and of a step on average."""
+
+    gap: Interval
+    step_s: float
 
 
 class Expectation(Protocol):
@@ -69,8 +81,8 @@ class Expectation(Protocol):
         """Under this load, so much time was measured between tokens."""
         ...
 
-    def gap(self, load: Load) -> Interval | None:
-        """Seconds to expect between tokens under this load; None where nothing can be said."""
+    def of(self, load: Load) -> Expected | None:
+        """What to expect under this load; None where nothing can be said."""
         ...
 
 
@@ -97,25 +109,34 @@ class Planned:
     def learn(self, load: Load, gap_s: float) -> None:
         """A plan is not changed by what is measured."""
 
-    def gap(self, load: Load) -> Interval | None:
+    def of(self, load: Load) -> Expected | None:
+        """Every step counts for the mean step; between tokens, a step counts for as many as it decodes."""
         workload = Workload(
             max(round(load.input_tokens), 1), max(round(load.output_tokens), 1), max(round(load.decodes), 1)
         )
         priced = self._predictor.under(workload)
-        parts = [(share, priced.seconds(step)) for share, step in _steps(load)]
-        if not parts:
-            return None
-        return Interval(*(sum(share * getattr(each, end) for share, each in parts) for end in ("mid", "low", "high")))
+        parts = [(share, decodes, priced.seconds(step)) for share, decodes, step in _steps(load)]
+        step_s = sum(share * seconds.mid for share, _, seconds in parts)
+        weights = [decodes if load.decodes else share for share, decodes, _ in parts]
+        gap = Interval(*(_mean([getattr(each, end) for *_, each in parts], weights) for end in ("mid", "low", "high")))
+        return Expected(gap, step_s)
 
 
-def _steps(load: Load) -> Iterator[tuple[float, Step]]:
-    """The two kinds of steps, with their shares: decodes alone, and those that hold prompts too."""
-    share = load.prompt_share
-    if share < 1 and load.decodes:
-        yield 1 - share, Step(round(load.decodes) or 1, load.context)
-    if share > 0:
-        tokens, pairs = load.prompt_tokens / share, load.prompt_pairs / share
-        yield share, Step(round(load.decodes), load.context, round(tokens), pairs, max(round(load.prompts / share), 1))
+def _steps(load: Load) -> Iterator[tuple[float, float, Step]]:
+    """The two kinds of steps: decodes alone, and with prompts. Of each its share of steps, its decodes and its mean."""
+    reach = load.context / load.decodes if load.decodes else 0.0
+    mixed, pure = load.prompt_share, 1 - load.prompt_share
+    if pure > 0:
+        rows = (load.decodes - load.mixed_decodes) / pure
+        yield pure, load.decodes - load.mixed_decodes, Step(max(round(rows), 1), rows * reach)
+    if mixed > 0:
+        rows, tokens = load.mixed_decodes / mixed, round(load.prompt_tokens / mixed)
+        prompts = max(round(load.prompts / mixed), 1)
+        yield mixed, load.mixed_decodes, Step(round(rows), rows * reach, tokens, load.prompt_pairs / mixed, prompts)
+
+
+def _mean(values: list[float], weights: list[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 class Baseline:
@@ -143,14 +164,14 @@ class Baseline:
         if len(self._seen) >= FEWEST:
             self._fit()
 
-    def gap(self, load: Load) -> Interval | None:
+    def of(self, load: Load) -> Expected | None:
         if self._line is None:
             return None
         tokens = [seen.tokens for seen, _ in self._seen]
         if not min(tokens) / _BEYOND <= load.tokens <= max(tokens) * _BEYOND:
             return None
         mid = float(_features(load) @ self._line)
-        return Interval(mid, mid * self._spread[0], mid * self._spread[1])
+        return Expected(Interval(mid, mid * self._spread[0], mid * self._spread[1]), mid)
 
     def _fit(self) -> None:
         rows = np.array([_features(load) for load, _ in self._seen])

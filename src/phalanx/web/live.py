@@ -66,9 +66,13 @@ class Live:
             if self.sampler.expectation is None and started is not None:
                 config = self._supervisor.launch.config
                 self.sampler.expectation = await asyncio.to_thread(_expectation, config, started.device)
-            self.sampler.sample()
-            fresh, self._fresh = self._fresh, asyncio.Event()
-            fresh.set()
+            self.tick()
+
+    def tick(self) -> None:
+        """Take a sample and tell all who wait for one."""
+        self.sampler.sample()
+        fresh, self._fresh = self._fresh, asyncio.Event()
+        fresh.set()
 
     @property
     def is_over(self) -> bool:

@@ -11,12 +11,11 @@ import msgspec
 import numpy as np
 
 from phalanx.engine.plan import Totals
-from phalanx.plan.predict import Interval
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.messages import Books
 from phalanx.server.recent import Heard, Recent
 from phalanx.server.supervisor import Supervisor
-from phalanx.web.expect import Expectation, Load
+from phalanx.web.expect import Expectation, Expected, Load
 
 EVERY_S = 1.0
 KEPT = 600
@@ -38,8 +37,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     """A second of the engine's life. Rates are a second, shares 0 to 1; None where nothing happened to measure.
 
     `ttft` and `itl` are milliseconds: the 50th, 90th and 99th percentile of the last ten seconds. `expected_itl` has
-    its bounds beside it. Of the prompts' tokens, `cached` were found in the prefix cache, `hits` is their share over the
-    last ten seconds. `held` and `kept` are shares of the KV blocks: held by requests, and kept for their prefix.
+    its bounds beside it. Of the prompts' tokens, `cached` were found in the prefix cache; `hits` is their share over
+    the last ten seconds. `held` and `kept` are shares of the KV blocks: held by requests, and kept for their prefix.
     """
 
     time: float
@@ -111,11 +110,11 @@ class Sampler:
             inputs=_short(inputs / heard.seconds),
             cached=_short(hits / heard.seconds),
             outputs=_short(heard.output_tokens / heard.seconds),
-            expected_out=_short(heard.output_tokens / steps / expected.mid * busy) if expected else None,
+            expected_out=_short(heard.output_tokens / steps / expected.step_s * busy) if expected else None,
             ttft=percentiles_ms(self._first),
             itl=percentiles_ms(self._gaps),
             itl_mean=_short(gap_s * 1e3) if gap_s is not None else None,
-            expected_itl=[_short(value * 1e3) for value in (expected.mid, expected.low, expected.high)]
+            expected_itl=[_short(value * 1e3) for value in (expected.gap.mid, expected.gap.low, expected.gap.high)]
             if expected
             else None,
             running=_short(heard.running_s / heard.seconds),
@@ -128,7 +127,7 @@ class Sampler:
             ranks=self._rank_samples(client) if up else [],
         )
 
-    def _expected(self, before: Totals, after: Totals, gap_s: float | None) -> Interval | None:
+    def _expected(self, before: Totals, after: Totals, gap_s: float | None) -> Expected | None:
         """What to expect of the steps since the last sample, and what was measured, to learn from."""
         if self.expectation is None:
             return None
@@ -137,7 +136,7 @@ class Sampler:
         if load is None or gap_s is None:
             return None
         self.expectation.learn(load, gap_s)
-        return self.expectation.gap(load)
+        return self.expectation.of(load)
 
     def _rank_samples(self, client: EngineClient) -> list[RankSample | None]:
         told = client.totals()

@@ -1,0 +1,28 @@
+"""A studio for tests of pages, and the browser's fixtures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.web.browser import browser, new_page
+
+__all__ = ["browser", "new_page", "studio"]
+
+
+@pytest.fixture(scope="session")
+def studio() -> Iterator[str]:
+    """The address of a running `phalanx studio`."""
+    command = [sys.executable, "-m", "phalanx.cli", "studio", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://" in line, f"the studio did not start: {line!r}"
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(30)
