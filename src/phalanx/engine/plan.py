@@ -42,7 +42,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     def sums(self) -> Sums:
         """What the time of this step depends on."""
-        decodes = sum(count == 1 for count in self.counts)
+        decodes = self.counts.count(1)
         rows = list(zip(self.starts[decodes:], self.counts[decodes:], strict=True))
         return Sums(
             decodes=decodes,

@@ -18,7 +18,7 @@ const requests = (value: number) => (value >= 10 ? `${Math.round(value)}` : numb
 /** The lines of each card. `expected` is what measurements are held against: `plan` or `baseline`. */
 export const outputLines = (expected: string): Shown[] => [
   { label: "output", color: "series-1", read: (s) => s.out, text: rate, big: true },
-  { label: expected, color: "ink-2", read: (s) => s.expected_out, text: rate, style: "dashed" },
+  { label: expected, color: "ink-2", read: (s) => s.expected_out, text: number, style: "dashed" },
   { label: `of ${expected}`, color: "ink-2", read: ofExpected, text: percent, style: "figure" },
 ];
 
@@ -26,7 +26,7 @@ const ofExpected = (s: Sample) => (s.expected_out ? s.out / s.expected_out : nul
 
 export const promptLines: Shown[] = [
   { label: "taken in", color: "series-6", read: (s) => s.in, text: rate, big: true },
-  { label: "of it cached", color: "series-3", read: (s) => s.cached, text: rate },
+  { label: "of it cached", color: "series-3", read: (s) => s.cached, text: number },
   { label: "hits, last 10 s", color: "series-3", read: (s) => s.hits, text: percent, style: "figure" },
 ];
 

@@ -18,8 +18,8 @@ export interface Line {
 export interface Timeline {
   rows: (Sample | number)[];
   outages: [number, number][];
-  /** The row under the cursor, and whether a hand put it there. */
-  onCursor: (index: number | null, byHand: boolean) => void;
+  /** The row under the cursor. */
+  onCursor: (index: number | null) => void;
 }
 
 const SYNC = "live";
@@ -28,8 +28,12 @@ const AXIS_WIDTH = 54;
 
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
-/** Puts the cursor of all charts on a time; null takes it away. */
+/** Puts the cursor of all charts on a time, once they have drawn what they were given; null takes it away. */
 export function pointAt(time: number | null): void {
+  queueMicrotask(() => pointNow(time));
+}
+
+function pointNow(time: number | null): void {
   for (const chart of uPlot.sync(SYNC).plots)
     chart.setCursor(time === null ? { left: -10, top: -10 } : { left: chart.valToPos(time, "x"), top: 4 });
 }
@@ -80,7 +84,7 @@ function chartOptions(props: () => Props): Omit<uPlot.Options, "width" | "height
     bands: bounds.length === 2 ? [{ series: [bounds[1]!, bounds[0]!], fill: `${token("ink-2")}22` }] : [],
     hooks: {
       drawClear: [(chart) => shadeOutages(chart, props().timeline.outages)],
-      setCursor: [(chart) => props().timeline.onCursor(chart.cursor.idx ?? null, chart.cursor.event != null)],
+      setCursor: [(chart) => props().timeline.onCursor(chart.cursor.idx ?? null)],
     },
   };
 }

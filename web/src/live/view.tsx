@@ -25,21 +25,20 @@ export function LiveView(props: { server: About }) {
   const [cursor, setCursor] = useState<number | null>(null);
   const rows = useMemo(() => withHoles(samples), [samples]);
   const [pinned, setPinned] = useState<number | null>(null);
-  const timeline: Timeline = useMemo(() => {
-    const onCursor = (index: number | null, byHand: boolean) => {
-      setCursor(index);
-      if (byHand) setPinned(null);
-    };
-    return { rows, outages: outages(samples), onCursor };
-  }, [rows]);
+  const timeline: Timeline = useMemo(() => ({ rows, outages: outages(samples), onCursor: setCursor }), [rows]);
   useEffect(() => {
     if (pinned !== null) pointAt(pinned);
   }, [rows, pinned]);
+  const shown = pinned === null ? cursor : rows.findIndex((row) => typeof row !== "number" && row.t === pinned);
   const pin = (time: number | null) => {
     setPinned(time);
     if (time === null) pointAt(null);
   };
-  const pointed = cursor === null ? undefined : rows[cursor];
+  /** A hand on a chart takes over from the slider. */
+  const touched = (event: Event) => {
+    if (event.target instanceof Element && event.target.closest(".u-over")) setPinned(null);
+  };
+  const pointed = shown === null ? undefined : rows[shown];
   const isPast = pointed !== undefined && typeof pointed !== "number";
   const moment = isPast ? pointed : (samples[samples.length - 1] ?? null);
   const kind = state?.expected?.kind ?? "plan";
@@ -48,9 +47,9 @@ export function LiveView(props: { server: About }) {
   const tp = props.server.tp ?? 1;
   const shared = { moment, timeline };
   return (
-    <div class="live">
+    <div class="live" onPointerMove={touched}>
       <Status link={link} state={state} tp={tp} />
-      <Moment rows={rows} cursor={isPast ? cursor : null} pin={pin} />
+      <Moment rows={rows} shown={isPast ? shown : null} pin={pin} />
       <div class="live-cards">
         <ChartCard title="Output" hint="tokens a second" lines={output} least={10} axisText={axisCount} {...shared} />
         <ChartCard title="Time to first token" hint="last 10 s" lines={firstTokenLines} least={10} axisText={millis} {...shared} />
@@ -68,10 +67,10 @@ export function LiveView(props: { server: About }) {
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
 
 /** The moment whose figures are shown. The slider does for the keyboard and the thumb what hovering does for a mouse. */
-function Moment(props: { rows: (Sample | number)[]; cursor: number | null; pin: (time: number | null) => void }) {
-  const { rows, cursor } = props;
+function Moment(props: { rows: (Sample | number)[]; shown: number | null; pin: (time: number | null) => void }) {
+  const { rows, shown } = props;
   const last = Math.max(rows.length - 1, 0);
-  const at = cursor === null ? undefined : rows[cursor];
+  const at = shown === null ? undefined : rows[shown];
   const text = at === undefined || typeof at === "number" ? "now" : clock.format(at.t * 1000);
   const move = (index: number) => {
     const row = rows[index];
@@ -81,7 +80,7 @@ function Moment(props: { rows: (Sample | number)[]; cursor: number | null; pin: 
   return (
     <div class="live-moment">
       <label for="live-moment">Figures of</label>
-      <output for="live-moment" class={cursor === null ? "now" : "past"}>
+      <output for="live-moment" class={shown === null ? "now" : "past"}>
         {text}
       </output>
       <input
@@ -89,11 +88,11 @@ function Moment(props: { rows: (Sample | number)[]; cursor: number | null; pin: 
         type="range"
         min={0}
         max={last}
-        value={cursor ?? last}
+        value={shown ?? last}
         aria-valuetext={text}
         onInput={(event) => move(Number(event.currentTarget.value))}
       />
-      <button type="button" class="button" disabled={cursor === null} onClick={() => props.pin(null)}>
+      <button type="button" class="button" disabled={shown === null} onClick={() => props.pin(null)}>
         Back to now
       </button>
     </div>
