@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from phalanx.engine.blocks import BlockPool
@@ -59,6 +63,26 @@ def test_a_plan_of_the_steps_that_ran_is_what_the_planner_predicts_for_the_load(
     gap = expected.gap
     assert gap.mid == pytest.approx(predicted.tpot.mid, rel=0.1)
     assert gap.low / gap.mid == pytest.approx(predicted.tpot.low / predicted.tpot.mid)
+
+
+MEASURED = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-8b-fp8": "Llama-3.1-8B-fp8", "qwen3-0.6b": "Qwen3-0.6B"}
+
+
+def test_the_plan_s_bounds_hold_what_was_measured_on_a_gpu() -> None:
+    """Batches of the recorded run on an H200; single requests are faster there than what the plan borrows from."""
+    results = Path(__file__).parents[2] / "benchmarks/results/h200.jsonl"
+    held = 0
+    for row in map(json.loads, results.read_text().splitlines()):
+        sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", row.get("case") or "")
+        if row.get("model") not in MEASURED or sizes is None or sizes[1] == "1":
+            continue
+        rows, inputs, outputs = map(int, sizes.groups())
+        load = Load(rows, rows * (inputs + outputs / 2), input_tokens=inputs, output_tokens=outputs)
+        expected = Planned(catalog.model(MEASURED[row["model"]]), Gpu.named("NVIDIA H200"), 1).of(load)
+        assert expected is not None
+        assert expected.gap.low < row["tpot_ms"] / 1e3 < expected.gap.high, row
+        held += 1
+    assert held >= 6
 
 
 def test_no_steps_are_no_load() -> None:

@@ -169,12 +169,13 @@ def test_a_dead_engine_is_told_with_its_reason_and_ends_the_stream() -> None:
         client = Client(place.live)
         await settle()
         place.supervisor.state = "dead"
-        place.supervisor.death = EngineDeadError("engine_died", "It was killed.", "Look at dmesg.")
+        place.supervisor.death = EngineDeadError("engine_died", "It was killed.\nTraceback", "Look at dmesg.")
         await place.tick(1)
         await asyncio.wait_for(client.task, 30)
         state = client.events[-1]["state"]
         assert (state["status"], state["ranks"]) == ("dead", [])
-        assert state["reason"] == {"code": "engine_died", "found": "It was killed.", "fix": "Look at dmesg."}
+        fix = "Look at dmesg. The server's log has more."
+        assert state["reason"] == {"code": "engine_died", "found": "It was killed.", "fix": fix}
         assert client.sent[-1]["more_body"] is False
 
     play(scene)

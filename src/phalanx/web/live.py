@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import RankHealth
 from phalanx.server.recent import Recent
@@ -108,7 +109,7 @@ class Live:
             status = "stuck"
         return State(
             status=status,
-            reason=death.to_dict() if death is not None else None,
+            reason=_reason(death) if death is not None else None,
             loaded=round(loading.done / max(loading.total, 1), 3) if loading is not None and started is None else None,
             restarts_left=supervisor.restarts_left,
             requests=client.live,
@@ -119,6 +120,12 @@ class Live:
             expected={"kind": expected.kind, "source": expected.source} if expected is not None else None,
             viewers=self.viewers,
         )
+
+
+def _reason(death: EngineDeadError) -> dict[str, str]:
+    """Without the traceback: that is for the log."""
+    found, _, more = death.found.partition("\n")
+    return {"code": death.code, "found": found, "fix": f"{death.fix} The server's log has more." if more else death.fix}
 
 
 def _expectation(config: EngineConfig, device: str) -> Expectation:

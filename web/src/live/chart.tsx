@@ -65,7 +65,7 @@ function chartOptions(props: () => Props): Omit<uPlot.Options, "width" | "height
   const bounds = lines.flatMap((line, index) => (line.style === "bound" ? [index + 1] : []));
   return {
     legend: { show: false },
-    padding: [8, 10, 0, 0],
+    padding: [8, 18, 0, 0],
     cursor: {
       sync: { key: SYNC, scales: ["x", null] },
       drag: { x: false, y: false },

@@ -5,8 +5,6 @@ interface Told {
   mark: string;
   headline: string;
   detail: string;
-  /** More than fits: a traceback. */
-  more?: string;
   loaded?: number | null;
 }
 
@@ -24,12 +22,6 @@ export function Status(props: { link: Link; state: EngineState | null; tp: numbe
         <p class="detail">{told.detail}</p>
       </div>
       {told.loaded != null && <progress value={told.loaded} max={1} aria-label="Weights loaded" />}
-      {told.more && (
-        <details>
-          <summary>Details</summary>
-          <pre tabIndex={0}>{told.more}</pre>
-        </details>
-      )}
     </section>
   );
 }
@@ -39,7 +31,7 @@ function tell(link: Link, state: EngineState | null, tp: number): Told {
     return bad("The server no longer takes this key", "Reload the page and log in with the key it has now.");
   if (link === "lost") {
     const before = state?.reason ? ` Before that: ${reasonOf(state)}` : " This page comes back by itself.";
-    return { ...bad("The server does not answer, trying again", before.trim()), more: moreOf(state) };
+    return bad("The server does not answer, trying again", before.trim());
   }
   if (state === null) return { tone: "quiet", mark: "…", headline: "Connecting", detail: "Asking the server for its last ten minutes." };
   return toldBy(state, tp);
@@ -54,10 +46,9 @@ function toldBy(state: EngineState, tp: number): Told {
       return {
         ...bad(`The engine died and is started again${loadedOf(state)}`, `${reasonOf(state)} ${restartsOf(state)}`),
         loaded: state.loaded,
-        more: moreOf(state),
       };
     case "dead":
-      return { ...bad("The engine is dead, the server ends", reasonOf(state)), more: moreOf(state) };
+      return bad("The engine is dead, the server ends", reasonOf(state));
     case "draining":
       return { tone: "warn", mark: "…", headline: "Stopping", detail: `${requestsOf(state)} may finish; no more are taken.` };
     case "stuck":
@@ -72,13 +63,8 @@ function toldBy(state: EngineState, tp: number): Told {
 
 const bad = (headline: string, detail: string): Told => ({ tone: "bad", mark: "!", headline, detail });
 
-const firstLine = (text: string): string => text.split("\n", 1)[0]!;
-
 const reasonOf = (state: EngineState): string =>
-  state.reason ? `${firstLine(state.reason.found)} ${state.reason.fix}` : "It left no reason; see the server's log.";
-
-const moreOf = (state: EngineState | null): string | undefined =>
-  state?.reason?.found.includes("\n") ? state.reason.found : undefined;
+  state.reason ? `${state.reason.found} ${state.reason.fix}` : "It left no reason; see the server's log.";
 
 const loadedOf = (state: EngineState): string =>
   state.loaded === null ? "" : `: ${Math.round(state.loaded * 100)} % of the weights loaded`;
