@@ -195,6 +195,7 @@ def test_a_released_cached_block_is_idle_and_can_be_held_again() -> None:
     pool, blocks = cached_pool(4, [1, 2, 3, 4])
     assert pool.cache is not None
     assert [pool.is_idle(block) for block in blocks] == [True, True]
+    assert pool.idle == 2
     assert pool.available == 4
     pool.hold(pool.cache.match([1, 2, 3, 4], None)[0])
     assert pool.available == 2

@@ -13,14 +13,16 @@ import pytest
 
 from phalanx.engine.plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
+from phalanx.runtime.config import EngineConfig
 from phalanx.server.app import create_app
-from phalanx.server.engine_client import RankHealth
+from phalanx.server.engine_client import Launch, RankHealth
 from phalanx.server.errors import ApiError
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.web.live import Live
 from phalanx.weights.checkpoint import Checkpoint, locate
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -65,8 +67,9 @@ class Place:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
-        launch = SimpleNamespace(config=SimpleNamespace(tp=1))
-        self.supervisor = SimpleNamespace(state="ready", client=self.engine, admit=self.admit, launch=launch)
+        self.supervisor = SimpleNamespace(
+            state="ready", client=self.engine, admit=self.admit, launch=Launch(EngineConfig(), 10, "none")
+        )
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
         self.metrics = Metrics("tiny", False)
@@ -81,7 +84,8 @@ class Place:
                 reasoning_parser=None,
                 tool_parser=None,
                 request_timeout_s=5,
-            )
+            ),
+            Live(supervisor, self.metrics.recent),
         )
 
     def admit(self, choices: int) -> Engine:

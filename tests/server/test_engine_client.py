@@ -298,6 +298,15 @@ def test_a_rank_is_stuck_if_it_is_silent_while_requests_run(clock: Clock) -> Non
     assert [rank.stuck for rank in client.ranks()] == [False, True]
 
 
+def test_what_a_rank_has_done_is_told_with_when_it_said_so(clock: Clock) -> None:
+    client = Alone()
+    client._take(Pulses([Beat(1, 3, 0.0, Totals(3)), Beat(0, 3, 0.5, Totals(2))]))
+    before = clock.now
+    clock.now += 1
+    client._take(Pulses([Beat(1, 4, 0.0, Totals(4))]))
+    assert list(client.totals().items()) == [(0, (Totals(2), before)), (1, (Totals(4), clock.now))]
+
+
 def test_a_rank_is_stuck_if_it_beats_but_its_step_takes_too_long(clock: Clock) -> None:
     client = Alone(step_timeout_s=60)
     client.submit([1], SamplingParams(), Mailbox(), 0)

@@ -72,7 +72,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Re
     reports, pulses = Told(), Told()
     channels: Any = (Orders(*orders), reports, pulses)
     with pytest.raises(Over):
-        EngineLoop(engine, Path(), *channels).run()
+        EngineLoop(engine, Path(), "cpu", *channels).run()
     return reports.reports, pulses.reports
 
 

@@ -122,6 +122,7 @@ def test_without_a_restart_a_death_is_final_and_told_to_whom_it_concerns(play: C
         await settle()
         assert life.result().code == "rank_died"
         assert supervisor.state == "dead"
+        assert supervisor.death is life.result()
         (told,) = last().told
         assert told.status_code == 500
         assert "found" not in told.detail
@@ -143,6 +144,7 @@ def test_restarts_come_after_longer_and_longer_pauses_and_end(play: Callable[...
     async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
         for number in range(9):
             assert supervisor.state == "ready"
+            assert supervisor.death is None
             assert len(FakeEngine.made) == number + 1
             last().died.set_result(death())
             await settle()

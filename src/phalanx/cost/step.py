@@ -22,12 +22,9 @@ class Step:
 
     @classmethod
     def of(cls, plan: StepPlan) -> Step:
-        """The sums of a plan, whose rows of one token come first."""
-        decodes = sum(count == 1 for count in plan.counts)
-        context = sum(plan.starts[:decodes]) + decodes
-        rows = list(zip(plan.starts[decodes:], plan.counts[decodes:], strict=True))
-        pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
-        return cls(decodes, context, sum(count for _, count in rows), pairs, len(rows))
+        """The sums of a plan."""
+        sums = plan.sums()
+        return cls(sums.decodes, sums.context, sums.prompt_tokens, sums.prompt_pairs, sums.prompts)
 
     @property
     def tokens(self) -> int:

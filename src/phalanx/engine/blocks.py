@@ -81,6 +81,11 @@ class BlockPool:
     def available(self) -> int:
         return len(self._free) + len(self._idle)
 
+    @property
+    def idle(self) -> int:
+        """Blocks that nobody holds but whose prefix may be asked for again."""
+        return len(self._idle)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 

@@ -6,32 +6,11 @@ import secrets
 import time
 from collections.abc import Sequence
 
-import msgspec
-
-from phalanx.engine.plan import Runner, StepResult
+from phalanx.engine.plan import Runner, Totals
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output, Scheduler
 from phalanx.errors import RequestError
-
-
-class Totals(msgspec.Struct, array_like=True):
-    """What an engine has done since it started: steps, the tokens they computed, and their seconds by part."""
-
-    steps: int = 0
-    tokens: int = 0
-    schedule_s: float = 0.0
-    launch_s: float = 0.0
-    device_s: float = 0.0
-    all_reduce_s: float = 0.0
-    sample_s: float = 0.0
-
-    def add(self, result: StepResult) -> None:
-        times = result.times
-        self.launch_s += times.launch
-        self.device_s += times.device
-        self.all_reduce_s += times.all_reduce
-        self.sample_s += times.sample
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max_model_len: int) -> None:
@@ -101,13 +80,12 @@ class Engine:
         plan = self.scheduler.schedule()
         self.totals.schedule_s += time.perf_counter() - began
         if plan is not None:
-            self.totals.steps += 1
-            self.totals.tokens += plan.num_tokens
+            self.totals.launched(plan)
             self.runner.launch(plan)
         due = self.scheduler.in_flight
         if due and (plan is None or due >= self.runner.depth):
             result = self.runner.collect()
-            self.totals.add(result)
+            self.totals.collected(result)
             return self.scheduler.apply(result)
         return []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -40,6 +40,30 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    def sums(self) -> Sums:
+        """What the time of this step depends on."""
+        decodes = self.counts.count(1)
+        rows = list(zip(self.starts[decodes:], self.counts[decodes:], strict=True))
+        return Sums(
+            decodes=decodes,
+            context=sum(self.starts[:decodes]) + decodes,
+            prompt_tokens=sum(count for _, count in rows),
+            prompt_pairs=sum(count * (start + (count + 1) / 2) for start, count in rows),
+            prompts=len(rows),
+        )
+
+
+class Sums(NamedTuple):
+    """A step by its sums. Decodes: rows of one token and the positions they look at, in all. Prompts: tokens computed
+    and pairs of positions that attend to each other, in how many rows.
+    """
+
+    decodes: int
+    context: int
+    prompt_tokens: int
+    prompt_pairs: float
+    prompts: int
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log-probability of the sampled token, and of the likeliest ones, best first."""
@@ -69,12 +93,56 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     times: StepTimes = StepTimes()
 
 
+class Totals(msgspec.Struct, array_like=True):
+    """What a rank has done since it started: steps, the tokens they computed, their seconds by part, their sums.
+
+    Only rank 0 schedules. `prompt_steps` are the steps that held a prompt, `mixed_decodes` the decodes in them. All but
+    the seconds count steps when they are launched; the seconds are those of the `finished` ones.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    device_s: float = 0.0
+    all_reduce_s: float = 0.0
+    sample_s: float = 0.0
+    decodes: int = 0
+    context: int = 0
+    prompts: int = 0
+    prompt_pairs: float = 0.0
+    prompt_steps: int = 0
+    mixed_decodes: int = 0
+    finished: int = 0
+
+    def launched(self, plan: StepPlan) -> None:
+        sums = plan.sums()
+        self.steps += 1
+        self.tokens += sums.decodes + sums.prompt_tokens
+        self.decodes += sums.decodes
+        self.context += sums.context
+        self.prompts += sums.prompts
+        self.prompt_pairs += sums.prompt_pairs
+        if sums.prompts:
+            self.prompt_steps += 1
+            self.mixed_decodes += sums.decodes
+
+    def collected(self, result: StepResult) -> None:
+        times = result.times
+        self.finished += 1
+        self.launch_s += times.launch
+        self.device_s += times.device
+        self.all_reduce_s += times.all_reduce
+        self.sample_s += times.sample
+
+
 class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's sign of life: the step it is in or was in last, and for how long it has been busy with it."""
+    """A rank's sign of life: the step it is in or was in last, for how long it has been busy with it, and its books."""
 
     rank: int
     step: int
     busy_s: float
+    totals: Totals = msgspec.field(default_factory=Totals)
 
 
 class Runner(Protocol):

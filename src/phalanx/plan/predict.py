@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp
 
@@ -76,6 +76,22 @@ def predict(
 ) -> Prediction:
     """One replica of `tp` GPUs under a workload. `kv_tokens` is the room of its KV cache; None: it never runs out."""
     workload = workload or Workload()
+    made = predictor(spec, machine, tp, engine, workload, weights, kv, ep, version)
+    return made.predict(workload, profile(engine, version).rules, kv_tokens)
+
+
+def predictor(
+    spec: ModelSpec,
+    machine: Machine,
+    tp: int,
+    engine: str,
+    workload: Workload,
+    weights: str | None = None,
+    kv: str = "bf16",
+    ep: int = 1,
+    version: str = "",
+) -> Predictor:
+    """What prices the steps of one replica of `tp` GPUs."""
     weights = weights or spec.number_format
     group = machine.take(tp)
     slowest = min(group.gpus, key=lambda gpu: (gpu.bandwidth, gpu.peak("bf16")))
@@ -83,7 +99,7 @@ def predict(
     work = count_work(spec, tp, weights, kv)
     traits = traits_of(spec.in_format(weights), found.fitted_as, version, slowest.name, tp, ep, workload)
     limits = StepLimits(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
-    return Predictor(limits, traits, load_fitted()).predict(workload, found.rules, kv_tokens)
+    return Predictor(limits, traits, load_fitted())
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,15 @@ class Predictor:
 
     def cost(self, step: Step) -> Cost:
         return combine(self.limits.of(step), self.fitted.family_rates(self.traits.family))
+
+    def under(self, workload: Workload) -> Predictor:
+        """The same deployment under another load."""
+        return replace(self, traits=replace(self.traits, workload=workload))
+
+    def seconds(self, step: Step) -> Interval:
+        """Of a step, corrected by what was measured of steps like it."""
+        mid = float(self.cost(step).total) * self.fitted.tpot.correction(self.traits)
+        return Interval.around(mid, self._half_width(self.fitted.tpot))
 
     def predict(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Prediction:
         factor = self.fitted.tpot.correction(self.traits)

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.plan import Beat, Totals
 
 BEAT_EVERY_S = 0.5
 
 
 class Pulse:
-    """Knows which step this rank is in and since when."""
+    """Knows which step this rank is in and since when, and what it has done so far."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, totals: Totals) -> None:
         self._rank = rank
+        self._totals = totals
         self._step = 0
         self._since: float | None = None
 
@@ -30,7 +31,7 @@ class Pulse:
 
     def beat(self) -> Beat:
         since = self._since
-        return Beat(self._rank, self._step, 0.0 if since is None else time.monotonic() - since)
+        return Beat(self._rank, self._step, 0.0 if since is None else time.monotonic() - since, self._totals)
 
 
 def every_beat(tell: Callable[[], None]) -> None:

@@ -38,6 +38,12 @@ def pick_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
+def device_name(config: EngineConfig) -> str:
+    """`cpu`, or what rank 0's GPU is called by its driver."""
+    device = pick_device(config, 0)
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """float32 on a CPU, where half precision is slow or missing; the checkpoint's own dtype on a GPU."""
     if config.dtype == "auto":

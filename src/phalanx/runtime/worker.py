@@ -13,6 +13,7 @@ import msgspec
 import torch
 import zmq
 
+from phalanx.engine.plan import Totals
 from phalanx.errors import PhalanxError
 from phalanx.fabric.group import FabricError, GlooGroup
 from phalanx.runtime.channel import Receiver, Sender
@@ -70,7 +71,8 @@ def _serve(assignment: Assignment) -> None:
     group.connect(folder)
     runner = make_runner(config, model, sizes)
 
-    pulse = Pulse(rank)
+    totals = Totals()
+    pulse = Pulse(rank, totals)
     beats = Sender(context, beats_address(folder), assignment.token, limit=_BEATS_KEPT)
     every_beat(lambda: beats.send(encode(pulse.beat())))
     step = 0
@@ -79,8 +81,10 @@ def _serve(assignment: Assignment) -> None:
         plan = unpack_plan(_next(orders), expected_step=step)
         with pulse.step(step):
             runner.launch(plan)
-            tokens = runner.collect().tokens
-        reports.send(encode(Done(rank, step, digest(tokens))))
+            result = runner.collect()
+        totals.launched(plan)
+        totals.collected(result)
+        reports.send(encode(Done(rank, step, digest(result.tokens))))
 
 
 def _next(orders: Receiver) -> list[bytes]:

@@ -22,6 +22,7 @@ from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, Detoke
 from phalanx.server.service import Service
 from phalanx.web.cockpit import About, cockpit_routes
 from phalanx.web.layout import Served, layout_routes
+from phalanx.web.live import Live, live_route
 from phalanx.web.pages import add_pages
 
 _MOST_NAMED = 16
@@ -32,7 +33,7 @@ _REFUSED = {
 }
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service, live: Live) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     _add_openai_routes(app, service)
@@ -41,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
     tp = service.supervisor.launch.config.tp
     app.include_router(cockpit_routes(About("serve", service.name, tp)))
     app.include_router(layout_routes(Served(service.name, service.spec, tp)))
+    app.include_router(live_route(live))
     app.openapi_schema = _with_own_errors(app.openapi())
     return app
 

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.plan import Beat, Totals
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
@@ -207,6 +207,10 @@ class EngineClient:
             stuck = bool(self.live) and (age > SILENT_AFTER_S or busy > self.launch.step_timeout_s / 2)
             healths.append(RankHealth(rank, beat.step, round(age, 3), round(busy, 3), stuck))
         return healths
+
+    def totals(self) -> dict[int, tuple[Totals, float]]:
+        """What each rank has done so far, and when it said so."""
+        return {rank: (beat.totals, heard) for rank, (beat, heard) in sorted(self._beats.items())}
 
     async def death(self) -> EngineDeadError:
         """Wait until the engine ends; one that hangs is ended. The mailboxes stay open until someone closes them.

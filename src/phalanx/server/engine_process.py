@@ -22,6 +22,7 @@ from phalanx.errors import PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
+from phalanx.runtime.rank import device_name
 from phalanx.runtime.start import start_engine
 from phalanx.server.grammar_thread import GrammarThread
 from phalanx.server.messages import (
@@ -69,7 +70,7 @@ def main(start: Start = start_engine) -> None:
         path = locate(startup.config.model)
         engine = start(startup.config, path, _telling(reports))
         pulses = Sender(context, reports_address(folder), startup.token)
-        EngineLoop(engine, path, orders, reports, pulses).run()
+        EngineLoop(engine, path, device_name(startup.config), orders, reports, pulses).run()
     except BaseException as error:
         death_file(folder).write_bytes(msgspec.json.encode(_cause(error)))
         os._exit(1)
@@ -106,13 +107,16 @@ def _cause(error: BaseException) -> Death:
 class EngineLoop:
     """Takes orders between steps, reports every step's tokens in one message."""
 
-    def __init__(self, engine: Engine, path: Path, orders: Receiver, reports: Sender, pulses: Sender) -> None:
+    def __init__(
+        self, engine: Engine, path: Path, device: str, orders: Receiver, reports: Sender, pulses: Sender
+    ) -> None:
         self.engine = engine
         self._grammars = GrammarThread(path, engine)
         self._orders = orders
         self._reports = reports
         self._pulses = pulses
-        self._pulse = Pulse(rank=0)
+        self._pulse = Pulse(0, engine.totals)
+        self._device = device
         self._ids: dict[int, int] = {}
         self._requests: dict[int, Request] = {}
 
@@ -197,6 +201,7 @@ class EngineLoop:
             num_blocks=scheduler.pool.num_blocks,
             block_size=scheduler.pool.block_size,
             stop_tokens=sorted(scheduler.eos_token_ids),
+            device=self._device,
         )
 
     def _books(self) -> Books:
@@ -209,6 +214,7 @@ class EngineLoop:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             totals=self.engine.totals,
+            idle_blocks=scheduler.pool.idle,
         )
 
 

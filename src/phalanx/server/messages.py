@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.engine.core import Totals
-from phalanx.engine.plan import Beat, TokenLogprobs
+from phalanx.engine.plan import Beat, TokenLogprobs, Totals
 from phalanx.engine.sampling import SamplingParams
 from phalanx.runtime.config import EngineConfig
 
@@ -43,7 +42,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, within these sizes."""
+    """The engine takes requests, within these sizes. `device` is `cpu` or the GPU's own name."""
 
     vocab: int
     max_model_len: int
@@ -51,6 +50,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     block_size: int
     stop_tokens: list[int]
+    device: str = "cpu"
 
 
 class NewToken(msgspec.Struct, array_like=True, frozen=True):
@@ -65,7 +65,7 @@ class NewToken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Books(msgspec.Struct, array_like=True, frozen=True):
-    """The scheduler's counts after a step."""
+    """The scheduler's counts after a step. Of the free blocks, the idle ones still hold a prefix."""
 
     running: int
     waiting: int
@@ -74,6 +74,7 @@ class Books(msgspec.Struct, array_like=True, frozen=True):
     prefix_queries: int
     prefix_hits: int
     totals: Totals
+    idle_blocks: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

@@ -14,8 +14,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from phalanx.engine.core import Totals
+from phalanx.engine.plan import Totals
 from phalanx.server.messages import Books, Stepped
+from phalanx.server.recent import Recent
 
 if TYPE_CHECKING:
     from phalanx.server.answer import Answer
@@ -88,6 +89,7 @@ class Metrics:
         )
         self._parts = {part: parts.labels(model, part) for part in _PARTS}
         self._steps = Counter("phalanx:steps", "Steps run.", ["model_name"], registry=self._registry).labels(model)
+        self.recent = Recent()
         self._blocks = 1
         self._last: Books | None = None
 
@@ -95,6 +97,7 @@ class Metrics:
         """A new engine counts from zero, and nothing runs on it yet."""
         self._blocks = num_blocks
         self._last = None
+        self.recent.engine_started(num_blocks)
         for each in self._sets:
             for gauge in (each.running, each.waiting, each.kv_usage):
                 gauge.set(0)
@@ -116,14 +119,17 @@ class Metrics:
             if steps:
                 each.step_tokens.observe((books.totals.tokens - last.totals.tokens) / steps)
         self._last = books
+        self.recent.stepped(report)
 
     def first_token(self, after_s: float) -> None:
         for each in self._sets:
             each.first_token.observe(after_s)
+        self.recent.first_token.append(after_s)
 
     def next_token(self, after_s: float) -> None:
         for each in self._sets:
             each.token_gap.observe(after_s)
+        self.recent.token_gap.append(after_s)
 
     def answered(self, answer: Answer) -> None:
         """An answer has ended, well or not."""

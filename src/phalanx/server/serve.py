@@ -89,16 +89,18 @@ class ApiServer:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
         supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
-        loading = asyncio.create_task(self._tell_loading())
+        beside = [asyncio.create_task(self._tell_loading())]
         try:
             _, config = await asyncio.gather(
                 asyncio.to_thread(preflight, self._config.tp, self._config.device),
                 asyncio.to_thread(self._http_config),
             )
             self._http = _HttpServer(config)
+            beside.append(asyncio.create_task(self._live.run()))
             return await self._serve(listener, supervising)
         finally:
-            loading.cancel()
+            for task in beside:
+                task.cancel()
             supervising.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await supervising
@@ -124,10 +126,12 @@ class ApiServer:
         """Imports what takes long, and the tokenizer."""
         from phalanx.server.app import create_app
         from phalanx.server.service import build_service
+        from phalanx.web.live import Live
 
         options = self._options
         self._service = build_service(self._name, self._config, options, self._supervisor, self._metrics)
-        app: ASGIApp = Guard(create_app(self._service), options.api_keys, options.max_body_bytes)
+        self._live = Live(self._supervisor, self._metrics.recent)
+        app: ASGIApp = Guard(create_app(self._service, self._live), options.api_keys, options.max_body_bytes)
         if options.cors_origins:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
         config = uvicorn.Config(

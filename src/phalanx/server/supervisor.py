@@ -20,11 +20,12 @@ class Supervisor:
     """Starts the engine, and again after a death, at most `restarts` times, each time after a longer pause.
 
     An engine that dies before it ever took a request is not tried again: the same start would fail the same way. Nor is
-    one that dies while the server stops.
+    one that dies while the server stops. `death` is why there is no engine now.
     """
 
     def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
         self.state = "starting"
+        self.death: EngineDeadError | None = None
         self.restarts_left = restarts
         self.launch = launch
         self._max_queued = max_queued
@@ -51,6 +52,7 @@ class Supervisor:
         try:
             try:
                 started = await client.start()
+                self.death = None
                 if self.state != "draining":
                     self.state = "ready"
                 on_ready(started)
@@ -59,6 +61,7 @@ class Supervisor:
                 death = error
             final = self.state in ("starting", "draining") or self.restarts_left == 0
             self.state = "dead" if final else "restarting"
+            self.death = death
             client.close_mailboxes(ApiError.of(death))
             return death
         finally:

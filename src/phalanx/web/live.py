@@ -1,0 +1,188 @@
+"""The live view's stream: ten minutes of samples at once, then one a second, with the state of engine and ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx.errors import EngineDeadError
+from phalanx.runtime.config import EngineConfig
+from phalanx.server.engine_client import RankHealth
+from phalanx.server.recent import Recent
+from phalanx.server.supervisor import Supervisor
+from phalanx.web.expect import Expectation, expectation
+from phalanx.web.sampler import EVERY_S, Sample, Sampler
+from phalanx.weights.checkpoint import Checkpoint, locate
+
+STUCK_WRITE_S = 30.0
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine is right now. `reason` is why there is none, `loaded` how much of its weights are there."""
+
+    status: str
+    reason: dict[str, str] | None
+    loaded: float | None
+    restarts_left: int
+    requests: int
+    device: str | None
+    max_num_seqs: int | None
+    kv_tokens: int | None
+    ranks: list[RankHealth]
+    expected: dict[str, str] | None
+    viewers: int
+
+
+class Event(msgspec.Struct, frozen=True):
+    state: State
+    samples: list[Sample]
+
+
+class Live:
+    """Samples while the server runs, and tells all who watch. Every stream reads from the same ring: none has a queue
+    of its own that a slow reader could fill.
+    """
+
+    def __init__(self, supervisor: Supervisor, recent: Recent) -> None:
+        self.viewers = 0
+        self.sampler = Sampler(supervisor, recent)
+        self._supervisor = supervisor
+        self._fresh = asyncio.Event()
+        self._latest: tuple[int, bytes] = (-1, b"")
+
+    async def run(self) -> None:
+        """For ever: a sample a second. What to expect is known once the engine says what it runs on."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + EVERY_S, loop.time())
+            await asyncio.sleep(due - loop.time())
+            started = self._supervisor.client.started
+            if self.sampler.expectation is None and started is not None:
+                config = self._supervisor.launch.config
+                self.sampler.expectation = await asyncio.to_thread(_expectation, config, started.device)
+            self.tick()
+
+    def tick(self) -> None:
+        """Take a sample and tell all who wait for one."""
+        self.sampler.sample()
+        fresh, self._fresh = self._fresh, asyncio.Event()
+        fresh.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will happen any more: the server ends, and waits for its streams to end first."""
+        state = self._supervisor.state
+        return state == "dead" or (state == "draining" and self._supervisor.client.live == 0)
+
+    async def next(self) -> None:
+        """Wait for the next sample."""
+        await self._fresh.wait()
+
+    def event_since(self, taken: int) -> bytes:
+        """What is new since so many samples had been taken. Nearly all streams ask for the latest one: made once."""
+        now = self.sampler.taken
+        missed = min(now - taken, len(self.sampler.samples))
+        if missed != 1:
+            return self._event(missed)
+        if self._latest[0] != now:
+            self._latest = now, self._event(1)
+        return self._latest[1]
+
+    def _event(self, count: int) -> bytes:
+        samples = list(self.sampler.samples)
+        event = Event(self.state(), samples[len(samples) - count :])
+        return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+    def state(self) -> State:
+        supervisor, client = self._supervisor, self._supervisor.client
+        ranks, started, loading = client.ranks(), client.started, client.loading
+        death, expected = supervisor.death, self.sampler.expectation
+        status = supervisor.state
+        if status in ("ready", "draining") and any(rank.stuck for rank in ranks):
+            status = "stuck"
+        return State(
+            status=status,
+            reason=_reason(death) if death is not None else None,
+            loaded=round(loading.done / max(loading.total, 1), 3) if loading is not None and started is None else None,
+            restarts_left=supervisor.restarts_left,
+            requests=client.live,
+            device=started.device if started is not None else None,
+            max_num_seqs=started.max_num_seqs if started is not None else None,
+            kv_tokens=started.num_blocks * started.block_size if started is not None else None,
+            ranks=ranks if death is None else [],
+            expected={"kind": expected.kind, "source": expected.source} if expected is not None else None,
+            viewers=self.viewers,
+        )
+
+
+def _reason(death: EngineDeadError) -> dict[str, str]:
+    """Without the traceback: that is for the log."""
+    found, _, more = death.found.partition("\n")
+    return {"code": death.code, "found": found, "fix": f"{death.fix} The server's log has more." if more else death.fix}
+
+
+def _expectation(config: EngineConfig, device: str) -> Expectation:
+    spec = Checkpoint(locate(config.model), config.load_format).spec
+    return expectation(spec, device, config.tp)
+
+
+class LiveStream(Response):
+    """Sends events until the client goes, or does not read for too long, or the server ends."""
+
+    def __init__(self, live: Live) -> None:
+        self.status_code = 200
+        self.background = None
+        self._live = live
+
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        telling = asyncio.create_task(self._tell(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        self._live.viewers += 1
+        try:
+            await asyncio.wait({telling, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done() and isinstance(telling.exception(), TimeoutError):
+                scope["extensions"]["abort"]()
+            elif telling.done():
+                telling.result()
+        finally:
+            self._live.viewers -= 1
+            telling.cancel()
+            gone.cancel()
+
+    async def _tell(self, send: Send) -> None:
+        live, taken, more = self._live, 0, True
+        await send(self._head)
+        while more:
+            event, taken, more = live.event_since(taken), live.sampler.taken, not live.is_over
+            async with asyncio.timeout(STUCK_WRITE_S):
+                await send({"type": "http.response.body", "body": event, "more_body": more})
+            if more:
+                await live.next()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def live_route(live: Live) -> APIRouter:
+    router = APIRouter(prefix="/cockpit", include_in_schema=False)
+
+    @router.get("/live")
+    async def watch() -> Response:
+        return LiveStream(live)
+
+    return router
