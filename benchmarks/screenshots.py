@@ -8,6 +8,7 @@ Needs the system's Chromium and `pip install playwright`.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ VIEWPORT = {"width": 1360, "height": 900}
 LOAD_S = 45
 PLAN = "#/plan?model=Llama-3.3-70B&machine=4xH100-SXM&engines=vllm&formats=fp8"
 LAYOUT = "#/layout?model=SmolLM2-135M&tp=2"
-QUESTION = "Why is the sky blue? Answer in three sentences."
+QUESTION = "What is the capital of France?"
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run")
 
 
@@ -36,9 +37,10 @@ def server() -> Iterator[str]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if "ready" in line and "http://" in line:
+            found = re.search(r" at (http://\S+)/v1 ", line)
+            if found:
                 threading.Thread(target=process.stdout.read, daemon=True).start()
-                yield "http://" + line.split("http://")[1].split()[0].rstrip("/").removesuffix("/v1")
+                yield found[1]
                 return
         raise SystemExit("the server did not start")
     finally:
@@ -81,7 +83,7 @@ def main() -> None:
     with server() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         page = browser.new_page(viewport=VIEWPORT, reduced_motion="reduce")
-        page.set_default_timeout(120_000)
+        page.set_default_timeout(300_000)
         load(url, 4, time.monotonic() + LOAD_S)
         shoot_chat(page, url)
         page.screenshot(path=folder / "cockpit_chat.png")

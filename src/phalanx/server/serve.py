@@ -165,13 +165,15 @@ class ApiServer:
         self._supervisor.client.close_mailboxes(ApiError(503, "The server is stopping.", "server_stopping"))
 
     async def _tell_loading(self) -> None:
-        """A line at once, and one every few seconds until the engine is there."""
+        """A line at once, and one every few seconds while weights are read."""
         log.info("loading %s, TP=%d", self._name, self._config.tp)
+        told = 0
         while self._supervisor.state == "starting":
             await asyncio.sleep(_LOADING_TOLD_EVERY_S)
             loading = self._supervisor.client.loading
-            if loading is not None and self._supervisor.state == "starting":
+            if loading is not None and loading.done > told and self._supervisor.state == "starting":
                 log.info("loaded %.1f of %.1f GB of weights", loading.done / 1e9, loading.total / 1e9)
+                told = loading.done
 
     def _engine_started(self, started: Started) -> None:
         self._metrics.engine_started(started.num_blocks)
@@ -189,7 +191,8 @@ class ApiServer:
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         print(
             f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
-            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of KV cache)\n\n"
+            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of KV cache)\n"
+            f"Plan, watch and chat in the browser: {url}/\n\n"
             f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n",
             flush=True,
         )
