@@ -30,6 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 ROUNDS = 7
+FIRST_PAINT = """() => new Promise(done => new PerformanceObserver(list => {
+    const painted = list.getEntries().find(entry => entry.name === "first-contentful-paint");
+    if (painted) done(painted.startTime);
+}).observe({type: "paint", buffered: true}))"""
 PLANS = {
     "70B, 4xH100-SXM, Phalanx, 32 at once": ("Llama-3.3-70B", "4xH100-SXM", "phalanx", 1024, 256, 32),
     "70B, 4xH100-SXM, vLLM, 256 at once": ("Llama-3.3-70B", "4xH100-SXM", "vllm", 1024, 256, 256),
@@ -113,8 +117,7 @@ def first_paints(address: str) -> list[float]:
         for _ in range(ROUNDS):
             page = browser.new_page()
             page.goto(address)
-            page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
-            found.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+            found.append(page.evaluate(FIRST_PAINT))
             page.close()
         browser.close()
     return found

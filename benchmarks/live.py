@@ -4,10 +4,10 @@
     python benchmarks/live.py --modelled     # an engine that answers at once: the API process alone, at its limit
     python benchmarks/live.py --json FILE    # and write the figures
 
-Two figures. The ratio: output tokens a second with views open over those without, in rounds that alternate on one
-server, so that noise on a shared machine hits both alike; the median of the pairs counts. And, since noise may be
-larger than the cost, the cost itself: the processor time that sampling takes of a second, measured in this process
-under a load of 64 requests that get 50 tokens a second each.
+Rounds with views open and without alternate on one server, so that noise on a shared machine hits both alike; of the
+pairs, the median counts. Two ratios come out: output tokens a second, and processor time a token of the server's
+processes, which other programs on the machine disturb less. Beside them stands the cost itself: the processor time that
+sampling takes of a second, measured in this process under a load of 64 requests that get 50 tokens a second each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from datetime import date
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 from serving import MODELLED, served, server
 
 from phalanx.engine.plan import Admission, StepPlan, Totals
@@ -61,28 +64,50 @@ def watched(url: str) -> Iterator[None]:
             view.join()
 
 
-def tokens_a_second(url: str, modelled: bool) -> float:
-    summary = served(256, 64, 32, 256, url) if modelled else served(16, 8, 64, 64, url)
+@dataclass(frozen=True)
+class Round:
+    tokens_per_s: float
+    cpu_us_per_token: float
+
+
+def measure(url: str, modelled: bool) -> Round:
+    before = cpu_seconds()
+    with redirect_stdout(StringIO()):
+        summary = served(256, 64, 32, 256, url) if modelled else served(16, 8, 64, 64, url)
     assert not summary.failures, summary.failures
-    return float(summary.per_second(summary.output_tokens))
+    spent = cpu_seconds() - before
+    return Round(summary.per_second(summary.output_tokens), spent / summary.output_tokens * 1e6)
+
+
+def cpu_seconds() -> float:
+    """Of the server, which is this process's child, and of all its processes."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def ratio(rounds: int, modelled: bool) -> dict[str, Any]:
     """Pairs of a round with views and one without, each time the other one first."""
-    pairs = []
+    pairs: list[tuple[Round, Round]] = []
     with server(*(("-c", MODELLED) if modelled else ("-m", "phalanx.cli", "serve", "--port", "0"))) as url:
-        tokens_a_second(url, modelled)
+        measure(url, modelled)
         for number in range(rounds):
-            speeds = {}
+            found = {}
             for views in (False, True) if number % 2 else (True, False):
-                if views:
-                    with watched(url):
-                        speeds[views] = tokens_a_second(url, modelled)
-                else:
-                    speeds[views] = tokens_a_second(url, modelled)
-            pairs.append((speeds[False], speeds[True]))
-            print(f"round {number + 1}: {pairs[-1][0]:,.1f} tok/s without, {pairs[-1][1]:,.1f} with", flush=True)
-    return {"views": VIEWS, "pairs": pairs, "ratio": statistics.median(after / before for before, after in pairs)}
+                with watched(url) if views else nullcontext():
+                    found[views] = measure(url, modelled)
+            bare, seen = found[False], found[True]
+            pairs.append((bare, seen))
+            print(
+                f"round {number + 1}: without, {bare.tokens_per_s:,.0f} tok/s at {bare.cpu_us_per_token:,.1f} us of "
+                f"processor a token; with, {seen.tokens_per_s:,.0f} at {seen.cpu_us_per_token:,.1f}",
+                flush=True,
+            )
+    return {
+        "views": VIEWS,
+        "rounds": rounds,
+        "tokens_per_s": statistics.median(seen.tokens_per_s / bare.tokens_per_s for bare, seen in pairs),
+        "cpu_per_token": statistics.median(seen.cpu_us_per_token / bare.cpu_us_per_token for bare, seen in pairs),
+    }
 
 
 def sampling_share() -> float:
@@ -142,7 +167,9 @@ def main() -> None:
         "engine_process_share": books_share(),
         "open_views": ratio(arguments.rounds, arguments.modelled),
     }
-    print(f"with {VIEWS} views open: {results['open_views']['ratio']:.1%} of the output without")
+    found = results["open_views"]
+    print(f"with {VIEWS} views open: {found['tokens_per_s']:.1%} of the output without,")
+    print(f"{found['cpu_per_token']:.1%} of the processor time a token")
     print(f"sampling takes {results['api_process_share']:.2%} of the API process, whether or not someone looks")
     print(f"the sums of steps take {results['engine_process_share']:.3%} of the engine process")
     if arguments.json is not None:

@@ -81,7 +81,7 @@ function chartOptions(props: () => Props): Omit<uPlot.Options, "width" | "height
       axis({ values: (_, values) => values.map(axisText), size: AXIS_WIDTH, space: 32, ticks: { show: false } }),
     ],
     series: [{}, ...lines.map(seriesOf)],
-    bands: bounds.length === 2 ? [{ series: [bounds[1]!, bounds[0]!], fill: `${token("ink-2")}22` }] : [],
+    bands: bounds.length === 2 ? [{ series: [bounds[1]!, bounds[0]!], fill: `${token("ink-2")}38` }] : [],
     hooks: {
       drawClear: [(chart) => shadeOutages(chart, props().timeline.outages)],
       setCursor: [(chart) => props().timeline.onCursor(chart.cursor.idx ?? null)],

@@ -108,7 +108,7 @@ function Rank(props: {
         lines={lines}
         timeline={props.timeline}
         axisText={millis}
-        least={1}
+        least={props.most}
         most={props.most}
       />
     </section>

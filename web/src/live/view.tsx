@@ -49,7 +49,7 @@ export function LiveView(props: { server: About }) {
   return (
     <div class="live" onPointerMove={touched}>
       <Status link={link} state={state} tp={tp} />
-      <Moment rows={rows} shown={isPast ? shown : null} pin={pin} />
+      <Moment rows={rows} shown={isPast ? shown : null} isLost={link === "lost"} pin={pin} />
       <div class="live-cards">
         <ChartCard title="Output" hint="tokens a second" lines={output} least={10} axisText={axisCount} {...shared} />
         <ChartCard title="Time to first token" hint="last 10 s" lines={firstTokenLines} least={10} axisText={millis} {...shared} />
@@ -66,12 +66,14 @@ export function LiveView(props: { server: About }) {
 
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
 
+type Pin = (time: number | null) => void;
+
 /** The moment whose figures are shown. The slider does for the keyboard and the thumb what hovering does for a mouse. */
-function Moment(props: { rows: (Sample | number)[]; shown: number | null; pin: (time: number | null) => void }) {
+function Moment(props: { rows: (Sample | number)[]; shown: number | null; isLost: boolean; pin: Pin }) {
   const { rows, shown } = props;
   const last = Math.max(rows.length - 1, 0);
   const at = shown === null ? undefined : rows[shown];
-  const text = at === undefined || typeof at === "number" ? "now" : clock.format(at.t * 1000);
+  const text = at === undefined || typeof at === "number" ? (props.isLost ? "last seen" : "now") : clock.format(at.t * 1000);
   const move = (index: number) => {
     const row = rows[index];
     const time = row === undefined ? null : typeof row === "number" ? row : row.t;
