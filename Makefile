@@ -22,7 +22,7 @@ lint: $(VENV)/.dev
 
 # The cockpit's pages are committed as built: users need no node. This builds them anew from web/.
 web:
-	cd web && npm ci && npm run build
+	cd web && npm install && npm run build
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
