@@ -70,7 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Re
     runner = ModelledRunner(price=lambda plan: 0.0, token=lambda slot, position: 40 + position)
     engine = Engine(Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,)), runner, vocab=100)
     reports, pulses = Told(), Told()
-    channels: Any = (Orders(*orders), reports, pulses)
+    channels: Any = (Orders(*orders), reports, pulses, pytest.fail)
     with pytest.raises(Over):
         EngineLoop(engine, Path(), *channels).run()
     return reports.reports, pulses.reports

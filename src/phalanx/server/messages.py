@@ -43,7 +43,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, within these sizes."""
+    """The engine takes requests, within these sizes. `nodes` are the machines of its ranks, if not all on this one."""
 
     vocab: int
     max_model_len: int
@@ -51,6 +51,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     block_size: int
     stop_tokens: list[int]
+    nodes: list[str] = []
 
 
 class NewToken(msgspec.Struct, array_like=True, frozen=True):

@@ -26,6 +26,7 @@ class Supervisor:
     def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
         self.state = "starting"
         self.restarts_left = restarts
+        self.last_death: EngineDeadError | None = None
         self._launch = launch
         self._max_queued = max_queued
         self._on_step = on_step
@@ -43,7 +44,7 @@ class Supervisor:
             log.warning("starting the engine again in %.0f s, %d more times at most", pause, self.restarts_left)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self.client = EngineClient(self._launch, self._on_step)
+            self.client = EngineClient(self._launch.again(), self._on_step)
 
     async def _live(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
         """One life of the engine. Whatever was running at its end hears of it."""
@@ -57,6 +58,7 @@ class Supervisor:
                 death = await client.death()
             except EngineDeadError as error:
                 death = error
+            self.last_death = death
             final = self.state in ("starting", "draining") or self.restarts_left == 0
             self.state = "dead" if final else "restarting"
             client.close_mailboxes(ApiError.of(death))
