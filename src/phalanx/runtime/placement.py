@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,18 @@ def _by_number(address: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def check_room(wanted: Wanted, nodes: Sequence[Node], driver: str) -> None:
-    """ConfigError if the cluster has no room for the ranks, with what each node has."""
+    """ConfigError if the cluster has no room for the ranks, with what each node has.
+
+    Two nodes at one address are one that died and one that came in its place, or machines that hide behind the same
+    address: ranks cannot be told where to go.
+    """
+    twice = [address for address, count in Counter(node.address for node in nodes).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            "same_address",
+            f"Several Ray nodes have the address {twice[0]}.",
+            "Give each its own with `ray start --node-ip-address`; one that died is forgotten within a minute.",
+        )
     if sum(wanted.slots(node) for node in nodes) < wanted.ranks:
         raise too_small(wanted, nodes)
     here = next((node for node in nodes if node.id == driver), None)

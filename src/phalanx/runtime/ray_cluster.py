@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from phalanx.runtime.placement import Node, Wanted, bundle_of_each_rank, bundles
 _LOOK_EVERY_S = 0.5
 _CLOSE_WAIT_S = 2.0
 _START_WAIT_S = 60.0
+_REACH_WAIT_S = 5.0
 
 
 class RayCluster:
@@ -35,17 +37,13 @@ class RayCluster:
     def _join(self, address: str) -> None:
         _check_access(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        while True:
-            try:
-                with _signals_kept():
-                    self._ray.init(address=address, log_to_driver=False, configure_logging=False)
-                return
-            except Exception as error:
-                self._ray.shutdown()
-                refused = _why_not(error, address)
-                if refused.code != "no_cluster" or time.monotonic() > self._deadline:
-                    raise refused from None
-            time.sleep(_LOOK_EVERY_S)
+        self._wait(lambda: _check_reach(address))
+        try:
+            with _signals_kept():
+                self._ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:
+            self._ray.shutdown()
+            raise _why_not(error, address) from None
 
     def nodes(self) -> list[Node]:
         """Those that Ray holds to be alive."""
@@ -167,18 +165,37 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _why_not(error: Exception, address: str) -> ConfigError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if "ersion mismatch" in str(error):
-        return ConfigError("versions_differ", " ".join(str(error).split()), "Install the same versions on every node.")
-    if type(error).__name__ == "AuthenticationError" or "nauthenticated" in str(error):
-        return ConfigError(
-            "ray_token_refused", f"The Ray cluster at {address} refused the token: {reason}", "Use the cluster's own."
-        )
+def _check_reach(address: str) -> None:
+    """Ray itself takes more than a minute to say that nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if not host:
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH_WAIT_S):
+            return
+    except (OSError, ValueError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, reason: str) -> ConfigError:
+    where = "on this machine" if address == "auto" else f"at {address}"
     return ConfigError(
         "no_cluster",
-        f"No Ray cluster was found at {address}: {reason}",
+        f"No Ray cluster was found {where}: {reason}.",
         "Start one on this machine (`phalanx cluster up`, or `ray start`), or name it with --ray-address.",
+    )
+
+
+def _why_not(error: Exception, address: str) -> ConfigError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    if "ersion mismatch" in reason:
+        return ConfigError("versions_differ", f"{reason}.", "Install the same versions on every node.")
+    if address == "auto":
+        return _no_cluster(address, reason)
+    return ConfigError(
+        "cluster_refused",
+        f"The Ray cluster at {address} does not let this machine in: {reason}.",
+        "It must be a node of that cluster, and its RAY_AUTH_TOKEN the cluster's.",
     )
 
 

@@ -13,7 +13,7 @@ from phalanx.runtime.links import Links
 from phalanx.runtime.pulse import BEAT_EVERY_S
 
 LOADING_PATIENCE_S = 60.0
-SERVING_PATIENCE_S = 6.0
+SERVING_PATIENCE_S = 5.0
 _BEATS_KEPT = 64
 
 
