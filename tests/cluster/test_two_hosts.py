@@ -16,6 +16,7 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from tests.cluster.hosts import FAR, HEAD, SECRETS, Host, Hosts, two_hosts, why_not
+from tests.conftest import make_checkpoint
 from tests.server.conftest import add_tokenizer
 from tests.server.running import eventually
 
@@ -74,9 +75,11 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Path) -> Path:
-    add_tokenizer(tiny_llama)
-    return tiny_llama
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_cluster")
+    make_checkpoint("llama", folder)
+    add_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

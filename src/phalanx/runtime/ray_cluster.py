@@ -17,7 +17,7 @@ from phalanx.runtime.placement import Node, Wanted, bundle_of_each_rank, bundles
 
 _LOOK_EVERY_S = 0.5
 _CLOSE_WAIT_S = 2.0
-_START_WAIT_S = 60.0
+_START_WAIT_S = 120.0
 _REACH_WAIT_S = 5.0
 
 
