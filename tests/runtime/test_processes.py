@@ -16,7 +16,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.plan import StepPlan
 from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.runtime import executor
-from phalanx.runtime.executor import LocalExecutor
+from phalanx.runtime.executor import Executor
 from phalanx.runtime.messages import pack_plan
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -26,7 +26,7 @@ PROMPT = list(range(1, 9))
 def ranks_of(llm: LLM) -> dict[int, int]:
     """Process ids of the ranks beside this one."""
     runner = llm.engine.runner
-    assert isinstance(runner, LocalExecutor)
+    assert isinstance(runner, Executor)
     return {rank: process.pid for rank, process in runner.workers.processes.items()}
 
 
@@ -66,9 +66,9 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
     """A damaged plan: rank 1 refuses it, and its own traceback reaches the caller."""
     with LLM(tiny_llama, tp=3, progress=False) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
-        assert isinstance(runner, LocalExecutor)
+        assert isinstance(runner, Executor)
         checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [False], [[]]))
-        runner.workers._orders[1].send(checksum, body[:-1] + b"\x00")
+        runner.workers.links.orders[1].send(checksum, body[:-1] + b"\x00")
         error, took = run_until_death(llm)
         assert error.code == "rank_failed"
         assert "Rank 1 raised ValueError: the plan of step 1 arrived damaged" in error.found
@@ -89,7 +89,7 @@ def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch
 def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
-        assert isinstance(runner, LocalExecutor)
+        assert isinstance(runner, Executor)
         monkeypatch.setattr(runner.runner.model, "logits", lambda hidden: 1 / 0)
         error, _ = run_until_death(llm)
         assert "Rank 0 raised ZeroDivisionError" in error.found
@@ -99,7 +99,7 @@ def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytes
 def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         runner = llm.engine.runner
-        assert isinstance(runner, LocalExecutor)
+        assert isinstance(runner, Executor)
         pids, folder = list(ranks_of(llm).values()), runner.workers.folder
         assert folder.stat().st_mode & 0o077 == 0
     assert gone(pids)
@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_start_says_why(tiny_llama: Path, monkeypatch: pytest
     from phalanx.runtime.config import EngineConfig
     from phalanx.runtime.start import start_engine
 
-    monkeypatch.setattr(executor, "blocks_that_fit", lambda config, model: 100)
+    monkeypatch.setattr(executor, "blocks_that_fit", lambda config, model, spot: 100)
     config = EngineConfig(tp=2, kv_cache_memory=16)
     with pytest.raises(PhalanxError) as caught:
         start_engine(config, tiny_llama, progress=lambda done, total: None)

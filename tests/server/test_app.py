@@ -59,7 +59,7 @@ class Engine:
     def cancel(self, id: int) -> None: ...
 
     def ranks(self) -> list[RankHealth]:
-        return [RankHealth(0, 7, 0.1, 0.0, self.stuck)]
+        return [RankHealth(0, "here", 7, 0.1, 0.0, self.stuck)]
 
 
 class Place:
@@ -68,7 +68,11 @@ class Place:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
         self.supervisor = SimpleNamespace(
-            state="ready", client=self.engine, admit=self.admit, launch=Launch(EngineConfig(), 10, "none")
+            state="ready",
+            client=self.engine,
+            admit=self.admit,
+            launch=Launch(EngineConfig(), 10, "none"),
+            last_death=None,
         )
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
@@ -140,7 +144,14 @@ def test_health_is_of_the_engine_and_its_ranks(place: Place, state: str, stuck: 
     answer = place.ask("GET", "/health")
     assert answer.status_code == status
     assert answer.json()["status"] == told
-    assert answer.json()["ranks"][0] == {"rank": 0, "step": 7, "beat_age_s": 0.1, "busy_s": 0.0, "stuck": stuck}
+    assert answer.json()["ranks"][0] == {
+        "rank": 0,
+        "node": "here",
+        "step": 7,
+        "beat_age_s": 0.1,
+        "busy_s": 0.0,
+        "stuck": stuck,
+    }
 
 
 def test_health_tells_requests_and_blocks_once_there_are_any(place: Place) -> None:

@@ -14,9 +14,10 @@ import pytest
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.plan import Beat
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_process
 from phalanx.server.engine_client import EngineClient, Launch
@@ -70,7 +71,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Re
     runner = ModelledRunner(price=lambda plan: 0.0, token=lambda slot, position: 40 + position)
     engine = Engine(Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,)), runner, vocab=100)
     reports, pulses = Told(), Told()
-    channels: Any = (Orders(*orders), reports, pulses)
+    channels: Any = (Orders(*orders), reports, pulses, pytest.fail)
     with pytest.raises(Over):
         EngineLoop(engine, Path(), "cpu", *channels).run()
     return reports.reports, pulses.reports
@@ -178,3 +179,24 @@ def test_a_real_one_outlives_signals_but_not_its_parent_and_leaves_no_folder() -
             await client.stop()
 
     asyncio.run(live())
+
+
+def test_a_rank_that_is_gone_ends_the_process_though_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beat thread hears of it; the loop may be in a collective that never ends."""
+    gone = EngineDeadError("node_lost", "Rank 1 on far gave no sign of life.", "Look there.")
+    ends: list[BaseException] = []
+
+    class Silent(ModelledRunner):
+        def beats(self) -> list[Beat]:
+            raise gone
+
+    monkeypatch.setattr(engine_process, "every_beat", lambda tell: tell())
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    runner = Silent(price=lambda plan: 0.0)
+    engine = Engine(Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,)), runner, vocab=100)
+    pulses = Told()
+    channels: Any = (Orders(), Told(), pulses, ends.append)
+    with pytest.raises(Over):
+        EngineLoop(engine, Path(), *channels).run()
+    assert ends == [gone]
+    assert pulses.reports == []

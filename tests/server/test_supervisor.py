@@ -228,3 +228,9 @@ def test_whoever_ends_the_supervisor_ends_the_engine(play: Callable[..., None]) 
         assert last().stopped
 
     play(scene)
+
+
+def test_an_engine_that_starts_again_waits_longer_for_its_machines() -> None:
+    first = Launch(EngineConfig(tp=2, executor="ray"), 10, "none")
+    assert first.again().config.node_wait_s > first.config.node_wait_s
+    assert first.again().config.tp == 2

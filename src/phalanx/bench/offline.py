@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -110,22 +111,17 @@ class Work:
         return tensor.elements * self.element
 
 
-def run_cases(
-    model: str | None, cases: str, tp: int, dtype: str, load_format: str, repeats: int, output: Path | None
-) -> list[Result]:
+def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None) -> list[Result]:
     """Time every case, print a table, and write JSON if asked to."""
     parsed = [Case.parse(text) for text in cases.split(",")]
-    console, path = Console(), locate(model)
-    config = EngineConfig(
-        model=model,
-        tp=tp,
-        dtype=dtype,
-        load_format=load_format,
+    console, path, tp = Console(), locate(asked.model), asked.tp
+    config = msgspec.structs.replace(
+        asked,
         max_num_seqs=max(case.batch for case in parsed),
         max_model_len=max(case.inputs + case.outputs for case in parsed),
         prefix_caching=False,
     )
-    spec = Checkpoint(path, load_format).spec
+    spec = Checkpoint(path, config.load_format).spec
     device = pick_device(config, 0)
     dtype_used = pick_dtype(config, spec, device)
     with console.status("Measuring the machine"):

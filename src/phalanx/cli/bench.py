@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, LoadFormat, Model, Tp, told_errors
+from phalanx.cli.shared import Dtype, Executor, Interface, LoadFormat, Model, RanksPerNode, RayAddress, Tp, told_errors
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -19,6 +19,10 @@ def offline(
     tp: Tp = 1,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
+    executor: Executor = "local",
+    ranks_per_node: RanksPerNode = None,
+    interface: Interface = None,
+    ray_address: RayAddress = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the best counts.")] = 2,
     emulate_tp: Annotated[
         str | None, typer.Option(help="Time one rank of these TP degrees on this device, such as 1,2,4,8.")
@@ -30,6 +34,7 @@ def offline(
     """Time fixed batches: prefill, time per output token, and their share of what the machine can do."""
     with told_errors():
         from phalanx.bench.offline import run_cases
+        from phalanx.runtime.config import EngineConfig
 
         if emulate_tp is not None:
             from phalanx.bench.emulate import emulate
@@ -37,7 +42,17 @@ def offline(
             emulate(model, cases, emulate_tp, all_reduce_us, machine, dtype, load_format, repeats, as_json)
             return
 
-        run_cases(model, cases, tp, dtype, load_format, repeats, as_json)
+        config = EngineConfig(
+            model=model,
+            tp=tp,
+            dtype=dtype,
+            load_format=load_format,
+            executor=executor,
+            ranks_per_node=ranks_per_node,
+            interface=interface,
+            ray_address=ray_address,
+        )
+        run_cases(config, cases, repeats, as_json)
 
 
 @bench.command("serve")

@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.shared import AsJson, Dtype, LoadFormat, Model, Tp, told_errors
+from phalanx.cli.shared import (
+    AsJson,
+    Dtype,
+    Executor,
+    Interface,
+    LoadFormat,
+    Model,
+    RanksPerNode,
+    RayAddress,
+    Tp,
+    told_errors,
+)
 from phalanx.errors import ConfigError
 
 
@@ -25,6 +36,10 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
+    executor: Executor = "local",
+    ranks_per_node: RanksPerNode = None,
+    interface: Interface = None,
+    ray_address: RayAddress = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt and exit."""
@@ -36,7 +51,17 @@ def generate(
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         from phalanx.llm import LLM
 
-        with LLM(model, tp=tp, max_model_len=max_model_len, dtype=dtype, load_format=load_format) as llm:
+        with LLM(
+            model,
+            tp=tp,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            load_format=load_format,
+            executor=executor,
+            ranks_per_node=ranks_per_node,
+            interface=interface,
+            ray_address=ray_address,
+        ) as llm:
             if chat is not None:
                 question: str | list[int] = llm.encode_chat([{"role": "user", "content": chat}])
             else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, LoadFormat, Model, Tp, told_errors
+from phalanx.cli.shared import Dtype, Executor, Interface, LoadFormat, Model, RanksPerNode, RayAddress, Tp, told_errors
 from phalanx.errors import ConfigError
 
 
@@ -38,6 +38,10 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin that may call; may be repeated.")] = None,
     vllm_metrics: Annotated[bool, typer.Option(help="Expose metrics under vLLM's names too.")] = False,
+    executor: Executor = "local",
+    ranks_per_node: RanksPerNode = None,
+    interface: Interface = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with told_errors():
@@ -55,6 +59,10 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory=kv_cache_memory,
             prefix_caching=prefix_caching,
+            executor=executor,
+            ranks_per_node=ranks_per_node,
+            interface=interface,
+            ray_address=ray_address,
         )
         options = ServeOptions(
             host=host,

@@ -21,6 +21,7 @@ class ModelledRunner:
         depth: int = 1,
     ) -> None:
         self.depth = depth
+        self.nodes: list[str] = []
         self.clock = 0.0
         self._price = price
         self._token = token

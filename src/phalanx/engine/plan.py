@@ -149,6 +149,8 @@ class Runner(Protocol):
     """Runs steps in the order they are launched. `depth` steps may be launched before the first is collected."""
 
     depth: int
+    nodes: list[str]
+    """The machine of every rank, rank 0 first; empty where all run on this one."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -157,7 +159,10 @@ class Runner(Protocol):
         ...
 
     def beats(self) -> list[Beat]:
-        """Signs of life of the ranks in other processes since the last call. May be called from another thread."""
+        """Signs of life of the ranks in other processes since the last call. May be called from another thread.
+
+        EngineDeadError if one of them is gone.
+        """
         ...
 
     def close(self) -> None: ...

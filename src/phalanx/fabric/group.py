@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_WAIT_SLICE = timedelta(seconds=1)
+_CLOSE_WAIT_S = 1.0
 
 
 class FabricError(RuntimeError):
@@ -58,8 +62,40 @@ class Solo:
         return None
 
 
+def serve_store(host: str) -> tuple[Store, str]:
+    """A store on a free port of this address alone, and where others find it."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"tcp://{host}:{port}"
+
+
+def open_store(address: str, size: int) -> Store:
+    """The store at `tcp://HOST:PORT`, or in a file that all ranks can open."""
+    if not address.startswith("tcp://"):
+        store = dist.FileStore(address, size)
+        store.set_timeout(RENDEZVOUS_TIMEOUT)
+        return store
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        raise FabricError(str(error)) from error
+
+
+def _nothing_to_say() -> None:
+    return None
+
+
 class GlooGroup:
-    """Ranks on one machine, over loopback. Not torch's default group, so several engines can live in one process."""
+    """Ranks as processes. Not torch's default group, so several engines can live in one process."""
 
     in_graphs = False
 
@@ -67,14 +103,17 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.seconds = 0.0
+        self._check: Callable[[], None] = _nothing_to_say
 
-    def connect(self, folder: Path) -> None:
-        """Meet the other ranks through a private folder. Every rank must come."""
+    def connect(self, store: Store, host: str, check: Callable[[], None] = _nothing_to_say) -> None:
+        """Meet the other ranks through a store, and talk to them from this address. Every rank must come.
+
+        While a collective takes long, `check` is called now and then: it raises if waiting is in vain.
+        """
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = COLLECTIVE_TIMEOUT
-        store = dist.FileStore(str(folder / "rendezvous"), self.size)
-        store.set_timeout(RENDEZVOUS_TIMEOUT)
+        self._check = check
         try:
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
@@ -82,7 +121,7 @@ class GlooGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         with self._collective():
-            self._group.allreduce([tensor]).wait()
+            self._finish(self._group.allreduce([tensor]))
         return tensor
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
@@ -91,8 +130,20 @@ class GlooGroup:
         padded[:, : tensor.shape[1]] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         with self._collective():
-            self._group.allgather([gathered], [padded]).wait()
+            self._finish(self._group.allgather([gathered], [padded]))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait in slices: a slice that ends too early raises, and leaves the work running."""
+        while True:
+            try:
+                work.wait(_WAIT_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()
+                    return
+            self._check()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -105,4 +156,8 @@ class GlooGroup:
             self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
-        self.__dict__.pop("_group", None)
+        """Destroying a group waits for its collectives, and one that lost its peer takes until its time-out."""
+        held = [self.__dict__.pop("_group", None)]
+        destroying = threading.Thread(target=held.clear, daemon=True)
+        destroying.start()
+        destroying.join(_CLOSE_WAIT_S)

@@ -8,12 +8,17 @@ from phalanx.errors import ConfigError
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LOAD_FORMATS = ("auto", "dummy")
+EXECUTORS = ("local", "ray")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an engine. None means: chosen from the model and the machine.
 
     `model` is a folder, a GGUF file or a Hugging Face id; None is the default model. `kv_cache_memory` is bytes a rank.
+
+    With `executor="ray"` the ranks run on the machines of a Ray cluster: `ranks_per_node` on each (default: one a GPU,
+    or one a machine on CPUs), talking over `interface` (default: the one Ray uses). `node_wait_s` is how long to wait
+    for machines that are missing.
     """
 
     model: str | None = None
@@ -28,16 +33,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     prefix_caching: bool = True
+    executor: str = "local"
+    ranks_per_node: int | None = None
+    interface: str | None = None
+    ray_address: str | None = None
+    node_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             self._at_least_one(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory", "num_blocks"):
+        for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
         self._one_of("dtype", self.dtype, DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
+        self._one_of("executor", self.executor, EXECUTORS)
+        for name in ("ranks_per_node", "interface", "ray_address"):
+            if self.executor == "local" and getattr(self, name) is not None:
+                raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")
 
     def _at_least_one(self, name: str, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,33 +1,55 @@
-"""What the engine and its ranks say to each other: msgspec records over private unix sockets, never pickles."""
+"""What the engine and its ranks say to each other: msgspec records, never pickles."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from phalanx.engine.plan import Beat, StepPlan
+from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.rank import Sizes
+from phalanx.runtime.rank import Sizes, Spot
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where a rank meets the engine and the other ranks.
+
+    It binds `orders`, connects to `reports` and `beats`, finds the other ranks through `store` and talks to them from
+    `host`. Where the engine's `beacon` is given, it ends when it no longer sees it.
+    """
+
+    orders: str
+    reports: str
+    beats: str
+    store: str
+    host: str
+    beacon: str | None = None
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The one line a worker reads from its standard input."""
+    """The one line a worker reads from its standard input. If it fails, it leaves a Failure in the file `failure`.
+
+    Between machines, `keys` are its own and `engine_key` is the one it trusts.
+    """
 
     config: EngineConfig
     model_path: str
     rank: int
-    folder: str
-    threads: int
+    spot: Spot
+    meeting: Meeting
     token: str
+    failure: str = ""
+    keys: Keys | None = None
+    engine_key: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its share and has memory for this many KV blocks."""
+    """A rank has loaded its share, has memory for this many KV blocks, and takes its orders there."""
 
     rank: int
     blocks: int
+    orders: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -55,22 +77,6 @@ Report = Ready | Done
 report_decoder = msgspec.msgpack.Decoder(Report)
 beat_decoder = msgspec.msgpack.Decoder(Beat)
 encode = msgspec.msgpack.encode
-
-
-def orders_address(folder: Path, rank: int) -> str:
-    return f"ipc://{folder}/orders-{rank}"
-
-
-def reports_address(folder: Path) -> str:
-    return f"ipc://{folder}/reports"
-
-
-def beats_address(folder: Path) -> str:
-    return f"ipc://{folder}/beats"
-
-
-def failure_file(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.json"
 
 
 def pack_plan(plan: StepPlan) -> list[bytes]:

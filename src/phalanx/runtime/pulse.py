@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from phalanx.engine.plan import Beat, Totals
 
 BEAT_EVERY_S = 0.5
+ENGINE_LOST_AFTER_S = 10.0
+"""A rank on another machine ends when the engine gave no sign of life for so long."""
 
 
 class Pulse:

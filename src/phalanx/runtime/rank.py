@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import psutil
 import torch
@@ -29,13 +31,38 @@ class Sizes(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+class Spot(msgspec.Struct, frozen=True):
+    """Where on its machine a rank runs: which of the GPUs it sees, and how many ranks share the machine."""
+
+    gpu: int = 0
+    ranks_here: int = 1
+
+
+_ALONE = Spot()
+
+
+def use_cores(spot: Spot) -> None:
+    """Threads as OMP_NUM_THREADS says, or this rank's share of the machine's cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(given) if given.isdigit() and int(given) else _share_of_cores(spot.ranks_here))
+
+
+def _share_of_cores(ranks: int) -> int:
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def on_gpus(config: EngineConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def pick_device(config: EngineConfig, gpu: int) -> torch.device:
+    if not on_gpus(config):
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if config.tp > found:
+    needed = config.tp if config.executor == "local" else gpu + 1
+    if needed > found:
         raise ConfigError("too_few_gpus", f"TP={config.tp}, but {found} GPUs are visible.", f"Use TP <= {found}.")
-    return torch.device("cuda", rank)
+    return torch.device("cuda", gpu)
 
 
 def device_name(config: EngineConfig) -> str:
@@ -51,9 +78,11 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
     return _DTYPES[config.dtype]
 
 
-def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress) -> Decoder:
+def load_model(
+    config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress, spot: Spot = _ALONE
+) -> Decoder:
     """This rank's share of the model, with its weights in place."""
-    device = pick_device(config, group.rank)
+    device = pick_device(config, spot.gpu)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
     place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu)
     model = Decoder(place)
@@ -66,19 +95,19 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, group: Group, progr
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     else:
-        _pack(model, config.tp)
+        _pack(model, spot.ranks_here)
     return model
 
 
-def _pack(model: Decoder, tp: int) -> None:
+def _pack(model: Decoder, ranks_here: int) -> None:
     """Packed weights are a second copy: only where memory is plenty."""
     size = sum(product.weight.nbytes for product in model.products())
-    if size * tp < _CPU_PACK_SHARE * psutil.virtual_memory().available:
+    if size * ranks_here < _CPU_PACK_SHARE * psutil.virtual_memory().available:
         for product in model.products():
             product.pack()
 
 
-def blocks_that_fit(config: EngineConfig, model: Decoder) -> int:
+def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for."""
     if config.num_blocks is not None:
         return config.num_blocks
@@ -87,7 +116,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder) -> int:
         free, total = torch.cuda.mem_get_info(model.place.device)
         budget = int(free - (1 - _CUDA_KV_SHARE) * total)
     elif budget is None:
-        budget = int(psutil.virtual_memory().available * _CPU_KV_SHARE / config.tp)
+        budget = int(psutil.virtual_memory().available * _CPU_KV_SHARE / spot.ranks_here)
     block_bytes = model.cache_bytes_per_token * config.block_size
     blocks = budget // block_bytes
     if blocks < 1:

@@ -30,6 +30,7 @@ class TorchRunner:
 
     def __init__(self, model: Decoder, slots: int, max_model_len: int) -> None:
         self.model = model
+        self.nodes: list[str] = []
         self.depth = 2 if model.place.device.type == "cuda" else 1
         self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None

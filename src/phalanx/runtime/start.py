@@ -10,7 +10,7 @@ from phalanx.engine.plan import Runner
 from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.executor import LocalExecutor
+from phalanx.runtime.executor import Executor
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import Layout
@@ -32,7 +32,7 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     if config.tp == 1:
         runner, sizes = _start_alone(config, model_path, progress, group)
     else:
-        executor = LocalExecutor(config, model_path, progress)
+        executor = Executor(config, model_path, progress)
         runner, sizes = executor, executor.sizes
     pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)

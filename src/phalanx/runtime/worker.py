@@ -1,4 +1,4 @@
-"""A rank other than 0: started by the engine as `python -m phalanx.runtime.worker`, ends with it."""
+"""A rank other than 0: `python -m phalanx.runtime.worker`, started by the engine or by its seat on another machine."""
 
 from __future__ import annotations
 
@@ -10,28 +10,15 @@ import traceback
 from pathlib import Path
 
 import msgspec
-import torch
 import zmq
 
 from phalanx.engine.plan import Totals
 from phalanx.errors import PhalanxError
-from phalanx.fabric.group import FabricError, GlooGroup
-from phalanx.runtime.channel import Receiver, Sender
-from phalanx.runtime.messages import (
-    Assignment,
-    Done,
-    Failure,
-    Ready,
-    beats_address,
-    encode,
-    failure_file,
-    orders_address,
-    reports_address,
-    unpack_plan,
-    unpack_sizes,
-)
-from phalanx.runtime.pulse import Pulse, every_beat
-from phalanx.runtime.rank import blocks_that_fit, load_model, make_runner
+from phalanx.fabric.group import FabricError, GlooGroup, open_store
+from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
+from phalanx.runtime.messages import Assignment, Done, Failure, Ready, encode, unpack_plan, unpack_sizes
+from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
+from phalanx.runtime.rank import blocks_that_fit, load_model, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.weights.checkpoint import Checkpoint
 
@@ -51,40 +38,63 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """The engine holds the other end of standard input; it closes when the engine ends, however it ends."""
+    """Who started this rank holds the other end of standard input: it closes when that process ends in any way."""
     sys.stdin.buffer.read()
     os._exit(0)
 
 
 def _serve(assignment: Assignment) -> None:
-    folder, rank, config = Path(assignment.folder), assignment.rank, assignment.config
-    torch.set_num_threads(assignment.threads)
-    context = zmq.Context()
-    orders = Receiver(context, orders_address(folder, rank), assignment.token)
-    reports = Sender(context, reports_address(folder), assignment.token)
+    config, spot, meeting, rank = assignment.config, assignment.spot, assignment.meeting, assignment.rank
+    use_cores(spot)
+    ends = _Ends(assignment)
+    totals = Totals()
+    pulse = Pulse(rank, totals)
+    every_beat(lambda: ends.beats.send(encode(pulse.beat())))
 
     group = GlooGroup(rank, config.tp)
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
-    model = load_model(config, checkpoint, group, progress=lambda done, total: None)
-    reports.send(encode(Ready(rank, blocks_that_fit(config, model))))
-    sizes = unpack_sizes(_next(orders))
-    group.connect(folder)
+    model = load_model(config, checkpoint, group, lambda done, total: None, spot)
+    ends.reports.send(encode(Ready(rank, blocks_that_fit(config, model, spot), ends.orders.address)))
+    sizes = unpack_sizes(_next(ends.orders))
+    group.connect(open_store(meeting.store, config.tp), meeting.host)
     runner = make_runner(config, model, sizes)
 
-    totals = Totals()
-    pulse = Pulse(rank, totals)
-    beats = Sender(context, beats_address(folder), assignment.token, limit=_BEATS_KEPT)
-    every_beat(lambda: beats.send(encode(pulse.beat())))
     step = 0
     while True:
         step += 1
-        plan = unpack_plan(_next(orders), expected_step=step)
+        plan = unpack_plan(_next(ends.orders), expected_step=step)
         with pulse.step(step):
             runner.launch(plan)
             result = runner.collect()
         totals.launched(plan)
         totals.collected(result)
-        reports.send(encode(Done(rank, step, digest(result.tokens))))
+        ends.reports.send(encode(Done(rank, step, digest(result.tokens))))
+
+
+class _Ends:
+    """This rank's ends of the channels. Where the engine has a beacon, a thread watches it from here on."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        meeting, token, keys, engine = assignment.meeting, assignment.token, assignment.keys, assignment.engine_key
+        context: Context = zmq.Context()
+        if engine is not None:
+            Gate(context, [engine])
+        self.orders = Receiver(context, meeting.orders, token, keys)
+        self.reports = Sender(context, meeting.reports, token, keys=keys, peer=engine)
+        self.beats = Sender(context, meeting.beats, token, _BEATS_KEPT, keys, engine)
+        if meeting.beacon is not None and keys is not None and engine is not None:
+            lookout = Lookout(context, meeting.beacon, token, keys, engine)
+            threading.Thread(target=_end_in_the_dark, args=[lookout], daemon=True).start()
+
+
+def _end_in_the_dark(lookout: Lookout) -> None:
+    """The engine, its machine or the link to it is gone: free what this rank holds."""
+    while lookout.sees(int(ENGINE_LOST_AFTER_S * 1e3)):
+        pass
+    print(
+        f"no sign of life from the engine for {ENGINE_LOST_AFTER_S:.0f} s: this rank ends", file=sys.stderr, flush=True
+    )
+    os._exit(0)
 
 
 def _next(orders: Receiver) -> list[bytes]:
@@ -102,9 +112,10 @@ def _report_failure(assignment: Assignment, error: BaseException) -> None:
         isinstance(error, FabricError),
         **known,
     )
-    path = failure_file(Path(assignment.folder), assignment.rank)
+    path = Path(assignment.failure)
     unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(msgspec.json.encode(failure))
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(failure))
     unfinished.rename(path)
 
 

@@ -144,6 +144,8 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
             "requests": client.live,
             "ranks": [vars(rank) for rank in ranks],
         }
+        if supervisor.last_death is not None:
+            body["last_death"] = supervisor.last_death.to_dict()
         if client.started is not None:
             free = client.books.free_blocks if client.books else client.started.num_blocks
             body["kv_blocks"] = {"total": client.started.num_blocks, "free": free}

@@ -11,9 +11,10 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hmac import compare_digest
 from pathlib import Path
+from socket import gethostname
 
 import msgspec
 import zmq
@@ -50,6 +51,7 @@ ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
 GIVEN_UP_AFTER_S = 30.0
 _STOP_WAIT_S = 5.0
+_NODES_RETURN_WITHIN_S = 120.0
 _LOOK_EVERY_S = 1.0
 _RECEIVE_SLICE_S = 0.02
 
@@ -62,12 +64,18 @@ class Launch:
     step_timeout_s: float
     module: str
 
+    def again(self) -> Launch:
+        """After a death: machines that went with it are given time to come back."""
+        waiting = max(self.config.node_wait_s, _NODES_RETURN_WITHIN_S)
+        return replace(self, config=msgspec.structs.replace(self.config, node_wait_s=waiting))
+
 
 @dataclass(frozen=True)
 class RankHealth:
     """What is known of a rank: `beat_age_s` since it last gave a sign, `busy_s` in its present step."""
 
     rank: int
+    node: str
     step: int
     beat_age_s: float
     busy_s: float
@@ -200,12 +208,14 @@ class EngineClient:
     def ranks(self) -> list[RankHealth]:
         """The health of every rank. A rank is stuck if it is silent, or too long in one step, while requests run."""
         now = time.monotonic()
+        nodes = self.started.nodes if self.started is not None else []
         healths = []
         for rank, (beat, heard) in sorted(self._beats.items()):
             age = now - heard
             busy = beat.busy_s + age if beat.busy_s else 0.0
             stuck = bool(self.live) and (age > SILENT_AFTER_S or busy > self.launch.step_timeout_s / 2)
-            healths.append(RankHealth(rank, beat.step, round(age, 3), round(busy, 3), stuck))
+            node = nodes[rank] if nodes else gethostname()
+            healths.append(RankHealth(rank, node, beat.step, round(age, 3), round(busy, 3), stuck))
         return healths
 
     def totals(self) -> dict[int, tuple[Totals, float]]:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -70,10 +71,18 @@ def main(start: Start = start_engine) -> None:
         path = locate(startup.config.model)
         engine = start(startup.config, path, _telling(reports))
         pulses = Sender(context, reports_address(folder), startup.token)
-        EngineLoop(engine, path, device_name(startup.config), orders, reports, pulses).run()
+        die = partial(_die, folder)
+        EngineLoop(engine, path, device_name(startup.config), orders, reports, pulses, die).run()
     except BaseException as error:
-        death_file(folder).write_bytes(msgspec.json.encode(_cause(error)))
-        os._exit(1)
+        _die(folder, error)
+
+
+def _die(folder: Path, error: BaseException) -> None:
+    """At once, whatever other threads wait for: a collective whose peer is gone would take minutes to end."""
+    unfinished = folder / f"death-{threading.get_ident()}"
+    unfinished.write_bytes(msgspec.json.encode(_cause(error)))
+    unfinished.rename(death_file(folder))
+    os._exit(1)
 
 
 def _end_with_parent(folder: Path) -> None:
@@ -108,9 +117,17 @@ class EngineLoop:
     """Takes orders between steps, reports every step's tokens in one message."""
 
     def __init__(
-        self, engine: Engine, path: Path, device: str, orders: Receiver, reports: Sender, pulses: Sender
+        self,
+        engine: Engine,
+        path: Path,
+        device: str,
+        orders: Receiver,
+        reports: Sender,
+        pulses: Sender,
+        die: Callable[[BaseException], None],
     ) -> None:
         self.engine = engine
+        self._die = die
         self._grammars = GrammarThread(path, engine)
         self._orders = orders
         self._reports = reports
@@ -125,13 +142,22 @@ class EngineLoop:
         gc.collect()
         gc.freeze()
         self._tell(self._started())
-        every_beat(lambda: self._pulses.send(encode(Pulses([self._pulse.beat(), *self.engine.runner.beats()]))))
+        every_beat(self._beat)
         while True:
             self._take_orders()
             if self.engine.has_work:
                 with self._pulse.step(self.engine.totals.steps + 1):
                     tokens = self._step()
                 self._tell(Stepped(tokens, self._books()))
+
+    def _beat(self) -> None:
+        """From a thread of its own: the loop may be waiting for a rank that is gone."""
+        try:
+            beats = self.engine.runner.beats()
+        except PhalanxError as error:
+            self._die(error)
+            return
+        self._pulses.send(encode(Pulses([self._pulse.beat(), *beats])))
 
     def _tell(self, report: Report) -> None:
         self._reports.send(encode(report))
@@ -202,6 +228,7 @@ class EngineLoop:
             block_size=scheduler.pool.block_size,
             stop_tokens=sorted(scheduler.eos_token_ids),
             device=self._device,
+            nodes=self.engine.runner.nodes,
         )
 
     def _books(self) -> Books:

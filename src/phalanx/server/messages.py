@@ -42,7 +42,10 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, within these sizes. `device` is `cpu` or the GPU's own name."""
+    """The engine takes requests, within these sizes. `device` is `cpu` or the GPU's own name.
+
+    `nodes` are the machines of its ranks, if not all on this one.
+    """
 
     vocab: int
     max_model_len: int
@@ -51,6 +54,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     stop_tokens: list[int]
     device: str = "cpu"
+    nodes: list[str] = []
 
 
 class NewToken(msgspec.Struct, array_like=True, frozen=True):

@@ -20,17 +20,22 @@ class Supervisor:
     """Starts the engine, and again after a death, at most `restarts` times, each time after a longer pause.
 
     An engine that dies before it ever took a request is not tried again: the same start would fail the same way. Nor is
-    one that dies while the server stops. `death` is why there is no engine now.
+    one that dies while the server stops.
     """
 
     def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
         self.state = "starting"
-        self.death: EngineDeadError | None = None
         self.restarts_left = restarts
+        self.last_death: EngineDeadError | None = None
         self.launch = launch
         self._max_queued = max_queued
         self._on_step = on_step
         self.client = EngineClient(launch, on_step)
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why there is no engine now."""
+        return self.last_death if self.state in ("restarting", "dead") else None
 
     async def run(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
         """Returns when the engine is dead for good."""
@@ -44,7 +49,7 @@ class Supervisor:
             log.warning("starting the engine again in %.0f s, %d more times at most", pause, self.restarts_left)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self.client = EngineClient(self.launch, self._on_step)
+            self.client = EngineClient(self.launch.again(), self._on_step)
 
     async def _live(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
         """One life of the engine. Whatever was running at its end hears of it."""
@@ -52,16 +57,15 @@ class Supervisor:
         try:
             try:
                 started = await client.start()
-                self.death = None
                 if self.state != "draining":
                     self.state = "ready"
                 on_ready(started)
                 death = await client.death()
             except EngineDeadError as error:
                 death = error
+            self.last_death = death
             final = self.state in ("starting", "draining") or self.restarts_left == 0
             self.state = "dead" if final else "restarting"
-            self.death = death
             client.close_mailboxes(ApiError.of(death))
             return death
         finally:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.doctor.measure.messages import Assignment, Began, Checked, Report, Timed, written
-from phalanx.fabric.group import GlooGroup
+from phalanx.fabric.group import GlooGroup, open_store
 
 _KIB, _MIB = 2**10, 2**20
 _GPU_SIZES = tuple(8 * _KIB << power for power in range(14))
@@ -48,7 +48,7 @@ class GlooPeers:
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
         self._group = GlooGroup(rank, ranks)
-        self._group.connect(folder)
+        self._group.connect(open_store(str(folder / "rendezvous"), ranks), "127.0.0.1")
 
     def all_reduce(self, tensor: Tensor) -> object:
         return self._group.all_reduce(tensor)

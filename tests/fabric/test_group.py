@@ -1,0 +1,82 @@
+"""Groups of ranks: they meet on one address, and a collective whose peer is gone does not hold up its rank."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from phalanx.fabric.group import FabricError, GlooGroup, open_store, serve_store
+
+HOST = "127.0.0.1"
+
+
+class Checked:
+    """Raises from the moment on that it is told to."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    def __call__(self) -> None:
+        if self.gone:
+            raise FabricError("a rank is gone")
+
+
+@pytest.fixture
+def pair() -> tuple[GlooGroup, GlooGroup, Checked]:
+    """Two ranks that met through a store on a port; the first is told when waiting is in vain."""
+    first, second, check = GlooGroup(0, 2), GlooGroup(1, 2), Checked()
+    store, address = serve_store(HOST)
+    with ThreadPoolExecutor(2) as pool:
+        meeting = [
+            pool.submit(first.connect, store, HOST, check),
+            pool.submit(lambda: second.connect(open_store(address, 2), HOST)),
+        ]
+        for met in meeting:
+            met.result(60)
+    return first, second, check
+
+
+def test_ranks_that_met_over_the_network_add_up(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+    first, second, _ = pair
+    with ThreadPoolExecutor(2) as pool:
+        sums = [pool.submit(group.all_reduce, torch.ones(3) * (group.rank + 1)) for group in (first, second)]
+        assert [done.result(60).tolist() for done in sums] == [[3.0] * 3] * 2
+    first.close()
+    second.close()
+
+
+def test_a_slow_peer_is_waited_for(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+    first, second, _ = pair
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.all_reduce, torch.ones(1))
+        time.sleep(2.5)
+        second.all_reduce(torch.ones(1))
+        assert waiting.result(60).item() == 2.0
+    first.close()
+    second.close()
+
+
+def test_a_collective_ends_once_its_peer_is_known_to_be_gone(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+    """The peer says nothing for ever, as one behind a cut link does; closing does not wait for it either."""
+    first, _, check = pair
+    check.gone = True
+    with pytest.raises(FabricError, match="a rank is gone"):
+        first.all_reduce(torch.ones(1))
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < 60
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    _store, address = serve_store("127.0.0.1")
+    port = int(address.rpartition(":")[2])
+    listening = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections(kind="tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    ]
+    assert listening == ["127.0.0.1"]
