@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 STATIC = Path(__file__).parents[2] / "src/phalanx/web/static"
 PHONE = {"width": 390, "height": 844}
@@ -30,6 +30,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _PATIENCE_MS = 60_000
 
 NewPage = Callable[..., Page]
+expect.set_options(timeout=_PATIENCE_MS)
 
 
 @pytest.fixture(scope="session")
