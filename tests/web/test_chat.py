@@ -16,6 +16,10 @@ from tests.web.scripted import HOSTILE_NAME, Script, ScriptedServer, says, scrip
 TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
 
 
+STICKING_OUT = """() => document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("*")]
+    .filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML.slice(0, 100))"""
+
+
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     with scripted_server() as started:
@@ -386,4 +390,5 @@ def test_axe_finds_nothing_serious(
         button(page, "Settings").click()
     page.get_by_text("Tools", exact=True).click()
     check_accessible(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out sideways"
+    assert page.evaluate(STICKING_OUT) == []
+    assert page.get_by_role("log").evaluate("e => e.scrollWidth <= e.clientWidth"), "messages scroll up and down only"

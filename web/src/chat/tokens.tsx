@@ -11,7 +11,6 @@ const LEVELS = [
   { least: 0.05, text: "5–20 %" },
   { least: 0, text: "under 5 %" },
 ];
-const RUN = 64;
 
 export function levelOf(logprob: number): number {
   const probability = Math.exp(logprob);
@@ -38,11 +37,10 @@ export function TokenView(props: { tokens: Token[] }) {
     event.preventDefault();
     place.current?.querySelector<HTMLElement>(`[data-index="${from + step}"]`)?.focus();
   };
-  const runs = Array.from({ length: Math.ceil(tokens.length / RUN) }, (_, run) => run * RUN);
   return (
     <div class="tokens">
       <p class="legend small quiet">
-        Probability of each token:{" "}
+        <span>Probability of each token:</span>
         {LEVELS.map((level, index) => (
           <span key={index} class="tok" data-level={index}>
             {level.text}
@@ -60,8 +58,8 @@ export function TokenView(props: { tokens: Token[] }) {
         onFocusOut={() => setAt(null)}
         onKeyDown={move}
       >
-        {runs.map((start) => (
-          <Run key={start} start={start} tokens={tokens.slice(start, start + RUN)} />
+        {linesOf(tokens).map(([start, stop]) => (
+          <Line key={start} start={start} tokens={tokens.slice(start, stop)} />
         ))}
         {at !== null && tokens[at] && <Alternatives token={tokens[at]} index={at} place={place.current!} />}
       </div>
@@ -69,16 +67,23 @@ export function TokenView(props: { tokens: Token[] }) {
   );
 }
 
-/** Tokens do not change once they have come: a full run is drawn once. */
-class Run extends Component<{ start: number; tokens: Token[] }> {
+/** Where lines of text begin and end: each is a block, so that a token more lays out one line and not all. */
+function linesOf(tokens: Token[]): [start: number, stop: number][] {
+  const ends = tokens.flatMap((token, index) => (token.text.endsWith("\n") ? index + 1 : []));
+  const starts = [0, ...ends].filter((start) => start < tokens.length);
+  return starts.map((start, line) => [start, starts[line + 1] ?? tokens.length]);
+}
+
+/** Tokens do not change once they have come. */
+class Line extends Component<{ start: number; tokens: Token[] }> {
   shouldComponentUpdate(next: { tokens: Token[] }): boolean {
     return next.tokens.length !== this.props.tokens.length;
   }
 
   render() {
-    return this.props.tokens.map((token, index) => (
-      <button
-        type="button"
+    const spans = this.props.tokens.map((token, index) => (
+      <span
+        role="button"
         class="tok"
         data-index={this.props.start + index}
         data-level={levelOf(token.logprob)}
@@ -86,8 +91,9 @@ class Run extends Component<{ start: number; tokens: Token[] }> {
         aria-label={`${visible(token.text)}, ${percent(Math.exp(token.logprob))}`}
       >
         {token.text}
-      </button>
+      </span>
     ));
+    return <div>{spans}</div>;
   }
 }
 
