@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,29 +153,6 @@ def test_what_fits_is_what_a_plan_says_fits(client: TestClient) -> None:
     assert "GiB short" in rows["Llama-3.1-405B"]["why_not"]
 
 
-def test_a_plan_does_not_hold_up_the_server() -> None:
-    """A plan is arithmetic in Python; while a long one runs, other answers come."""
-
-    async def race() -> list[str]:
-        order: list[str] = []
-        transport = httpx.ASGITransport(create_studio())
-        async with httpx.AsyncClient(transport=transport, base_url="http://studio", timeout=120) as http:
-
-            async def ask_for(name: str, call: Any) -> None:
-                assert (await call).status_code == 200
-                order.append(name)
-
-            body = QUESTION | {"formats": "bf16", "tps": "2,4", "input_tokens": 8000, "output_tokens": 2000}
-            slow = asyncio.create_task(ask_for("pareto", http.post("/cockpit/pareto", json=body)))
-            await asyncio.sleep(0)
-            for _ in range(20):
-                await ask_for("about", http.get("/cockpit/about"))
-            await slow
-        return order
-
-    assert asyncio.run(race()) == ["about"] * 20 + ["pareto"]
-
-
 class _SlowLane(Lane):
     """Answers when told to."""
 
@@ -184,7 +162,7 @@ class _SlowLane(Lane):
         self.answered: list[str] = []
 
     def ask(self, kind: str, question: dict[str, Any]) -> bytes:
-        self.go.wait(60)
+        assert self.go.wait(30), "nobody else came to act meanwhile: the server was held up"
         self.answered.append(question["who"])
         return b"{}"
 
@@ -196,7 +174,7 @@ def _asker(gone: bool) -> Any:
     return SimpleNamespace(is_disconnected=is_disconnected)
 
 
-def test_only_so_many_wait_and_those_who_left_are_not_answered() -> None:
+def test_a_plan_holds_up_nobody_only_so_many_wait_and_those_who_left_are_not_answered() -> None:
     async def crowd() -> tuple[list[str], list[int]]:
         lane = _SlowLane()
         desk = planner._Desk(lane)
@@ -213,7 +191,8 @@ def test_only_so_many_wait_and_those_who_left_are_not_answered() -> None:
         assert (await desk.answer("plan", {"who": "later"}, _asker(gone=False))).status_code == 200
         return lane.answered, answers
 
-    answered, statuses = asyncio.run(crowd())
+    with ThreadPoolExecutor(1) as apart:  # the browser's driver has a loop in this thread
+        answered, statuses = apart.submit(asyncio.run, crowd()).result()
     assert answered == ["0", "2", "4", "6", "8", "10", "12", "14", "later"]
     assert statuses == [200, 499] * 8
 
