@@ -51,7 +51,7 @@ def doctor(
         if facts:
             machines = _recorded(facts)
         else:
-            machines = [_this_machine(peer or [], tp, measure, save_calibration, url, api_key_file)]
+            machines = [_this_machine(peer or [], tp, measure, url, api_key_file)]
         if record is not None:
             from phalanx.doctor.gather import write_facts
 
@@ -66,6 +66,10 @@ def doctor(
             print(json.dumps(to_dict(verdicts, machines)))
         else:
             show(verdicts, Console(highlight=False), everything)
+        if save_calibration is not None and machines[0].measured is not None:
+            from phalanx.doctor.measure import save_calibration as save
+
+            save(measured=machines[0].measured, facts=machines[0], path=save_calibration)
         raise typer.Exit(1 if has_errors(verdicts) else 0)
 
 
@@ -98,9 +102,7 @@ def _recorded(files: list[Path]) -> list[Facts]:
     return [read_facts(file) for file in files]
 
 
-def _this_machine(
-    peers: list[str], tp: int, measured: bool, calibration: Path | None, url: str, api_key_file: Path | None
-) -> Facts:
+def _this_machine(peers: list[str], tp: int, measured: bool, url: str, api_key_file: Path | None) -> Facts:
     import msgspec
 
     from phalanx.doctor.gather import gather
@@ -116,10 +118,6 @@ def _this_machine(
 
         found = measure(facts, progress=lambda words: print(words, file=sys.stderr))
         facts = msgspec.structs.replace(facts, measured=found)
-        if calibration is not None:
-            from phalanx.doctor.measure import save_calibration
-
-            save_calibration(measured=found, facts=facts, path=calibration)
     return facts
 
 
