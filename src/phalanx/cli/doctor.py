@@ -48,10 +48,7 @@ def doctor(
         if save_calibration and not measure:
             raise ConfigError("bad_option", "--save-calibration needs numbers.", "Add --measure.")
         deployment = _deployment(model, tp, number_format, concurrency, machine)
-        if facts:
-            machines = _recorded(facts)
-        else:
-            machines = [_this_machine(peer or [], tp, measure, url, api_key_file)]
+        machines = _recorded(facts) if facts else [_this_machine(peer or [], tp, measure, url, api_key_file)]
         if record is not None:
             from phalanx.doctor.gather import write_facts
 
