@@ -197,6 +197,6 @@ def test_a_rank_that_is_gone_ends_the_process_though_the_loop_waits(monkeypatch:
     pulses = Told()
     channels: Any = (Orders(), Told(), pulses, ends.append)
     with pytest.raises(Over):
-        EngineLoop(engine, Path(), *channels).run()
+        EngineLoop(engine, Path(), "cpu", *channels).run()
     assert ends == [gone]
     assert pulses.reports == []
