@@ -21,9 +21,9 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Page, sync_playwright
 
-VIEWPORT = {"width": 1360, "height": 900}
+VIEWPORT = {"width": 1360, "height": 1000}
 LOAD_S = 45
-PLAN = "#/plan?model=Llama-3.3-70B&machine=4xH100-SXM&engines=vllm&formats=fp8"
+PLAN = "#/plan?model=Llama-3.3-70B&machine=4xH100-SXM"
 LAYOUT = "#/layout?model=SmolLM2-135M&tp=2"
 QUESTION = "What is the capital of France?"
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run")
@@ -65,11 +65,10 @@ def load(url: str, clients: int, until: float) -> None:
 
 def shoot_chat(page: Page, url: str) -> None:
     page.goto(f"{url}/#/chat")
-    field = page.get_by_role("textbox").last
-    field.fill(QUESTION)
-    field.press("Enter")
+    message = page.get_by_label("Message", exact=True)
+    message.fill(QUESTION)
+    message.press("Enter")
     page.get_by_text("tok/s").first.wait_for()
-    page.wait_for_timeout(1000)
 
 
 def main() -> None:
@@ -83,14 +82,14 @@ def main() -> None:
     with server() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         page = browser.new_page(viewport=VIEWPORT, reduced_motion="reduce")
-        page.set_default_timeout(300_000)
+        page.set_default_timeout(120_000)
         load(url, 4, time.monotonic() + LOAD_S)
         shoot_chat(page, url)
         page.screenshot(path=folder / "cockpit_chat.png")
         for view, place in (("live", "#/live"), ("plan", PLAN), ("layout", LAYOUT)):
             page.goto(f"{url}/{place}")
             page.wait_for_timeout(4000)
-            page.screenshot(path=folder / f"cockpit_{view}.png", full_page=True)
+            page.screenshot(path=folder / f"cockpit_{view}.png", full_page=view != "plan")
             print(folder / f"cockpit_{view}.png")
         browser.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,15 @@ def test_the_watch_sees_a_broken_policy_and_a_request_to_elsewhere(studio: str, 
     assert any("inline script" in each for each in complaints)
     assert any("192.0.2.1" in each for each in complaints)
     page.close()
+
+
+def test_no_view_styles_what_another_view_styles() -> None:
+    """All sheets become one: a rule is a view's own only if what its selector begins with is."""
+    sheets = Path(__file__).parents[2] / "web/src/styles"
+    roots: dict[str, str] = {}
+    for view in ("plan", "live", "chat", "layout"):
+        rules = re.findall(r"^\s*\.([\w-]+)[^{};]*[{,]$", (sheets / f"{view}.css").read_text(), re.MULTILINE)
+        assert rules
+        for root in set(rules):
+            assert root not in roots, f".{root} is in {roots[root]}.css and in {view}.css"
+            roots[root] = view
