@@ -22,7 +22,7 @@ import httpx
 from playwright.sync_api import Page, sync_playwright
 
 VIEWPORT = {"width": 1360, "height": 1000}
-LOAD_S = 45
+LOAD_S = 90
 PLAN = "#/plan?model=Llama-3.3-70B&machine=4xH100-SXM"
 LAYOUT = "#/layout?model=SmolLM2-135M&tp=2"
 QUESTION = "What is the capital of France?"
@@ -83,15 +83,20 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         page = browser.new_page(viewport=VIEWPORT, reduced_motion="reduce")
         page.set_default_timeout(120_000)
-        load(url, 4, time.monotonic() + LOAD_S)
+        loading = threading.Thread(target=load, args=(url, 4, time.monotonic() + LOAD_S))
+        loading.start()
+        page.goto(f"{url}/#/live")
+        page.wait_for_timeout((LOAD_S - 5) * 1000)
+        page.screenshot(path=folder / "cockpit_live.png", full_page=True)
+        loading.join()
         shoot_chat(page, url)
         page.screenshot(path=folder / "cockpit_chat.png")
-        for view, place in (("live", "#/live"), ("plan", PLAN), ("layout", LAYOUT)):
+        for view, place in (("plan", PLAN), ("layout", LAYOUT)):
             page.goto(f"{url}/{place}")
             page.wait_for_timeout(4000)
-            page.screenshot(path=folder / f"cockpit_{view}.png", full_page=view != "plan")
-            print(folder / f"cockpit_{view}.png")
+            page.screenshot(path=folder / f"cockpit_{view}.png", full_page=view == "layout")
         browser.close()
+    print(f"wrote the four views to {folder}")
 
 
 if __name__ == "__main__":
