@@ -177,6 +177,10 @@ class _Search:
         if refused is not None:
             yield Excluded(engine.name, tp, weight_format, "not_loadable", refused, "Use another engine or format.")
             return
+        unknown = engine.refuses_card(self.machine)
+        if unknown is not None:
+            yield Excluded(engine.name, tp, weight_format, "no_kernels", unknown, "Use another engine on this machine.")
+            return
         loads = shape(self.spec.in_format(weight_format), tp, engine)
         if not loads.is_legal:
             found = "; ".join(loads.problems) + "."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from phalanx.errors import ConfigError
 from phalanx.spec.formats import FORMATS, KV_FORMATS, PLAIN
-from phalanx.spec.machine import Gpu
+from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
 
 MIB = 2**20
@@ -25,6 +26,9 @@ COLLECTIVE_BYTES = int(0.45 * GIB)
 GRAPH_BYTES = int(1.1 * GIB)
 """CUDA graphs; vLLM 0.24 took 0.5 to 1.1 GiB."""
 
+PHALANX_CAPABILITY = (9, 0)
+"""Its kernels use programmatic dependent launch (griddepcontrol), which ptxas refuses below sm_90."""
+
 Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_tenth"]
 
 
@@ -34,7 +38,8 @@ class EngineTraits:
 
     `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
-    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in.
+    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in. Where it
+    names a `least_capability`, its kernels are for NVIDIA cards from that one on.
     """
 
     name: str
@@ -49,12 +54,26 @@ class EngineTraits:
     expert_parallel: bool = False
     trims_windows: bool = True
     block_tokens: int = 16
+    least_capability: tuple[int, int] | None = None
 
     def batched_tokens(self, gpu: Gpu) -> int:
         """Tokens of one step unless told otherwise."""
         if self.name == "phalanx":
             return 2048
         return 8192 if gpu.memory_bytes >= 70 * GIB or self.name != "vllm" else 2048
+
+    def refuses_card(self, machine: Machine) -> str | None:
+        """Why this engine has no kernels for some card of the machine."""
+        if self.least_capability is None:
+            return None
+        for gpu in machine.gpus:
+            known = re.fullmatch(r"(\d+)\.(\d+)", gpu.capability)
+            if known is None or (int(known[1]), int(known[2])) < self.least_capability:
+                least = "{}.{}".format(*self.least_capability)
+                return (
+                    f"{self.title}'s kernels are for NVIDIA cards from compute capability {least} on, not {gpu.name}."
+                )
+        return None
 
     def refusal(self, spec: ModelSpec, number_format: str, kv_format: str) -> str | None:
         """Why this engine cannot load the model in these formats at all."""
@@ -82,6 +101,7 @@ ENGINES = {
             PLAIN,
             deals_unevenly=True,
             trims_windows=False,
+            least_capability=PHALANX_CAPABILITY,
         ),
         EngineTraits(
             "vllm",

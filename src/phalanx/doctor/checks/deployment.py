@@ -15,15 +15,13 @@ from phalanx.doctor.checks.toll import toll_of
 from phalanx.doctor.facts import Facts, Gpu
 from phalanx.doctor.finding import Finding
 from phalanx.plan.choose import choose
-from phalanx.plan.engines import ENGINES, EngineTraits
+from phalanx.plan.engines import ENGINES, PHALANX_CAPABILITY, EngineTraits
 from phalanx.plan.predict import predict
 from phalanx.plan.shapes import shape
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
 
-KERNEL_CAPABILITY = (9, 0)
-"""Phalanx's kernels use programmatic dependent launch (griddepcontrol), which ptxas refuses below sm_90."""
 FORMAT_CAPABILITY = {"fp8": (8, 9), "fp8-channel": (8, 9), "nvfp4": (10, 0)}
 """The first compute capability whose tensor cores multiply the format."""
 _SINGLE_STREAMS = 8
@@ -111,7 +109,7 @@ def gpu_count(facts: Facts, deployment: Deployment) -> Finding | None:
 def is_too_old(gpu: Gpu) -> bool:
     """Whether Phalanx has no kernels for it. A card that does not tell its capability is given the chance."""
     has = version(gpu.capability)
-    return bool(has) and has < KERNEL_CAPABILITY
+    return bool(has) and has < PHALANX_CAPABILITY
 
 
 def kernels(facts: Facts, deployment: Deployment) -> Finding | None:
@@ -126,8 +124,7 @@ def kernels(facts: Facts, deployment: Deployment) -> Finding | None:
         f"{whose(old)}: {old[0].name}, compute capability {old[0].capability}",
         "Its GPU kernels are built for 9.0 (Hopper) and newer.",
         "Use vLLM or SGLang here (phalanx plan MODEL --engine vllm --recipe shell), or CUDA_VISIBLE_DEVICES= to serve "
-        "on "
-        "the processor.",
+        "on the processor.",
     )
 
 
