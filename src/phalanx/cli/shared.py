@@ -25,8 +25,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def told_errors() -> Iterator[None]:
-    """Errors Phalanx raises on purpose are told in two lines, without a traceback."""
+def told_errors(extra: str = "serve") -> Iterator[None]:
+    """Errors Phalanx raises on purpose are told in two lines, without a traceback. `extra` has what may be missing."""
     try:
         yield
     except PhalanxError as error:
@@ -36,6 +36,6 @@ def told_errors() -> Iterator[None]:
         print(f"{error.found}\n{error.fix}", file=sys.stderr)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
-        extra = "plot" if error.name in ("matplotlib", "numpy") else "serve"
+        extra = "plot" if error.name in ("matplotlib", "numpy") else extra
         print(f"error: this command needs {error.name}: pip install 'phalanx[{extra}]'", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -14,7 +14,7 @@ def studio(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8800,
 ) -> None:
     """Plan in the browser. Needs neither torch nor a GPU."""
-    with told_errors():
+    with told_errors("studio"):
         from phalanx.web.studio import serve_studio
 
         serve_studio(host, port)
