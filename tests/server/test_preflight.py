@@ -15,6 +15,7 @@ from phalanx.server.serve import serve
 
 def test_a_refusal_ends_the_server_and_its_engine(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, str]] = []
+    before = set(psutil.Process().children(recursive=True))
 
     def refuse(tp: int, device: str) -> None:
         asked.append((tp, device))
@@ -24,4 +25,4 @@ def test_a_refusal_ends_the_server_and_its_engine(tiny_llama: Path, monkeypatch:
     with pytest.raises(ConfigError, match="Use TP <= 1"):
         serve(EngineConfig(model=str(tiny_llama), tp=2), ServeOptions(port=0))
     assert asked == [(2, "auto")]
-    assert not psutil.Process().children(recursive=True)
+    assert not set(psutil.Process().children(recursive=True)) - before

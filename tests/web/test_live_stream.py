@@ -63,7 +63,7 @@ class Place:
             loading=Loading(5, 5),
             live=0,
             totals=dict,
-            ranks=lambda: [RankHealth(0, 7, 0.1, 0.0, False)],
+            ranks=lambda: [RankHealth(0, "here", 7, 0.1, 0.0, False)],
         )
         self.supervisor: Any = SimpleNamespace(state="ready", death=None, client=self.engine, restarts_left=1)
         self.live = Live(self.supervisor, Recent())
@@ -96,7 +96,9 @@ def test_history_comes_first_and_then_one_sample_at_a_time() -> None:
         assert times == sorted(times)
         state = client.events[0]["state"]
         assert (state["status"], state["max_num_seqs"], state["kv_tokens"]) == ("ready", 4, 128)
-        assert state["ranks"] == [{"rank": 0, "step": 7, "beat_age_s": 0.1, "busy_s": 0.0, "stuck": False}]
+        assert state["ranks"] == [
+            {"rank": 0, "node": "here", "step": 7, "beat_age_s": 0.1, "busy_s": 0.0, "stuck": False}
+        ]
         client.task.cancel()
 
     play(scene)
@@ -211,7 +213,10 @@ def test_an_engine_that_loads_tells_how_far_it_is() -> None:
 
 def test_a_stuck_rank_is_the_state() -> None:
     async def scene(place: Place) -> None:
-        place.engine.ranks = lambda: [RankHealth(0, 7, 0.1, 0.0, False), RankHealth(1, 7, 9.0, 0.0, True)]
+        place.engine.ranks = lambda: [
+            RankHealth(0, "here", 7, 0.1, 0.0, False),
+            RankHealth(1, "here", 7, 9.0, 0.0, True),
+        ]
         assert place.live.state().status == "stuck"
 
     play(scene)
