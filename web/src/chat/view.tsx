@@ -106,7 +106,7 @@ function useLongest(model: string): number | null {
 function useShortcuts(withAlt: Record<string, () => void>, escape: () => void): void {
   const latest = useRef({ withAlt, escape });
   latest.current = { withAlt, escape };
-  useEffect(() => {
+  useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent) => {
       if (event.key === "Escape") latest.current.escape();
       const action = event.altKey && !event.ctrlKey && !event.metaKey && latest.current.withAlt[event.code];

@@ -1,4 +1,4 @@
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Select } from "../ui/field";
 
 const STEP_MS = 1800;
@@ -24,7 +24,8 @@ export function Player(props: { steps: number; step: number | null; goTo: (step:
     return () => clearTimeout(timer);
   }, [plays, step, speed, last]);
 
-  useEffect(() => {
+  // With the first picture, not after it is painted: a key pressed at once must count.
+  useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
       if (event.altKey || event.ctrlKey || event.metaKey || target.matches("input, select, textarea")) return;
