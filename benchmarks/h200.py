@@ -1,5 +1,7 @@
 """The H200 table: `python benchmarks/h200.py`. One process a model, random weights, one JSON line a case.
 
+With `--checkpoints FOLDER`, a model that has a checkpoint there, in a folder of its name, is loaded from it.
+
 Cases are BATCHxINPUTxOUTPUT; `256xmix` is 256 requests of 100 to 1024 tokens in and out. Everything is greedy and runs
 to its length. TPOT is the time of a run less that of the same run with one output token, over the other tokens; the
 better of two runs counts. Beside every speed stand the bytes or FLOPs a second it means, and their share of what the
@@ -37,7 +39,7 @@ def mixed_lengths() -> list[tuple[int, int]]:
     return [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
 
 
-def measure(model: str, cases: list[str], began: float) -> None:
+def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> None:
     """Run in a process of its own: print a line for the start, one for the machine, one a case."""
     from phalanx.bench.machine import measure_ceilings
     from phalanx.bench.offline import Work, time_requests
@@ -45,10 +47,13 @@ def measure(model: str, cases: list[str], began: float) -> None:
     from phalanx.runtime.start import start_engine
     from phalanx.spec import ModelSpec
 
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    stored = checkpoint.is_dir()
+    folder = checkpoint if stored else Path(tempfile.mkdtemp())
+    if not stored:
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    tell = Teller(model, "checkpoint" if stored else "random")
     config = EngineConfig(
-        load_format="dummy",
+        load_format="auto" if stored else "dummy",
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_model_len=4096,
@@ -60,14 +65,13 @@ def measure(model: str, cases: list[str], began: float) -> None:
     time_requests(engine, [(128, 1)], seed=0)
     now = time.time()
     parts = {"import_s": imported - began, "load_s": loaded - imported, "first_token_s": now - loaded}
-    tell(model, metric="startup_s", value=round(now - began, 2), **{name: round(s, 2) for name, s in parts.items()})
+    tell(metric="startup_s", value=round(now - began, 2), **{name: round(s, 2) for name, s in parts.items()})
 
     import torch
 
     spec, dtype = ModelSpec.from_config(folder), torch.bfloat16
-    ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.block_fp8 is not None)
+    ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.stored_fp8 is not None)
     tell(
-        model,
         metric="machine",
         **machine_facts(),
         tb_s=ceilings.bytes_per_s / 1e12,
@@ -75,7 +79,7 @@ def measure(model: str, cases: list[str], began: float) -> None:
     )
     work = Work(spec, dtype.itemsize, devices=1, fp8=True)
     for case in cases:
-        tell(model, **(run_mix(engine) if case == MIX else run_case(engine, case, work, ceilings)))
+        tell(**(run_mix(engine) if case == MIX else run_case(engine, case, work, ceilings)))
     engine.close()
 
 
@@ -123,11 +127,16 @@ def machine_facts() -> dict[str, str]:
     return {"gpu": name, "driver": driver, "torch": torch.__version__, "triton": triton.__version__}
 
 
-def tell(model: str, **facts: object) -> None:
-    from phalanx import __version__
+class Teller:
+    """Prints a line of facts about a model."""
 
-    head = {"engine": f"phalanx {__version__}", "model": model, "weights": "random", "args": {}}
-    print(json.dumps(head | facts), flush=True)
+    def __init__(self, model: str, weights: str) -> None:
+        from phalanx import __version__
+
+        self._head = {"engine": f"phalanx {__version__}", "model": model, "weights": weights, "args": {}}
+
+    def __call__(self, **facts: object) -> None:
+        print(json.dumps(self._head | facts), flush=True)
 
 
 def commit() -> str:
@@ -135,7 +144,7 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def run_models(models: list[str], cases: list[str] | None, output: Path) -> list[dict[str, Any]]:
+def run_models(models: list[str], cases: list[str] | None, checkpoints: Path, output: Path) -> list[dict[str, Any]]:
     """The first model is started twice: the first start of all, and one that finds everything in place."""
     lines: list[dict[str, Any]] = [
         {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()},
@@ -145,7 +154,8 @@ def run_models(models: list[str], cases: list[str] | None, output: Path) -> list
         for model in models:
             wanted = [case for case in CASES[model] if cases is None or case in cases]
             for part in ([], wanted) if model == models[0] else (wanted,):
-                command = [sys.executable, __file__, "--child", model, "--began", repr(time.time()), "--cases", *part]
+                options = ["--began", repr(time.time()), "--checkpoints", str(checkpoints), "--cases", *part]
+                command = [sys.executable, __file__, "--child", model, *options]
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
                     assert child.stdout is not None
                     for line in child.stdout:
@@ -211,17 +221,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(CASES))
     parser.add_argument("--cases", nargs="*", default=None)
+    parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="where checkpoints may be")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "h200.jsonl")
     parser.add_argument("--plot", type=Path, help="draw what --output holds, and measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        measure(options.child, options.cases or [], options.began)
+        measure(options.child, options.cases or [], options.began, options.checkpoints / options.child)
     elif options.plot:
         plot([json.loads(line) for line in options.output.read_text().splitlines()], options.plot)
     else:
-        print(table(run_models(options.models, options.cases, options.output)))
+        print(table(run_models(options.models, options.cases, options.checkpoints, options.output)))
 
 
 if __name__ == "__main__":

@@ -150,11 +150,12 @@ def test_decode_attention_of_many_sequences(rows: int) -> None:
 @DTYPES
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(8, 2, 128, 16), (9, 3, 64, 8), (4, 1, 36, 16)])
+@pytest.mark.parametrize("resumed", [True, False])
 def test_prefill_attention(
-    heads: int, kv_heads: int, head_dim: int, page: int, window: int | None, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, page: int, window: int | None, dtype: torch.dtype, resumed: bool
 ) -> None:
     """Prompts from their start, chunks of longer ones, and one that ends a tile early, in one call."""
-    spans = [(0, 300), (70, 130), (513, 128), (0, 2), (31, 129)]
+    spans = [(70 if resumed else 0, 130), (0, 300), (513 if resumed else 0, 128), (0, 2), (31 if resumed else 0, 129)]
     width, tokens = 700 // page + 1, sum(count for _, count in spans)
     cache = randn(len(spans) * width + 3, page, 2, kv_heads, head_dim, dtype=dtype)
     tables = torch.randperm(len(cache), device="cuda")[: len(spans) * width].view(len(spans), width)
@@ -167,7 +168,7 @@ def test_prefill_attention(
         rows.append(PrefillRow(first, count, start, tables[sequence, : -(-(start + count) // page)]))
         tiles += tile_prompt(sequence, first, count, start)
         first += count
-    cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"))
+    cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"), resumed)
     fast = AttentionBatch(tables, None, [], cut)
     plain = AttentionBatch(tables, None, rows)
     masks = Masks(plain, page, torch.float64)

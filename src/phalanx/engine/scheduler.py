@@ -45,7 +45,8 @@ class _Rows:
     rows: list[tuple[Request, int, int, list[int]]] = field(default_factory=list)
 
     def to_plan(self, step: int) -> tuple[StepPlan, list[Request]]:
-        ordered = sorted(self.rows, key=lambda row: row[2] != 1)
+        """Single tokens first, of long sequences before short ones, so that a GPU does not end on a long one."""
+        ordered = sorted(self.rows, key=lambda row: (row[2] != 1, -row[1] if row[2] == 1 else 0))
         samples = [start + count == request.length for request, start, count, _ in ordered]
         plan = StepPlan(
             step=step,

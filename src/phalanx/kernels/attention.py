@@ -34,16 +34,21 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """The same sequences for a GPU, cut into tiles of rows: each is its row of `tables`, first row, rows, position."""
+    """The same sequences for a GPU, cut into tiles of rows.
+
+    A tile is its row of `tables`, its first row, its rows, its first position, and where this step began its sequence.
+    `resumed` says whether any sequence has tokens from before this step.
+    """
 
     tables: Tensor
     tiles: Tensor
+    resumed: bool
 
 
-def tile_prompt(sequence: int, first: int, count: int, start: int) -> list[tuple[int, int, int, int]]:
+def tile_prompt(sequence: int, first: int, count: int, start: int) -> list[tuple[int, int, int, int, int]]:
     """The tiles of one sequence, the longest look-back first."""
     offsets = reversed(range(0, count, PROMPT_TILE))
-    return [(sequence, first + at, min(PROMPT_TILE, count - at), start + at) for at in offsets]
+    return [(sequence, first + at, min(PROMPT_TILE, count - at), start + at, start) for at in offsets]
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def paged_attention(
     if batch.tiles is not None:
         from phalanx.kernels import gpu
 
-        gpu.prefill_attention(qkv[:, :heads], cache, batch.tiles.tables, batch.tiles.tiles, window, scale, out)
+        gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out)
         return out
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)

@@ -130,7 +130,7 @@ class Batch:
                 tiles += tile_prompt(slot, first, count, start)
             first += count
         (sent,) = self._send(torch.tensor(tiles).flatten())
-        return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 4))
+        return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
 
     def _prefill_rows(self, plan: StepPlan) -> list[PrefillRow]:
         rows, first = [], 0

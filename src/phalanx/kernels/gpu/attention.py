@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.kernels.attention import PROMPT_TILE
+from phalanx.kernels.attention import PROMPT_TILE, PrefillTiles
 
 SPLIT_TARGET = 264
 """Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
@@ -28,7 +29,7 @@ def _decode(
 ):  # fmt: skip
     """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total."""
     cuda.gdc_launch_dependents()
-    row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    kv, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     g, d = tl.arange(0, GROUP), tl.arange(0, DIM)
     known, inside = g[:, None] < group, d < HEAD_DIM
@@ -95,7 +96,7 @@ def decode_attention(
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
-    _decode[(rows, kv_heads, splits)](
+    _decode[(kv_heads, rows, splits)](
         q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
@@ -108,12 +109,35 @@ def decode_attention(
 
 
 @triton.jit
-def _attend(
+def _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED: tl.constexpr):
+    """One block of keys and values into a running softmax. `scale` is for powers of 2."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(seen, scores, -1.0e30)
+    top = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - top[:, None])
+    shrink = tl.exp2(peak - top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
+def _sees(asked, position, window, WINDOWED: tl.constexpr):
+    """Which of these key positions the queries at positions `asked` may look at."""
+    allowed = position[None, :] <= asked[:, None]
+    if WINDOWED:
+        allowed &= position[None, :] > asked[:, None] - window
+    return allowed
+
+
+@triton.jit
+def _attend_cached(
     queries, acc, peak, total, cache, table, asked, kv, lowest, highest, window, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Queries at positions `asked` against the keys from `lowest` to before `highest`. `scale` is for powers of 2."""
+    """Queries at positions `asked` against the cached keys from `lowest` to before `highest`."""
     d = tl.arange(0, DIM)
     inside = d < HEAD_DIM
     for at in range(lowest, highest, KEYS):
@@ -122,65 +146,92 @@ def _attend(
         page = tl.load(table + position // PAGE, mask=exists, other=0)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
-        if MASKED:
-            seen = (position[None, :] <= asked[:, None]) & exists
-            seen = seen & ((window == 0) | (position[None, :] > asked[:, None] - window))
-            scores = tl.where(seen, scores, -1.0e30)
-        top = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - top[:, None])
-        shrink = tl.exp2(peak - top)
-        total = total * shrink + tl.sum(weights, 1)
         values = tl.load(cache + (entry + KV_HEADS)[:, None] * HEAD_DIM + d, mask=exists[:, None] & inside, other=0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-        peak = top
+        seen = _sees(asked, position, window, WINDOWED) & exists
+        acc, peak, total = _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED)
+    return acc, peak, total
+
+
+@triton.jit
+def _attend_fresh(
+    queries, acc, peak, total, fresh, asked, row_of_zero, key_column, value_column, lowest, highest, window, scale,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same against keys that this step computed: they lie row by row in `fresh`, position 0 at `row_of_zero`."""
+    for at in range(lowest, highest, KEYS):
+        keys = fresh.load([row_of_zero + at, key_column]).T
+        values = fresh.load([row_of_zero + at, value_column])
+        seen = _sees(asked, at + tl.arange(0, KEYS), window, WINDOWED)
+        acc, peak, total = _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED)
     return acc, peak, total
 
 
 @triton.jit
 def _prefill(
-    q, cache, tables, tiles, out, q_stride, table_width, window, scale,
+    qkv, fresh, cache, tables, tiles, out, stride, table_width, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """One head of a tile of queries: first the keys that all of them see, then those around the diagonal."""
+    """One head of a tile of queries: first the keys that all of them see, then those around the diagonal.
+
+    With FRESH, only what earlier steps computed comes from the cache; without CACHED, nothing does.
+    """
     cuda.gdc_launch_dependents()
-    tile, head = tl.program_id(1) * 4, tl.program_id(0)
+    tile, head = tiles + tl.program_id(1) * 5, tl.program_id(0)
     cuda.gdc_wait()
-    sequence, first, count, start = (
-        tl.load(tiles + tile), tl.load(tiles + tile + 1), tl.load(tiles + tile + 2), tl.load(tiles + tile + 3)
-    )  # fmt: skip
+    sequence, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    start, begins = tl.load(tile + 3), tl.load(tile + 4)
     kv = head // (HEADS // KV_HEADS)
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mask = (r[:, None] < count) & (d < HEAD_DIM)
     row = (first + r).to(tl.int64)[:, None]
-    queries = tl.load(q + row * q_stride + head * HEAD_DIM + d, mask=mask, other=0.0)
+    queries = tl.load(qkv + row * stride + head * HEAD_DIM + d, mask=mask, other=0.0)
     table = tables + sequence.to(tl.int64) * table_width
-    lowest = tl.where(window > 0, tl.maximum(start - window + 1, 0), 0) // KEYS * KEYS
-    whole = tl.where(window > 0, lowest, (start + 1) // KEYS * KEYS)
+    oldest = tl.maximum(start - window + 1, 0) if WINDOWED else 0
     peak = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    acc, peak, total = _attend(
-        queries, acc, peak, total, cache, table, start + r, kv, lowest, whole, window, scale,
-        KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, False,
-    )  # fmt: skip
-    acc, peak, total = _attend(
-        queries, acc, peak, total, cache, table, start + r, kv, whole, start + count, window, scale,
-        KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, True,
-    )  # fmt: skip
+    if CACHED:
+        lowest = oldest // KEYS * KEYS
+        highest = begins if FRESH else start + count
+        whole = lowest if WINDOWED else tl.minimum(start + 1, highest) // KEYS * KEYS
+        acc, peak, total = _attend_cached(
+            queries, acc, peak, total, cache, table, start + r, kv, lowest, whole, window, scale,
+            KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, WINDOWED, False,
+        )  # fmt: skip
+        acc, peak, total = _attend_cached(
+            queries, acc, peak, total, cache, table, start + r, kv, whole, highest, window, scale,
+            KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, WINDOWED, True,
+        )  # fmt: skip
+    if FRESH:
+        lowest = begins + tl.maximum(oldest - begins, 0) // KEYS * KEYS
+        whole = lowest if WINDOWED else start
+        key_column, value_column = (HEADS + kv) * HEAD_DIM, (HEADS + KV_HEADS + kv) * HEAD_DIM
+        acc, peak, total = _attend_fresh(
+            queries, acc, peak, total, fresh, start + r, first - start, key_column, value_column, lowest, whole,
+            window, scale, KEYS, WINDOWED, False,
+        )  # fmt: skip
+        acc, peak, total = _attend_fresh(
+            queries, acc, peak, total, fresh, start + r, first - start, key_column, value_column, whole, start + count,
+            window, scale, KEYS, WINDOWED, True,
+        )  # fmt: skip
     spot = out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
     tl.store(spot, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
-    q: Tensor, cache: Tensor, tables: Tensor, tiles: Tensor, window: int | None, scale: float, out: Tensor
+    qkv: Tensor, heads: int, cache: Tensor, tiles: PrefillTiles, window: int | None, scale: float, out: Tensor
 ) -> None:
-    (_, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
-    wide = q.dtype == torch.float32
-    _prefill[(heads, len(tiles))](
-        q, cache, tables, tiles, out, q.stride(0), tables.stride(0), window or 0, scale * 1.4426950408889634,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=max(16, triton.next_power_of_2(head_dim)),
-        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=8 if wide else 4,
-        num_stages=1 if wide else 3, launch_pdl=True,
+    """Keys and values of this step come straight from qkv where a tile of them is one copy, others by their pages."""
+    (tokens, _, head_dim), (_, page, _, kv_heads, _) = qkv.shape, cache.shape
+    dim = max(16, triton.next_power_of_2(head_dim))
+    wide = qkv.dtype == torch.float32
+    keys = 32 if wide else KEYS_AT_ONCE
+    fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if dim == head_dim else None
+    _prefill[(heads, len(tiles.tiles))](
+        qkv, fresh, cache, tiles.tables, tiles.tiles, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
+        scale * 1.4426950408889634, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
+        ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=fresh is not None,
+        CACHED=tiles.resumed or fresh is None, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
+        launch_pdl=True,
     )  # fmt: skip

@@ -23,7 +23,7 @@ COUNTERS = 4096
 class Tile(NamedTuple):
     """What one program computes, how much of the inputs it takes at once, and how it is run.
 
-    Products with fewer tiles than `programs` are split over their inputs.
+    Products with fewer tiles than `programs` are split over their inputs, down to LEAST_ROUNDS of them.
     """
 
     rows: int
@@ -34,14 +34,21 @@ class Tile(NamedTuple):
     programs: int = 1
 
 
-LIBRARY_ROWS = 65
-"""Rows from which the library's FP8 product is the faster one."""
+LEAST_ROUNDS = 8
 
 FP8_TILES = {
     16: Tile(16, 64, 128, 4, 6, 396),
-    32: Tile(32, 64, 128, 4, 6, 396),
-    64: Tile(64, 64, 128, 4, 5, 264),
+    32: Tile(32, 64, 128, 4, 4, 512),
+    64: Tile(64, 64, 128, 4, 4, 384),
+    128: Tile(128, 64, 128, 4, 4, 256),
 }
+WIDE_FP8_TILES = FP8_TILES | {16: Tile(16, 128, 128, 4, 6, 264), 64: Tile(64, 128, 128, 4, 4, 264)}
+"""For weights of WIDE_FROM outputs: enough tiles of this width to fill a GPU, and rows are read half as often."""
+
+WIDE_FROM = 14336
+LIBRARY_ROWS = 65
+LIBRARY_OUTPUTS = 5120
+"""From these rows on the library's FP8 product is the faster one; up to 128 rows only if it has outputs to go round."""
 
 
 def pick_tile(tiles: dict[int, Tile], rows: int) -> Tile:
@@ -165,7 +172,7 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     rounds = triton.cdiv(inputs, tile.inputs)
-    splits = max(1, min(tile.programs // tiles, triton.cdiv(rounds, 4)))
+    splits = max(1, min(tile.programs // tiles, rounds // LEAST_ROUNDS))
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
     _product[(tiles, splits)](
@@ -180,9 +187,11 @@ def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: tor
     """Few rows by the kernel above, which streams the weight; many by the library, where whole tiles let it."""
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
-    if rows >= LIBRARY_ROWS and in_tiles and bias is None and dtype == torch.bfloat16:
+    many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
+    if many and in_tiles and bias is None and dtype == torch.bfloat16:
         return _library_product(x, weight)
-    return run_tiles(x, weight, bias, dtype, pick_tile(FP8_TILES, rows))
+    tiles = WIDE_FP8_TILES if outputs >= WIDE_FROM else FP8_TILES
+    return run_tiles(x, weight, bias, dtype, pick_tile(tiles, rows))
 
 
 def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:

@@ -17,8 +17,15 @@ from phalanx.kernels.gpu.rows import quantise, silu_and_mul
 CHUNK = 64
 """Pairs of token and expert that one program of the counting sort places."""
 
+FEW_PAIRS = 4096
+"""Up to these, one program that sorts them all is faster than several kernels that share the work."""
+
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
-FP8_TILES = {16: Tile(16, 64, 128, 4, 4), 32: Tile(32, 64, 128, 4, 4), 128: Tile(128, 64, 128, 4, 4)}
+FP8_TILES = {16: Tile(16, 64, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
+FEW_EXPERTS = Tile(16, 64, 128, 4, 6)
+"""For as many pairs as leave most of a GPU idle: more of a weight is on its way at once."""
+
+FEW_EXPERT_PAIRS = 32
 
 
 @triton.jit
@@ -107,6 +114,35 @@ def _place(
         tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
 
 
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _sort_few(
+    chosen, starts, order, owner, pairs, experts, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr
+):
+    """The whole sort in one program. Which row of its expert a pair gets is left to chance: no result depends on it."""
+    cuda.gdc_launch_dependents()
+    expert, lane = tl.arange(0, BLOCK), tl.arange(0, LANES)
+    cuda.gdc_wait()
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, pairs, LANES):
+        known = first + lane < pairs
+        counts += tl.histogram(tl.load(chosen + first + lane, mask=known, other=0), BLOCK, mask=known)
+    tiles_needed = (counts + TILE - 1) // TILE
+    end = tl.cumsum(tiles_needed, 0)
+    tl.store(starts + expert, (end - tiles_needed) * TILE, mask=expert < experts)
+    for first in range(0, tiles * TILE, LANES):
+        tl.store(order + first + lane, pairs, mask=first + lane < tiles * TILE)
+    for first in range(0, tiles, 32):
+        tile = first + tl.arange(0, 32)
+        finished = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
+    tl.debug_barrier()
+    for first in range(0, pairs, LANES):
+        pair = first + lane
+        mine = tl.load(chosen + pair, mask=pair < pairs, other=0)
+        spot = tl.atomic_add(starts + mine, 1, mask=pair < pairs, sem="relaxed")
+        tl.store(order + spot, pair, mask=pair < pairs)
+
+
 @cache
 def _one_row_a_tile(pairs: int, tile: int, device: torch.device) -> Tensor:
     order = torch.full((pairs, tile), pairs, dtype=torch.int32, device=device)
@@ -122,17 +158,23 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
     """
     if len(chosen) == 1:
         return _one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0]
-    pairs, chunks = chosen.numel(), triton.cdiv(chosen.numel(), CHUNK)
+    pairs, block = chosen.numel(), triton.next_power_of_2(experts)
     tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
-    order = torch.full((tiles * tile,), pairs, dtype=torch.int32, device=chosen.device)
+    order = torch.empty(tiles * tile, dtype=torch.int32, device=chosen.device)
     owner = torch.empty(tiles, dtype=torch.int32, device=chosen.device)
+    if pairs <= FEW_PAIRS:
+        starts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+        _sort_few[(1,)](
+            chosen, starts, order, owner, pairs, experts, tiles, TILE=tile, BLOCK=block,
+            LANES=min(1024, max(128, triton.next_power_of_2(pairs))), num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+        return order, owner
+    chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=chosen.device)
-    block = triton.next_power_of_2(experts)
     _count[(chunks,)](chosen, counts, pairs, experts, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
-    ends = counts if chunks == 1 else counts.cumsum(0, dtype=torch.int32)
     _place[(chunks,)](
-        chosen, counts, ends, order, owner, pairs, experts, chunks, tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK,
-        launch_pdl=True,
+        chosen, counts, counts.cumsum(0, dtype=torch.int32), order.fill_(pairs), owner, pairs, experts, chunks, tiles,
+        TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=True,
     )  # fmt: skip
     return order, owner
 
@@ -181,7 +223,7 @@ def fused_experts(
 ) -> Tensor:
     (rows, width), top, experts = x.shape, chosen.shape[1], gate_up.shape[0]
     fp8 = isinstance(gate_up, Fp8Weight)
-    tile = pick_tile(FP8_TILES if fp8 else BF16_TILES, triton.cdiv(2 * rows * top, experts))
+    tile = FEW_EXPERTS if fp8 and rows * top <= FEW_EXPERT_PAIRS else _tile_for(fp8, rows * top, experts)
     order, owner = sort_by_expert(chosen, experts, tile.rows)
     entered = _grouped(quantise(x) if fp8 else x, gate_up, order, owner, top, None, rows * top, tile, x.dtype)
     left = _grouped(silu_and_mul(entered, fp8), down, order, owner, 1, weights, rows * top, tile, x.dtype)
@@ -189,6 +231,11 @@ def fused_experts(
     block = min(1024, triton.next_power_of_2(width))
     _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=True)
     return out
+
+
+def _tile_for(fp8: bool, pairs: int, experts: int) -> Tile:
+    """Tiles that hold twice an expert's average share, so that few experts need a second one."""
+    return pick_tile(FP8_TILES if fp8 else BF16_TILES, triton.cdiv(2 * pairs, experts))
 
 
 def _grouped(
