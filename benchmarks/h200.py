@@ -55,7 +55,7 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
     config = EngineConfig(
         load_format="auto" if stored else "dummy",
         max_num_seqs=256,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=16384,
         max_model_len=4096,
         prefix_caching=False,
     )
