@@ -94,7 +94,7 @@ def server(name: str, **told: Any) -> System:
         gui=False,
         container=False,
         xids=(),
-        disk=Disk("/root/.cache/huggingface/hub", 3500 * GIB),
+        disk=Disk("/home/ops/.cache/huggingface/hub", 3500 * GIB),
     )
     return change(plain, **told)
 
