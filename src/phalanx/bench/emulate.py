@@ -5,6 +5,7 @@ One rank's real share of the model runs with the real engine; collectives are a 
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -85,10 +86,19 @@ def emulate(
                 results.append(_scaled(tp, case, timing, waited if tp > 1 else 0.0, results))
         finally:
             engine.close()
+            del engine
+            _free_memory(device)
     console.print(_table(f"{model_name(path)}, one rank of TP on this device; all-reduces {fabric}", results))
     if output is not None:
         output.write_text(json.dumps(_record(path, fabric, device, results), indent=1) + "\n")
     return results
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back what an engine held that nobody refers to any more: the next one wants the room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _scaled(tp: int, case: Case, timing: Timing, waited: float, before: list[Scaled]) -> Scaled:

@@ -24,7 +24,6 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     """Load the model on every rank and put a scheduler in front. What cannot work is refused before weights load.
 
     A `group` other than that of one is what a single rank takes for its fellows: with an `EmulatedGroup`, nobody.
-    What lives now lives as long as the engine: the garbage collector need not look at it in the middle of a step.
     """
     spec = Checkpoint(model_path, config.load_format).spec
     Layout(spec, max(config.tp, group.size))
