@@ -21,8 +21,17 @@ KEYS_AT_ONCE = 64
 
 
 @triton.jit
+def _to_meet(queries, cache):
+    """The queries in the dtype that the cache is widened to. From e4m3 a GPU is quick to float16, slow to bfloat16."""
+    if cache.dtype.element_ty.is_fp8() and queries.dtype == tl.bfloat16:
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        queries = queries.to(tl.float16)
+    return queries
+
+
+@triton.jit
 def _decode(
-    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale,
+    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -35,6 +44,7 @@ def _decode(
     head = kv * group + g
     cuda.gdc_wait()
     queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
+    queries = _to_meet(queries, cache)
     last = tl.load(positions + row)
     first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     share = tl.cdiv(tl.cdiv(last + 1 - first, TOKENS), SPLITS) * TOKENS
@@ -49,16 +59,18 @@ def _decode(
         page = tl.load(table + row * table_width + position // PAGE, mask=seen, other=0)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - top[:, None])
         shrink = tl.exp(peak - top)
         total = total * shrink + tl.sum(weights, 1)
         spot = (entry + KV_HEADS)[:, None] * HEAD_DIM + d
-        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0)
+        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0).to(queries.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = top
+    if cache.dtype.element_ty.is_fp8():
+        acc *= value_scale
     target = out + (row * HEADS + head)[:, None] * HEAD_DIM + d
     if SPLITS == 1:
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known & inside)
@@ -86,18 +98,25 @@ def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl
 
 
 def decode_attention(
-    q: Tensor, cache: Tensor, table: Tensor, positions: Tensor, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
     """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS and cache.dtype == q.dtype else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(rows, kv_heads, splits)](
         q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
         num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip
@@ -122,7 +141,7 @@ def _attend(
         page = tl.load(table + position // PAGE, mask=exists, other=0)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
         if MASKED:
             seen = (position[None, :] <= asked[:, None]) & exists
             seen = seen & ((window == 0) | (position[None, :] > asked[:, None] - window))
@@ -132,6 +151,7 @@ def _attend(
         shrink = tl.exp2(peak - top)
         total = total * shrink + tl.sum(weights, 1)
         values = tl.load(cache + (entry + KV_HEADS)[:, None] * HEAD_DIM + d, mask=exists[:, None] & inside, other=0.0)
+        values = values.to(queries.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
         peak = top
     return acc, peak, total
@@ -139,7 +159,7 @@ def _attend(
 
 @triton.jit
 def _prefill(
-    q, cache, tables, tiles, out, q_stride, table_width, window, scale,
+    q, cache, tables, tiles, out, q_stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -155,6 +175,7 @@ def _prefill(
     mask = (r[:, None] < count) & (d < HEAD_DIM)
     row = (first + r).to(tl.int64)[:, None]
     queries = tl.load(q + row * q_stride + head * HEAD_DIM + d, mask=mask, other=0.0)
+    queries = _to_meet(queries, cache)
     table = tables + sequence.to(tl.int64) * table_width
     lowest = tl.where(window > 0, tl.maximum(start - window + 1, 0), 0) // KEYS * KEYS
     whole = tl.where(window > 0, lowest, (start + 1) // KEYS * KEYS)
@@ -169,18 +190,27 @@ def _prefill(
         queries, acc, peak, total, cache, table, start + r, kv, whole, start + count, window, scale,
         KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, True,
     )  # fmt: skip
+    if cache.dtype.element_ty.is_fp8():
+        acc *= value_scale
     spot = out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
     tl.store(spot, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
-    q: Tensor, cache: Tensor, tables: Tensor, tiles: Tensor, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
     (_, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     wide = q.dtype == torch.float32
     _prefill[(heads, len(tiles))](
         q, cache, tables, tiles, out, q.stride(0), tables.stride(0), window or 0, scale * 1.4426950408889634,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=max(16, triton.next_power_of_2(head_dim)),
-        ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE, num_warps=8 if wide else 4,
-        num_stages=1 if wide else 3, launch_pdl=True,
+        value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page,
+        DIM=max(16, triton.next_power_of_2(head_dim)), ROWS=PROMPT_TILE, KEYS=32 if wide else KEYS_AT_ONCE,
+        num_warps=8 if wide else 4, num_stages=1 if wide else 3, launch_pdl=True,
     )  # fmt: skip
