@@ -67,6 +67,13 @@ def test_weights_held_in_fp8_are_read_as_such() -> None:
     assert wide - narrow == 2 * (64 + 32 + 32 + 64 + 3 * 128) - 2 * 7 * 4
 
 
+def test_keys_and_values_held_in_fp8_are_read_as_such() -> None:
+    spec, case = ModelSpec.from_config(SHAPE | {"model_type": "llama", "head_dim": 2}), Case.parse("5x6x4")
+    wide, _ = Work(spec, element=2, devices=1).of_decode_step(case)
+    narrow, _ = Work(spec, element=2, devices=1, fp8_cache=True).of_decode_step(case)
+    assert wide - narrow == 5 * (6 + 2) * 2 * spec.layers * spec.kv_heads * spec.head_dim
+
+
 def test_the_limit_is_whichever_takes_longer() -> None:
     ceilings = Ceilings("a machine", bytes_per_s=10.0, flops_per_s=100.0)
     assert ceilings.seconds(20, 100) == 2.0

@@ -14,6 +14,7 @@ from phalanx.plan.ask import Question, ask
 from phalanx.plan.choose import Plan, choose, per_replica
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.recipes import command
 from phalanx.plan.record import launch_of
 from phalanx.plan.slo import Slo
 from phalanx.spec import catalog
@@ -207,8 +208,20 @@ def test_what_phalanx_does_not_run_is_left_out_by_name() -> None:
     assert "'gpt_oss'" in plan.excluded[0].found
     int4 = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], formats=["awq"], machine="1xH200")
     assert "it loads bf16, fp16, fp32, fp8" in int4.excluded[0].found
-    small_kv = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], kv_format="fp8", machine="1xH200")
-    assert "does not keep KV as fp8" in small_kv.excluded[0].found
+    picky = dataclasses.replace(ENGINES["phalanx"], kv_formats=("bf16",))
+    small_kv = planned("Llama-3.1-8B", engines=[picky], kv_format="fp8", machine="1xH200")
+    assert "does not keep KV as fp8; it keeps bf16" in small_kv.excluded[0].found
+
+
+def test_phalanx_keeps_kv_in_fp8_and_is_told_so() -> None:
+    plans = [
+        planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], formats=["bf16"], kv_format=kv, machine="1xH200")
+        for kv in ("bf16", "fp8")
+    ]
+    wide, narrow = (plan.candidates[0] for plan in plans)
+    assert narrow.fit.kv_tokens == pytest.approx(2 * wide.fit.kv_tokens, rel=1e-3)
+    commands = [" ".join(command(launch_of(plan, plan.candidates[0]))) for plan in plans]
+    assert ["--kv-cache-dtype fp8" in told for told in commands] == [False, True]
 
 
 def test_a_checkpoint_that_phalanx_cannot_read_is_left_out_in_that_format_only() -> None:

@@ -61,6 +61,7 @@ def test_a_command_says_what_was_planned(engine: str, flags: dict[str, str]) -> 
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
+        ("phalanx", ["--kv-cache-dtype fp8"]),
         ("vllm", ["--enable-expert-parallel", "--quantization fp8", "--kv-cache-dtype fp8"]),
         ("sglang", ["--ep-size 4", "--quantization fp8", "--kv-cache-dtype fp8_e4m3"]),
         ("trtllm", ["--ep_size 4"]),

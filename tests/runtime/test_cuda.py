@@ -11,6 +11,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.kernels.fp8 import quantise_blocks
 from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
+from tests.runtime.test_fp8_cache import NAMES, some_prompts, with_scales
 from tests.weights.conftest import COMMON, Config, save_folder
 
 pytestmark = [
@@ -96,3 +97,15 @@ def test_fp8_activations_stay_close_to_the_wide_ones(fp8_checkpoint: Path) -> No
             answers = llm.generate(prompts, params)
             found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
     assert found[1] == pytest.approx(found[0], abs=1.0)
+
+
+def test_an_fp8_cache_on_a_gpu_gives_the_tokens_of_the_cpu(tiny_llama: Path, tmp_path: Path) -> None:
+    """Twice, so that a warm cache counts too. One answer may go another way where a last bit decides on rounding."""
+    checkpoint = with_scales(tiny_llama, tmp_path, NAMES[0])
+    greedy, tokens = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    for device in ("cpu", "cuda"):
+        with LLM(checkpoint, progress=False, device=device, dtype="fp32", kv_cache_dtype="fp8", **TIGHT) as llm:
+            answers = [answer for _ in range(2) for answer in llm.generate(some_prompts(512), greedy)]
+            tokens.append([answer.token_ids for answer in answers])
+    equal = [ours == wanted for wanted, ours in zip(*tokens, strict=True)]
+    assert sum(equal) >= len(equal) - 2

@@ -58,6 +58,7 @@ def emulate(
     load_format: str,
     repeats: int,
     output: Path | None,
+    kv_cache_dtype: str = "auto",
 ) -> list[Scaled]:
     """Time every case at every TP degree, print a table, and write JSON if asked to."""
     parsed, tps = [Case.parse(text) for text in cases.split(",")], _degrees(degrees)
@@ -66,6 +67,7 @@ def emulate(
     config = EngineConfig(
         model=model,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         load_format=load_format,
         max_num_seqs=max(case.batch for case in parsed),
         max_model_len=max(case.inputs + case.outputs for case in parsed),

@@ -73,13 +73,14 @@ class Result:
 class Work:
     """The bytes and FLOPs one device must at least move: the model's, in elements of this many bytes, shared evenly.
 
-    With `fp8`, the weights that the checkpoint holds in block FP8 are read so.
+    With `fp8`, the weights that the checkpoint holds in block FP8 are read so; with `fp8_cache`, keys and values.
     """
 
     spec: ModelSpec
     element: int
     devices: int
     fp8: bool = False
+    fp8_cache: bool = False
 
     def of_prefill(self, case: Case) -> tuple[float, float]:
         """Every prompt token passes all layers, but only the last one the head. Bytes do not count here."""
@@ -91,7 +92,7 @@ class Work:
         """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
         context = case.inputs + case.outputs // 2
         cached = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * case.batch * context
-        moved = self._weight_bytes_read(case.batch) + cached * self.element
+        moved = self._weight_bytes_read(case.batch) + cached * (1 if self.fp8_cache else self.element)
         return moved / self.devices, case.batch * self.spec.flops_per_token(context) / self.devices
 
     def _weight_bytes_read(self, batch: int) -> float:
@@ -127,7 +128,8 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
     with console.status("Measuring the machine"):
         ceilings = measure_ceilings(device, dtype_used)
     on_gpu = device.type == "cuda"
-    work = Work(spec, dtype_used.itemsize, devices=tp if on_gpu else 1, fp8=on_gpu)
+    fp8_cache = config.kv_cache_dtype == "fp8"
+    work = Work(spec, dtype_used.itemsize, devices=tp if on_gpu else 1, fp8=on_gpu, fp8_cache=fp8_cache)
     began = time.perf_counter()
     with console.status(f"Loading {model_name(path)}, TP={tp}"):
         engine = start_engine(config, path, progress=lambda done, total: None)
@@ -206,6 +208,7 @@ def _record(
     return {
         "model": model_name(path),
         "tp": config.tp,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "phalanx": __version__,
         "torch": torch.__version__,

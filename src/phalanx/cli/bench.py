@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, Executor, Interface, LoadFormat, Model, RanksPerNode, RayAddress, Tp, told_errors
+from phalanx.cli.shared import (
+    Dtype,
+    Executor,
+    Interface,
+    KvCacheDtype,
+    LoadFormat,
+    Model,
+    RanksPerNode,
+    RayAddress,
+    Tp,
+    told_errors,
+)
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -18,6 +29,7 @@ def offline(
     cases: Annotated[str, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas.")] = "1x128x64,8x256x64",
     tp: Tp = 1,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
     executor: Executor = "local",
     ranks_per_node: RanksPerNode = None,
@@ -39,13 +51,16 @@ def offline(
         if emulate_tp is not None:
             from phalanx.bench.emulate import emulate
 
-            emulate(model, cases, emulate_tp, all_reduce_us, machine, dtype, load_format, repeats, as_json)
+            emulate(
+                model, cases, emulate_tp, all_reduce_us, machine, dtype, load_format, repeats, as_json, kv_cache_dtype
+            )
             return
 
         config = EngineConfig(
             model=model,
             tp=tp,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             executor=executor,
             ranks_per_node=ranks_per_node,

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, Executor, Interface, LoadFormat, Model, RanksPerNode, RayAddress, Tp, told_errors
+from phalanx.cli.shared import (
+    Dtype,
+    Executor,
+    Interface,
+    KvCacheDtype,
+    LoadFormat,
+    Model,
+    RanksPerNode,
+    RayAddress,
+    Tp,
+    told_errors,
+)
 from phalanx.errors import ConfigError
 
 
@@ -20,6 +31,7 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for. Default: MODEL.")] = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = 64,
@@ -53,6 +65,7 @@ def serve(
             model=model,
             tp=tp,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

@@ -16,6 +16,7 @@ Model = Annotated[
 ]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
+KvCacheDtype = Annotated[str, typer.Option(help="Keys and values: auto (as dtype) or fp8 (e4m3, half of bf16).")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
 Executor = Annotated[str, typer.Option(help="local: ranks on this machine; ray: on the nodes of a Ray cluster.")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="ray: default is one a GPU, or one a node on CPUs.")]

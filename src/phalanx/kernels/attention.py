@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.cache import take
 
 PROMPT_TILE = 128
 """Rows of one prompt that a GPU takes at once."""
@@ -102,40 +103,55 @@ def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def paged_attention(
-    qkv: Tensor, heads: int, cache: Tensor, batch: AttentionBatch, masks: Masks, window: int | None, scale: float
+    qkv: Tensor,
+    heads: int,
+    cache: Tensor,
+    batch: AttentionBatch,
+    masks: Masks,
+    window: int | None,
+    scale: float,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attend with the query heads of qkv, [tokens, heads + 2 * kv_heads, head_dim], whose keys and values are cached.
 
     All writes to the cache come before any read, so a sequence may use a prefix that another one computes in the same
-    step.
+    step. `scale` is for the scores and `value_scale` for what is attended; an FP8 cache's own scales are in them.
     """
     out = qkv.new_empty(qkv.shape[0], heads, qkv.shape[2])
     if batch.decode is not None:
         rows = batch.decode.positions.shape[0]
-        decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows])
+        decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows], value_scale)
     if batch.tiles is not None:
         from phalanx.kernels import gpu
 
-        gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out)
+        gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale)
         return out
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, window)
-        kv = qkv[span, heads:].unflatten(1, (2, -1)) if mask is None else _gather(cache, row)
-        out[span] = _prefill(qkv[span, :heads], kv, mask, scale)
+        fresh = mask is None and cache.dtype is qkv.dtype
+        kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
+        torch.mul(_prefill(qkv[span, :heads], kv, mask, scale), value_scale, out=out[span])
     return out
 
 
 def decode_attention(
-    q: Tensor, cache: Tensor, rows: DecodeRows, masks: Masks, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    cache: Tensor,
+    rows: DecodeRows,
+    masks: Masks,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
     """One new token a sequence, [rows, heads, head_dim], against all of its cached keys and values, into `out`."""
     count, heads, head_dim = q.shape
     if q.is_cuda:
         from phalanx.kernels import gpu
 
-        gpu.decode_attention(q, cache, rows.block_table, rows.positions, window, scale, out)
-    elif cpu.runs(q):
+        gpu.decode_attention(q, cache, rows.block_table, rows.positions, window, scale, out, value_scale)
+    elif cpu.runs(cache):
         block_size, kv_heads = cache.shape[1], cache.shape[3]
         table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
         cpu.call(
@@ -144,21 +160,23 @@ def decode_attention(
             *(count, q.stride(0), table.shape[1], *sizes, window or 0, scale),
         )
     else:
-        out.copy_(decode_attention_torch(q, cache, rows, masks.decode(window), scale))
+        out.copy_(decode_attention_torch(q, cache, rows, masks.decode(window), scale, value_scale))
 
 
-def decode_attention_torch(q: Tensor, cache: Tensor, rows: DecodeRows, mask: Tensor, scale: float) -> Tensor:
+def decode_attention_torch(
+    q: Tensor, cache: Tensor, rows: DecodeRows, mask: Tensor, scale: float, value_scale: float = 1.0
+) -> Tensor:
     """The definition. The query heads of a group stand where a longer query would: one product a KV head."""
     count, heads, head_dim = q.shape
-    kv = cache.index_select(0, rows.block_table.flatten()).view(count, -1, *cache.shape[2:])
+    kv = take(cache, rows.block_table.flatten(), q.dtype).view(count, -1, *cache.shape[2:])
     k, v = (part.transpose(1, 2) for part in kv.unbind(2))
     grouped = q.reshape(count, k.shape[1], -1, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    return attended.reshape(count, heads, head_dim)
+    return attended.reshape(count, heads, head_dim) * value_scale
 
 
-def _gather(cache: Tensor, row: PrefillRow) -> Tensor:
-    return cache.index_select(0, row.blocks).flatten(0, 1)[: row.start + row.count]
+def _gather(cache: Tensor, row: PrefillRow, dtype: torch.dtype) -> Tensor:
+    return take(cache, row.blocks, dtype).flatten(0, 1)[: row.start + row.count]
 
 
 def _prefill(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:

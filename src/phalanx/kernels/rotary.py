@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.cache import UNSCALED, CacheScales, store
 from phalanx.kernels.norm import add_rms_norm
 from phalanx.spec import Rope
 
@@ -73,24 +74,25 @@ def rotate_and_store(
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None = None,
+    scales: CacheScales = UNSCALED,
 ) -> None:
     """Norm and rotate the query and key heads of qkv in place, then write keys and values to their places in the cache.
 
     qkv is [tokens, heads + 2 * kv_heads, head_dim], the cache [blocks, block_size, 2, kv_heads, head_dim]; `write_to`
-    is each token's place in the flattened cache.
+    is each token's place in the flattened cache. `scales` are an FP8 cache's.
     """
     if qkv.is_cuda:
         from phalanx.kernels import gpu
 
-        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms)
+        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms, scales)
         return
     if norms is not None:
         norm_heads(qkv, heads, kv_heads, norms)
-    if cpu.runs(qkv) and qkv.is_contiguous():
+    if cpu.runs(cache) and qkv.is_contiguous():
         tokens, _, head_dim = qkv.shape
         cpu.call("rotate_and_store", qkv, cos, sin, write_to, cache, tokens, heads, kv_heads, head_dim, cos.shape[-1])
     else:
-        rotate_and_store_torch(qkv, cos, sin, write_to, cache, heads, kv_heads)
+        rotate_and_store_torch(qkv, cos, sin, write_to, cache, heads, kv_heads, scales)
 
 
 def norm_heads(qkv: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> None:
@@ -101,12 +103,19 @@ def norm_heads(qkv: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> None
 
 
 def rotate_and_store_torch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, write_to: Tensor, cache: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    write_to: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    scales: CacheScales = UNSCALED,
 ) -> None:
     """The definition."""
     rotated = qkv[:, : heads + kv_heads]
     rotated.copy_(apply_rotary(rotated, cos, sin))
-    cache.flatten(0, 1).index_copy_(0, write_to, qkv[:, heads:].unflatten(1, (2, kv_heads)))
+    store(cache, write_to, qkv[:, heads:].unflatten(1, (2, kv_heads)), scales)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

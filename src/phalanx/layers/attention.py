@@ -8,6 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, Masks, paged_attention
+from phalanx.kernels.cache import UNSCALED
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.rotary import HeadNorms, rotate_and_store
 from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
@@ -18,6 +19,7 @@ from phalanx.layers.place import Place
 class Attention:
     def __init__(self, place: Place, layer: int) -> None:
         spec, prefix = place.spec, f"model.layers.{layer}.self_attn."
+        self.prefix = prefix
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.heads, self.kv_heads = len(place.shard.query_heads), len(place.shard.kv_heads)
@@ -27,7 +29,8 @@ class Attention:
         self.norms = [RmsNorm(place, prefix + name) for name in ("q_norm", "k_norm")] if spec.qk_norm else []
         weights = [norm.weight for norm in self.norms]
         self.head_norms = HeadNorms(weights[0], weights[1], spec.norm_eps) if weights else None
-        self.cache = place.empty(0, 0, 2, self.kv_heads, self.head_dim)
+        self.cache = place.empty_cache(self.kv_heads)
+        self.cache_scales = UNSCALED
 
     @property
     def takes_fp8(self) -> bool:
@@ -45,6 +48,8 @@ class Attention:
 
     def __call__(self, x: Tensor | Quantised, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        rotate_and_store(qkv, cos, sin, batch.write_to, self.cache, self.heads, self.kv_heads, self.head_norms)
-        attended = paged_attention(qkv, self.heads, self.cache, batch, masks, self.window, self.scale)
+        cache, scales = self.cache, self.cache_scales
+        rotate_and_store(qkv, cos, sin, batch.write_to, cache, self.heads, self.kv_heads, self.head_norms, scales)
+        scale = self.scale * scales.key
+        attended = paged_attention(qkv, self.heads, cache, batch, masks, self.window, scale, scales.value)
         return self.output(attended.flatten(1))

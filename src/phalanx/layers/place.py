@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.fabric.group import Group
-from phalanx.kernels.fp8 import GROUP, row_block_of
+from phalanx.kernels.fp8 import E4M3, GROUP, row_block_of
 from phalanx.spec import Layout, ModelSpec, Shard
 
 _KEPT_TILES = ((GROUP, GROUP), (1, None))
@@ -18,7 +18,8 @@ _KEPT_TILES = ((GROUP, GROUP), (1, None))
 class Place:
     """Which rank's share of which model, talking to whom, in which dtype on which device.
 
-    `fp8` says whether weights stored in FP8 stay so; otherwise they are widened when they are loaded.
+    `fp8` says whether weights stored in FP8 stay so; otherwise they are widened when they are loaded. `fp8_cache` is
+    for keys and values, which otherwise have the dtype of all.
     """
 
     layout: Layout
@@ -26,6 +27,7 @@ class Place:
     dtype: torch.dtype
     device: torch.device
     fp8: bool = False
+    fp8_cache: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -56,3 +58,8 @@ class Place:
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty_cache(self, kv_heads: int) -> Tensor:
+        """A layer's keys and values, without a block yet."""
+        dtype = E4M3 if self.fp8_cache else self.dtype
+        return torch.empty(0, 0, 2, kv_heads, self.spec.head_dim, dtype=dtype, device=self.device)

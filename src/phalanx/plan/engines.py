@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from phalanx.errors import ConfigError
-from phalanx.spec.formats import FORMATS, KV_FORMATS, PLAIN
+from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
 
@@ -98,7 +98,6 @@ ENGINES = {
             "all_but_a_tenth",
             0.9,
             ("bf16", "fp16", "fp32", "fp8", "fp8-channel"),
-            PLAIN,
             deals_unevenly=True,
             trims_windows=False,
             least_capability=PHALANX_CAPABILITY,

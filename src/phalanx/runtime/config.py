@@ -7,6 +7,7 @@ import msgspec
 from phalanx.errors import ConfigError
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("local", "ray")
 
@@ -15,6 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an engine. None means: chosen from the model and the machine.
 
     `model` is a folder, a GGUF file or a Hugging Face id; None is the default model. `kv_cache_memory` is bytes a rank.
+    `kv_cache_dtype` is "fp8" for keys and values in e4m3, or "auto" for the dtype that the model is computed in.
 
     With `executor="ray"` the ranks run on the machines of a Ray cluster: `ranks_per_node` on each (default: one a GPU,
     or one a machine on CPUs), talking over `interface` (default: the one Ray uses). `node_wait_s` is how long to wait
@@ -32,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -46,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
         self._one_of("dtype", self.dtype, DTYPES)
+        self._one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
         self._one_of("executor", self.executor, EXECUTORS)

@@ -22,6 +22,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_KV_SHARE = 0.25
 _CUDA_KV_SHARE = 0.9
 _CPU_PACK_SHARE = 0.25
+_FP8_CAPABILITY = (8, 9)
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -84,7 +85,10 @@ def load_model(
     """This rank's share of the model, with its weights in place."""
     device = pick_device(config, spot.gpu)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
-    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu)
+    fp8_cache = config.kv_cache_dtype == "fp8"
+    if fp8_cache and on_gpu:
+        _check_fp8(device)
+    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu, fp8_cache=fp8_cache)
     model = Decoder(place)
     reader = checkpoint.open_reader(device)
     try:
@@ -97,6 +101,17 @@ def load_model(
     else:
         _pack(model, spot.ranks_here)
     return model
+
+
+def _check_fp8(device: torch.device) -> None:
+    has = torch.cuda.get_device_capability(device)
+    if has < _FP8_CAPABILITY:
+        raise ConfigError(
+            "no_fp8",
+            f"kv_cache_dtype is 'fp8', but the GPU's compute capability is {has[0]}.{has[1]}; e4m3 needs "
+            "{}.{}.".format(*_FP8_CAPABILITY),
+            "Use kv_cache_dtype auto.",
+        )
 
 
 def _pack(model: Decoder, ranks_here: int) -> None:
@@ -124,7 +139,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
             "kv_too_small",
             f"{budget / 2**20:.0f} MiB are left for keys and values on rank {model.place.group.rank}; "
             f"one block of {config.block_size} tokens takes {block_bytes / 2**20:.1f} MiB.",
-            "Raise kv_cache_memory, use more ranks or a smaller model.",
+            "Raise kv_cache_memory, use kv_cache_dtype fp8, more ranks or a smaller model.",
         )
     most = config.max_model_len or model.place.spec.max_positions
     return min(blocks, config.max_num_seqs * -(-most // config.block_size))

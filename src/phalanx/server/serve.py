@@ -188,10 +188,11 @@ class ApiServer:
         host, port = self._address
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         key = " -H 'authorization: Bearer KEY'" if self._options.api_keys else ""
+        cache = "FP8 KV cache" if self._config.kv_cache_dtype == "fp8" else "KV cache"
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         print(
             f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
-            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of KV cache)\n"
+            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of {cache})\n"
             f"Plan, watch and chat in the browser: {url}/\n\n"
             f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n",
             flush=True,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.kernels.cache import CacheScales
 from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks, quantise_channels
 from phalanx.layers.linear import Part
 from phalanx.models.decoder import Decoder
@@ -36,6 +38,27 @@ def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
             _fill(target, reader, layout, tensor, layout.slices(tensor, rank))
         done += target.nbytes
         progress(done, total)
+    if model.place.fp8_cache:
+        for layer in model.layers:
+            prefix = layer.attention.prefix
+            layer.attention.cache_scales = CacheScales(*(_cache_scale(reader, prefix, letter) for letter in "kv"))
+
+
+def _cache_scale(reader: Reader, prefix: str, letter: str) -> float:
+    """One number for all keys, or all values, of a layer, under whichever of its names; 1 where there is none."""
+    scale = f"{letter}_scale"
+    names = (scale, f"{letter}_proj.{scale}", f"attn.{scale}", f"{letter}_proj.output_scale")
+    name = next((prefix + name for name in names if reader.shape(prefix + name) is not None), None)
+    if name is None:
+        return 1.0
+    values = reader.read(name, tuple(map(slice, reader.shape(name) or ()))).flatten().tolist()
+    if len(values) != 1 or not 0 < values[0] < math.inf:
+        raise CheckpointError(
+            "bad_cache_scale",
+            f"{name} should be one number above 0; it is {', '.join(f'{value:g}' for value in values[:4])}.",
+            "Use kv_cache_dtype auto, which needs no scales.",
+        )
+    return float(values[0])
 
 
 def check_tensors(layout: Layout, reader: Reader) -> None:

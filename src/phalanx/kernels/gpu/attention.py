@@ -22,8 +22,17 @@ KEYS_AT_ONCE = 64
 
 
 @triton.jit
+def _to_meet(queries, cache):
+    """The queries in the dtype that the cache is widened to. From e4m3 a GPU is quick to float16, slow to bfloat16."""
+    if cache.dtype.element_ty.is_fp8() and queries.dtype == tl.bfloat16:
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        queries = queries.to(tl.float16)
+    return queries
+
+
+@triton.jit
 def _decode(
-    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale,
+    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -36,6 +45,7 @@ def _decode(
     head = kv * group + g
     cuda.gdc_wait()
     queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
+    queries = _to_meet(queries, cache)
     last = tl.load(positions + row)
     first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     share = tl.cdiv(tl.cdiv(last + 1 - first, TOKENS), SPLITS) * TOKENS
@@ -50,16 +60,18 @@ def _decode(
         page = tl.load(table + row * table_width + position // PAGE, mask=seen, other=0)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - top[:, None])
         shrink = tl.exp(peak - top)
         total = total * shrink + tl.sum(weights, 1)
         spot = (entry + KV_HEADS)[:, None] * HEAD_DIM + d
-        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0)
+        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0).to(queries.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = top
+    if cache.dtype.element_ty.is_fp8():
+        acc *= value_scale
     target = out + (row * HEADS + head)[:, None] * HEAD_DIM + d
     if SPLITS == 1:
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known & inside)
@@ -87,18 +99,25 @@ def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl
 
 
 def decode_attention(
-    q: Tensor, cache: Tensor, table: Tensor, positions: Tensor, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
     """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS and cache.dtype == q.dtype else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
         q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
         num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip
@@ -148,6 +167,7 @@ def _attend_cached(
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
         values = tl.load(cache + (entry + KV_HEADS)[:, None] * HEAD_DIM + d, mask=exists[:, None] & inside, other=0.0)
         seen = _sees(asked, position, window, WINDOWED) & exists
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         acc, peak, total = _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED)
     return acc, peak, total
 
@@ -168,7 +188,7 @@ def _attend_fresh(
 
 @triton.jit
 def _prefill(
-    qkv, fresh, cache, tables, tiles, out, stride, table_width, window, scale,
+    qkv, fresh, cache, tables, tiles, out, stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +205,7 @@ def _prefill(
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mask = (r[:, None] < count) & (d < HEAD_DIM)
     row = (first + r).to(tl.int64)[:, None]
-    queries = tl.load(qkv + row * stride + head * HEAD_DIM + d, mask=mask, other=0.0)
+    queries = _to_meet(tl.load(qkv + row * stride + head * HEAD_DIM + d, mask=mask, other=0.0), cache)
     table = tables + sequence.to(tl.int64) * table_width
     oldest = tl.maximum(start - window + 1, 0) if WINDOWED else 0
     peak = tl.full([ROWS], -1.0e30, tl.float32)
@@ -215,23 +235,36 @@ def _prefill(
             queries, acc, peak, total, fresh, start + r, first - start, key_column, value_column, whole, start + count,
             window, scale, KEYS, WINDOWED, True,
         )  # fmt: skip
+    if cache.dtype.element_ty.is_fp8():
+        acc *= value_scale
     spot = out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
     tl.store(spot, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
-    qkv: Tensor, heads: int, cache: Tensor, tiles: PrefillTiles, window: int | None, scale: float, out: Tensor
+    qkv: Tensor,
+    heads: int,
+    cache: Tensor,
+    tiles: PrefillTiles,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
-    """Keys and values of this step come straight from qkv where a tile of them is one copy, others by their pages."""
+    """Keys and values of this step come straight from qkv where that holds what the cache does, others by their pages.
+
+    A tile of qkv is one copy if a head fills it.
+    """
     (tokens, _, head_dim), (_, page, _, kv_heads, _) = qkv.shape, cache.shape
     dim = max(16, triton.next_power_of_2(head_dim))
     wide = qkv.dtype == torch.float32
     keys = 32 if wide else KEYS_AT_ONCE
-    fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if dim == head_dim else None
+    as_cached = dim == head_dim and cache.dtype == qkv.dtype
+    fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if as_cached else None
     _prefill[(heads, len(tiles.tiles))](
         qkv, fresh, cache, tiles.tables, tiles.tiles, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
-        scale * 1.4426950408889634, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
-        ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=fresh is not None,
-        CACHED=tiles.resumed or fresh is None, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
+        scale * 1.4426950408889634, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
+        ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
+        CACHED=tiles.resumed or not as_cached, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
         launch_pdl=True,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from phalanx.kernels.cache import UNSCALED, CacheScales
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
 from phalanx.kernels.rotary import HeadNorms
 
@@ -122,9 +123,18 @@ def silu_and_mul(gate_up: Tensor, quantised: bool = False) -> Tensor | Quantised
 
 
 @triton.jit
+def _as_cached(x, inverse, cache, LARGEST: tl.constexpr):
+    """Values as the cache holds them: in FP8 divided by their scale, and at most the largest."""
+    if cache.dtype.element_ty.is_fp8():
+        x = tl.clamp(x.to(tl.float32) * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim: tl.constexpr,
-    rotary: tl.constexpr, NORMED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, key_inverse, value_inverse,
+    head_dim: tl.constexpr, rotary: tl.constexpr, NORMED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token. A thread loads both halves of what it stores, so nothing is overwritten too early."""
     cuda.gdc_launch_dependents()
@@ -164,12 +174,13 @@ def _rotate_and_store(
     tl.store(place + half + d, high, mask=mask & turns)
     entry = cache + (slot * 2 * kv_heads + head - heads) * head_dim
     kept = exists & (head >= heads)
-    tl.store(entry + d, low, mask=mask & kept)
-    tl.store(entry + half + d, high, mask=mask & kept)
+    inverse = tl.where(turns, key_inverse, value_inverse)
+    tl.store(entry + d, _as_cached(low, inverse, cache, LARGEST), mask=mask & kept)
+    tl.store(entry + half + d, _as_cached(high, inverse, cache, LARGEST), mask=mask & kept)
     if rotary < head_dim:
         r = rotary + tl.arange(0, REST)[None, :]
         rest = tl.load(place + r, mask=exists & (r < head_dim), other=0.0)
-        tl.store(entry + r, rest, mask=kept & (r < head_dim))
+        tl.store(entry + r, _as_cached(rest, inverse, cache, LARGEST), mask=kept & (r < head_dim))
 
 
 def rotate_and_store(
@@ -181,6 +192,7 @@ def rotate_and_store(
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None = None,
+    scales: CacheScales = UNSCALED,
 ) -> None:
     """Norms reach over the rotated dimensions only, which in the models that have them are all."""
     tokens, all_heads, head_dim = qkv.shape
@@ -188,9 +200,10 @@ def rotate_and_store(
     assert norms is None or rotary == head_dim
     query_norm, key_norm, eps = norms or (None, None, 0.0)
     _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
-        qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, head_dim, rotary,
-        NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE, HALF=triton.next_power_of_2(rotary // 2),
-        REST=triton.next_power_of_2(max(head_dim - rotary, 1)), launch_pdl=True,
+        qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,
+        1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE,
+        HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
+        LARGEST=LARGEST, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -83,6 +83,8 @@ def _phalanx(launch: Launch) -> list[str]:
     words = ["phalanx", "serve", launch.model, "--tp", str(launch.tp)]
     if launch.weight_format in PLAIN:
         words += ["--dtype", launch.weight_format]
+    if launch.kv_format == "fp8":
+        words += ["--kv-cache-dtype", "fp8"]
     return [
         *words,
         *("--max-model-len", str(launch.max_model_len)),

@@ -1,0 +1,192 @@
+"""Keys and values kept in FP8: held to transformers with a cache that rounds by itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.plan import Admission, StepPlan
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.fabric.group import Solo
+from phalanx.runtime import rank
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import Sizes, blocks_that_fit, load_model, make_runner
+from phalanx.weights.checkpoint import Checkpoint
+from tests.conftest import make_checkpoint
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+LAYERS = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
+SCALES = [(0.05 * (layer + 1), 0.7 / (layer + 1)) for layer in range(LAYERS)]
+NAMES = (
+    "self_attn.{}_scale",
+    "self_attn.{0}_proj.{0}_scale",
+    "self_attn.attn.{}_scale",
+    "self_attn.{}_proj.output_scale",
+)
+
+
+class RoundingCache(DynamicCache):
+    """What transformers caches, and so attends to, went through e4m3."""
+
+    def __init__(self, scales: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **rest: Any) -> Any:
+        rounded = (
+            (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(states.dtype) * scale
+            for states, scale in zip((key_states, value_states), self._scales[layer_idx], strict=True)
+        )
+        return super().update(*rounded, layer_idx, *more, **rest)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", made)
+    return made
+
+
+def with_scales(folder: Path, target: Path, name: str, scales: list[tuple[float, float]] = SCALES) -> Path:
+    """The same checkpoint with scales beside its weights."""
+    for file in folder.iterdir():
+        (target / file.name).symlink_to(file)
+    tensors = {
+        f"model.layers.{layer}." + name.format(letter): torch.tensor([value] if layer % 2 else value)
+        for layer, pair in enumerate(scales)
+        for letter, value in zip("kv", pair, strict=True)
+    }
+    save_file(tensors, target / "scales.safetensors")
+    return target
+
+
+def some_prompts(vocab: int) -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(vocab) for _ in range(length)] for length in (1, 5, 17, 48, 83)]
+
+
+def logits(folder: Path, prompt: list[int], chunks: list[int], kv_cache_dtype: str = "fp8") -> Tensor:
+    """At every position of a prompt that is computed in these chunks."""
+    config = EngineConfig(max_num_seqs=4, kv_cache_dtype=kv_cache_dtype)
+    model = load_model(config, Checkpoint(folder), Solo(), progress=lambda done, total: None)
+    runner = make_runner(config, model, Sizes(num_blocks=64, max_model_len=256))
+    rows, start = [], 0
+    for step, count in enumerate(chunks, 1):
+        admissions = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
+        blocks = [list(range(10, 20))] if start == 0 else [[]]
+        plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks)
+        with torch.inference_mode():
+            inputs = runner.batch.prepare(plan)
+            rows.append(model.logits(model(inputs.tokens, inputs.positions, inputs.attention)))
+        start += count
+    return torch.cat(rows)
+
+
+def reference_logits(folder: Path, prompt: list[int], scales: list[tuple[float, float]]) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([prompt]), past_key_values=RoundingCache(scales), use_cache=True).logits[0]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_logits_are_those_of_transformers_with_a_rounding_cache(folder: Path, tmp_path: Path, scaled: bool) -> None:
+    """However the prompt is cut, from its first token on. A last bit may send a number to the next step of the format,
+    so the distance is measured by what rounding does in all."""
+    prompt = some_prompts(500)[-1][:57]
+    ours = with_scales(folder, tmp_path, NAMES[0]) if scaled else folder
+    wanted = reference_logits(folder, prompt, SCALES if scaled else [(1.0, 1.0)] * LAYERS)
+    moved = (logits(folder, prompt, [57], "auto") - wanted).norm()
+    for chunks in ([57], [1, 20, 36]):
+        off = logits(ours, prompt, chunks) - wanted
+        assert off.norm() < 0.05 * moved
+        assert off.abs().median() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def rounded_tokens(llama: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    tokens = []
+    for prompt in some_prompts(512):
+        ids, cache = torch.tensor([prompt]), RoundingCache(SCALES)
+        more = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "past_key_values": cache}
+        tokens.append(model.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, len(prompt) :].tolist())
+    return tokens
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_tokens_equal_those_of_transformers_with_a_rounding_cache(
+    llama: Path, rounded_tokens: list[list[int]], tmp_path: Path, tp: int
+) -> None:
+    """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache.
+
+    One answer may go another way where a last bit rounds a number up in one place and down in the other.
+    """
+    checkpoint = with_scales(llama, tmp_path, NAMES[1])
+    with LLM(checkpoint, tp=tp, progress=False, kv_cache_dtype="fp8", **TIGHT) as llm:
+        for _ in range(2):
+            answers = llm.generate(some_prompts(512), GREEDY)
+            equal = [answer.token_ids == each for answer, each in zip(answers, rounded_tokens, strict=True)]
+            assert sum(equal) >= len(equal) - 1
+        assert answers[-1].cached_tokens == 80
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_are_found_under_each_of_their_names(llama: Path, tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint(with_scales(llama, tmp_path, name))
+    for dtype, wanted in {"fp8": SCALES, "auto": [(1.0, 1.0)] * LAYERS}.items():
+        model = load_model(EngineConfig(kv_cache_dtype=dtype), checkpoint, Solo(), lambda done, total: None)
+        assert [layer.attention.cache_scales for layer in model.layers] == [pytest.approx(pair) for pair in wanted]
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [0.1, 0.2, 0.3]])
+def test_a_scale_that_is_not_one_number_above_zero_is_refused(
+    llama: Path, tmp_path: Path, bad: float | list[float]
+) -> None:
+    checkpoint = Checkpoint(with_scales(llama, tmp_path, NAMES[0]))
+    save_file({"model.layers.2.self_attn.v_scale": torch.tensor(bad)}, tmp_path / "scales.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.v_scale should be one number above 0"):
+        load_model(EngineConfig(kv_cache_dtype="fp8"), checkpoint, Solo(), lambda done, total: None)
+
+
+def test_twice_the_tokens_of_bf16_fit_into_the_same_memory(llama: Path) -> None:
+    fitting, taken = {}, {}
+    for dtype in ("auto", "fp8"):
+        config = EngineConfig(dtype="bf16", kv_cache_dtype=dtype, kv_cache_memory=60 * 12288)
+        model = load_model(config, Checkpoint(llama), Solo(), lambda done, total: None)
+        fitting[dtype] = blocks_that_fit(config, model)
+        make_runner(config, model, Sizes(fitting[dtype], max_model_len=64))
+        block = model.layers[0].attention.cache[0].nbytes
+        taken[dtype] = sum(layer.attention.cache.nbytes - block for layer in model.layers)
+    assert fitting["fp8"] == 2 * fitting["auto"] == 120
+    assert taken["fp8"] == taken["auto"] == 60 * 12288
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int3'") as told:
+        EngineConfig(kv_cache_dtype="int3")
+    assert told.value.fix == "Use one of auto, fp8."
+
+
+def test_a_gpu_without_fp8_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "pick_device", lambda config, gpu: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"compute capability is 8\.6; e4m3 needs 8\.9") as told:
+        load_model(EngineConfig(kv_cache_dtype="fp8"), Checkpoint(llama), Solo(), lambda done, total: None)
+    assert told.value.fix == "Use kv_cache_dtype auto."
