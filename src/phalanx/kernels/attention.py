@@ -109,10 +109,7 @@ def paged_attention(
         rows = batch.decode.positions.shape[0]
         decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows])
     if batch.tiles is not None:
-        from phalanx.kernels import gpu
-
-        gpu.prefill_attention(qkv[:, :heads], cache, batch.tiles.tables, batch.tiles.tiles, window, scale, out)
-        return out
+        prefill_attention(qkv[:, :heads], cache, batch.tiles, window, scale, out)
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, window)
@@ -150,6 +147,30 @@ def decode_attention_torch(q: Tensor, cache: Tensor, rows: DecodeRows, mask: Ten
     grouped = q.reshape(count, k.shape[1], -1, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return attended.reshape(count, heads, head_dim)
+
+
+def prefill_attention(
+    q: Tensor, cache: Tensor, cut: PrefillTiles, window: int | None, scale: float, out: Tensor
+) -> None:
+    """Tiles of prompts against what is cached of their sequences, into their rows of `out`."""
+    if q.is_cuda:
+        from phalanx.kernels import gpu
+
+        gpu.prefill_attention(q, cache, cut.tables, cut.tiles, window, scale, out)
+    else:
+        prefill_attention_torch(q, cache, cut, window, scale, out)
+
+
+def prefill_attention_torch(
+    q: Tensor, cache: Tensor, cut: PrefillTiles, window: int | None, scale: float, out: Tensor
+) -> None:
+    """The definition: each row looks at its sequence up to its own position. A tile of no rows is nothing."""
+    for sequence, first, count, start in cut.tiles.tolist():
+        if count:
+            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])])
+            positions = torch.arange(start + count, device=q.device)
+            mask = visible(positions[start:, None], positions, window)
+            out[first : first + count] = _prefill(q[first : first + count], _gather(cache, row), mask, scale)
 
 
 def _gather(cache: Tensor, row: PrefillRow) -> Tensor:
