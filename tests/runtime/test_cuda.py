@@ -9,6 +9,7 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.kernels.fp8 import quantise_blocks
+from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
 from tests.weights.conftest import COMMON, Config, save_folder
@@ -93,6 +94,22 @@ def test_fp8_activations_stay_close_to_the_wide_ones(fp8_checkpoint: Path) -> No
     found = []
     for dtype in ("fp32", "bf16"):
         with LLM(fp8_checkpoint, progress=False, device="cuda", dtype=dtype, **TIGHT) as llm:
+            answers = llm.generate(prompts, params)
+            found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
+    assert found[1] == pytest.approx(found[0], abs=1.0)
+
+
+def test_fp8_prompts_launched_kernel_by_kernel_stay_close_to_those_in_graphs(
+    fp8_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are padded to other sizes, for which other products are chosen."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    prompts = [[3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
+    found = []
+    for way in ("graphs", "launches"):
+        if way == "launches":
+            monkeypatch.setattr(PromptGraphs, "take", lambda *_: False)
+        with LLM(fp8_checkpoint, progress=False, device="cuda", dtype="bf16", max_model_len=160) as llm:
             answers = llm.generate(prompts, params)
             found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
     assert found[1] == pytest.approx(found[0], abs=1.0)
