@@ -154,13 +154,13 @@ def test_decode_attention_of_many_sequences(rows: int) -> None:
 def test_prefill_attention(
     heads: int, kv_heads: int, head_dim: int, page: int, window: int | None, dtype: torch.dtype, resumed: bool
 ) -> None:
-    """Prompts from their start, chunks of longer ones, and one that ends a tile early, in one call."""
+    """Prompts from their start, chunks of longer ones, one that ends a tile early, and a tile of no rows."""
     spans = [(70 if resumed else 0, 130), (0, 300), (513 if resumed else 0, 128), (0, 2), (31 if resumed else 0, 129)]
     width, tokens = 700 // page + 1, sum(count for _, count in spans)
     cache = randn(len(spans) * width + 3, page, 2, kv_heads, head_dim, dtype=dtype)
     tables = torch.randperm(len(cache), device="cuda")[: len(spans) * width].view(len(spans), width)
     qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    rows, tiles, first = [], [], 0
+    rows, tiles, first = [], [(0, 0, 0, 0, 0)], 0
     for sequence, (start, count) in enumerate(spans):
         positions = torch.arange(start, start + count, device="cuda")
         places = tables[sequence, positions // page] * page + positions % page

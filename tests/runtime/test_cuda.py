@@ -9,6 +9,7 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.kernels.fp8 import quantise_blocks
+from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
 from tests.runtime.test_fp8_cache import NAMES, some_prompts, with_scales
@@ -109,3 +110,19 @@ def test_an_fp8_cache_on_a_gpu_gives_the_tokens_of_the_cpu(tiny_llama: Path, tmp
             tokens.append([answer.token_ids for answer in answers])
     equal = [ours == wanted for wanted, ours in zip(*tokens, strict=True)]
     assert sum(equal) >= len(equal) - 2
+
+
+def test_fp8_prompts_launched_kernel_by_kernel_stay_close_to_those_in_graphs(
+    fp8_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are padded to other sizes, for which other products are chosen."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    prompts = [[3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
+    found = []
+    for way in ("graphs", "launches"):
+        if way == "launches":
+            monkeypatch.setattr(PromptGraphs, "take", lambda *_: False)
+        with LLM(fp8_checkpoint, progress=False, device="cuda", dtype="bf16", max_model_len=160) as llm:
+            answers = llm.generate(prompts, params)
+            found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
+    assert found[1] == pytest.approx(found[0], abs=1.0)

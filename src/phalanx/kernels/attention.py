@@ -122,10 +122,7 @@ def paged_attention(
         rows = batch.decode.positions.shape[0]
         decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows], value_scale)
     if batch.tiles is not None:
-        from phalanx.kernels import gpu
-
-        gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale)
-        return out
+        prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale)
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, window)
@@ -173,6 +170,43 @@ def decode_attention_torch(
     grouped = q.reshape(count, k.shape[1], -1, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return attended.reshape(count, heads, head_dim) * value_scale
+
+
+def prefill_attention(
+    qkv: Tensor,
+    heads: int,
+    cache: Tensor,
+    cut: PrefillTiles,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
+) -> None:
+    """Tiles of prompts against what is cached of their sequences, into their rows of `out`."""
+    if qkv.is_cuda:
+        from phalanx.kernels import gpu
+
+        gpu.prefill_attention(qkv, heads, cache, cut, window, scale, out, value_scale)
+    else:
+        prefill_attention_torch(qkv[:, :heads], cache, cut, window, scale, out, value_scale)
+
+
+def prefill_attention_torch(
+    q: Tensor,
+    cache: Tensor,
+    cut: PrefillTiles,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    value_scale: float = 1.0,
+) -> None:
+    """The definition: each row looks at its sequence up to its own position. A tile of no rows is nothing."""
+    for sequence, first, count, start, _ in cut.tiles.tolist():
+        if count:
+            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])])
+            positions = torch.arange(start + count, device=q.device)
+            mask, kv = visible(positions[start:, None], positions, window), _gather(cache, row, q.dtype)
+            out[first : first + count] = _prefill(q[first : first + count], kv, mask, scale) * value_scale
 
 
 def _gather(cache: Tensor, row: PrefillRow, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from phalanx.engine.plan import Admission, StepPlan
 from phalanx.engine.sampling import SamplingParams
-from phalanx.kernels.attention import AttentionBatch, DecodeRows, PrefillRow, PrefillTiles, tile_prompt
+from phalanx.kernels.attention import (
+    PROMPT_TILE,
+    AttentionBatch,
+    DecodeRows,
+    PrefillRow,
+    PrefillTiles,
+    tile_prompt,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Batch:
 
     `tokens[slot, position]` holds prompts from admission on and sampled tokens from the step that made them, so the
     next step can be launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose
-    table points at a block that no request owns: rows that only fill up a batch go there.
+    table points at a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
     """
 
     def __init__(self, slots: int, max_model_len: int, block_size: int, spare_block: int, device: torch.device) -> None:
@@ -45,7 +52,8 @@ class Batch:
         self.occupants: list[Occupant | None] = [None] * slots
         self.spare_slot = slots
         self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(slots + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
+        width = -(-max(max_model_len, PROMPT_TILE) // block_size)
+        self._tables = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
         self._tables[slots] = spare_block
         self._table_lengths = [0] * slots
 
@@ -110,6 +118,19 @@ class Batch:
             write_to=block * self.block_size + positions % self.block_size,
             decode=DecodeRows(tables, positions),
             prefills=[],
+        )
+        return self.tokens[slots, positions], attention
+
+    def mixed_inputs(
+        self, slots: Tensor, positions: Tensor, decode_slots: Tensor, decode_positions: Tensor, tiles: Tensor
+    ) -> tuple[Tensor, AttentionBatch]:
+        """The same for prompts cut into tiles, behind rows of one token."""
+        block = self._tables[slots, positions // self.block_size]
+        attention = AttentionBatch(
+            write_to=block * self.block_size + positions % self.block_size,
+            decode=DecodeRows(self._tables[decode_slots], decode_positions) if len(decode_slots) else None,
+            prefills=[],
+            tiles=PrefillTiles(self._tables, tiles.to(torch.int32), resumed=True),
         )
         return self.tokens[slots, positions], attention
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +18,45 @@ from phalanx.runtime.batch import Batch
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes to capture: small ones close together, then every 16."""
     return sorted({size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most} | {most})
+
+
+class Recorded(NamedTuple):
+    """A graph and where each replay leaves scores and likeliest tokens."""
+
+    graph: torch.cuda.CUDAGraph
+    scores: Tensor
+    tops: Tensor
+
+
+class Recorder:
+    """Captures graphs that share one memory: they run one after the other.
+
+    A graph may use the place of another one's results. So results last until the next replay of any graph: what reads
+    them must be queued before it.
+    """
+
+    @cached_property
+    def _memory(self) -> torch.cuda._POOL_HANDLE:
+        return torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
+        """Run once so that every kernel is compiled, then record."""
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            scores, tops = run()
+        return Recorded(graph, scores, tops)
+
+
+def score_and_keep(
+    model: Decoder, batch: Batch, hidden: Tensor, slots: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scores and likeliest tokens of these rows; the tokens go into the pool, behind the rows' own positions."""
+    scores = model.scores(hidden)
+    tops = likeliest(scores)
+    batch.tokens[slots, positions + 1] = tops
+    return scores, tops
 
 
 class DecodeGraphs:
@@ -30,8 +73,8 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, Recorded] = {}
+        self.recorder = Recorder()
 
     @staticmethod
     def serve(model: Decoder) -> bool:
@@ -54,21 +97,14 @@ class DecodeGraphs:
         graph.replay()
         return scores[:rows], tops[:rows]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Run once so that every kernel is compiled, then record. Both runs touch the spare slot only."""
+    def _capture(self, size: int) -> Recorded:
+        """With rows that touch the spare slot only."""
         self._slots[:size] = self._batch.spare_slot
         self._positions[:size] = 0
-        self._forward(size)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            scores, tops = self._forward(size)
-        return graph, scores, tops
+        return self.recorder(lambda: self._forward(size))
 
     def _forward(self, size: int) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[:size], self._positions[:size]
         tokens, attention = self._batch.decode_inputs(slots, positions)
-        scores = self._model.scores(self._model(tokens, positions, attention))
-        tops = likeliest(scores)
-        self._batch.tokens[slots, positions + 1] = tops
-        return scores, tops
+        hidden = self._model(tokens, positions, attention)
+        return score_and_keep(self._model, self._batch, hidden, slots, positions)

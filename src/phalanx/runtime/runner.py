@@ -13,6 +13,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
+from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow
 
 
@@ -34,6 +35,7 @@ class TorchRunner:
         self.depth = 2 if model.place.device.type == "cuda" else 1
         self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
+        self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder) if self.graphs is not None else None
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[tuple[int, list[SamplingRow], Sampled | None, StepClock]] = deque()
 
@@ -41,13 +43,19 @@ class TorchRunner:
     def launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         sampled: Sampled | None
-        if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
-            sampled, rows = self._replay(plan, self.graphs, clock)
+        graphs = self._graphs_for(plan)
+        if graphs is not None:
+            sampled, rows = self._replay(plan, graphs, clock)
         else:
             sampled, rows = self._forward(plan, clock)
         clock.mark()
         clock.stop()
         self._launched.append((plan.step, rows, sampled.start_reading() if sampled is not None else None, clock))
+
+    def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
+        if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
+            return self.graphs
+        return self.prompt_graphs if self.prompt_graphs is not None and self.prompt_graphs.take(plan) else None
 
     def _forward(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, list[SamplingRow]]:
         inputs = self.batch.prepare(plan)
@@ -58,7 +66,9 @@ class TorchRunner:
         clock.mark()
         return self._sample(logits, rows) if logits is not None else None, rows
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, clock: StepClock) -> tuple[Sampled, list[SamplingRow]]:
+    def _replay(
+        self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
+    ) -> tuple[Sampled, list[SamplingRow]]:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
         clock.mark()

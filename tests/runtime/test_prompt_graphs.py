@@ -1,0 +1,220 @@
+"""Steps with prompts in graphs: how a plan is padded and laid out, and that padding changes no token.
+
+Graphs need a GPU; what is in them does not. Here every step runs padded, computed anew where a graph would be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.plan import StepPlan
+from phalanx.kernels.attention import PROMPT_TILE
+from phalanx.runtime.graphs import Recorded, Recorder
+from phalanx.runtime.prompt_graphs import DECODES, MOST_PROMPTS, TOKENS, GraphSize, PromptGraphs, lay_out, size_for
+from phalanx.runtime.prompt_graphs import longest_step as longest_step_of
+from phalanx.runtime.runner import TorchRunner
+from phalanx.spec import ModelSpec
+from tests.conftest import NEW_TOKENS, Reference
+from tests.weights.conftest import COMMON
+
+SPARE = 999
+LONGEST = TOKENS[-1]
+TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
+
+
+def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
+    """A plan of (start, count, samples), the slots counted down from 500."""
+    starts, counts, samples = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+    slots = [500 - index for index in range(len(rows))]
+    return StepPlan(1, [], slots, starts, counts, samples, [[] for _ in rows])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    start, samples = st.integers(0, 5000), st.booleans()
+    decodes = draw(st.lists(st.tuples(start, st.just(1), samples), max_size=70))
+    counts = st.one_of(st.integers(2, 40), st.sampled_from([127, 128, 129, 256]))
+    prompts = draw(st.lists(st.tuples(start, counts, samples), min_size=0 if decodes else 1, max_size=MOST_PROMPTS))
+    return plan_of(decodes + prompts)
+
+
+def parts_of(plan: StepPlan, size: GraphSize) -> list[list[int]]:
+    return [part.tolist() for part in torch.tensor(lay_out(plan, size, SPARE)).split(size.parts)]
+
+
+def rows_of(plan: StepPlan) -> list[tuple[int, int]]:
+    """Slot and position of every token, in order."""
+    rows = zip(plan.slots, plan.starts, plan.counts, strict=True)
+    return [(slot, start + index) for slot, start, count in rows for index in range(count)]
+
+
+@given(plans())
+def test_every_token_has_its_row_and_the_rest_is_the_spare_slots_first_token(plan: StepPlan) -> None:
+    size = size_for(plan, 10 * LONGEST)
+    if size is not None:
+        slots, positions, *_ = parts_of(plan, size)
+        padding = size.tokens - plan.num_tokens
+        assert list(zip(slots, positions, strict=True)) == rows_of(plan) + [(SPARE, 0)] * padding
+
+
+@given(plans())
+def test_every_row_is_a_decode_or_in_one_tile(plan: StepPlan) -> None:
+    """Each at its own slot and position; rows that fill up look no further than a tile. Unused tiles are empty."""
+    size = size_for(plan, LONGEST)
+    if size is None:
+        return
+    _, _, decode_slots, decode_positions, _, _, numbers = parts_of(plan, size)
+    decodes = plan.counts.count(1)
+    padding = size.decodes - decodes
+    assert decode_slots == plan.slots[:decodes] + [SPARE] * padding
+    assert decode_positions == plan.starts[:decodes] + [0] * padding
+    found = dict(enumerate(rows_of(plan)[:decodes]))
+    for slot, first, count, start, _ in zip(*[iter(numbers)] * 5, strict=True):
+        assert 0 <= count <= PROMPT_TILE
+        assert slot != SPARE or start == 0
+        for index in range(count):
+            assert first + index not in found
+            found[first + index] = (slot, 0 if slot == SPARE else start + index)
+    assert [found[row] for row in range(size.tokens)] == rows_of(plan) + [(SPARE, 0)] * (size.tokens - plan.num_tokens)
+
+
+@given(plans())
+def test_rows_that_yield_a_token_are_the_last_of_their_sequence(plan: StepPlan) -> None:
+    size = size_for(plan, LONGEST)
+    if size is None:
+        return
+    _, _, _, _, rows, slots, _ = parts_of(plan, size)
+    ends = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+    wanted = [(slot, start + count - 1) for slot, start, count, samples in ends if samples]
+    assert [rows_of(plan)[row] for row in rows[: len(wanted)]] == wanted
+    assert slots == [slot for slot, _ in wanted] + [SPARE] * (size.samples - len(wanted))
+    assert all(row < size.tokens for row in rows)
+
+
+@given(plans())
+def test_a_plan_runs_in_the_smallest_graph_that_holds_it(plan: StepPlan) -> None:
+    size = size_for(plan, LONGEST)
+    decodes = plan.counts.count(1)
+    fits = [tokens for tokens in TOKENS if plan.num_tokens <= tokens and len(plan.counts) - decodes <= tokens // 8]
+    assert (size is None) == (not fits)
+    if size is not None:
+        assert size.tokens == fits[0]
+        assert decodes <= size.decodes <= size.tokens
+        assert size.decodes in (*DECODES, size.tokens)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most"),
+    [
+        ([(0, LONGEST + 1, True)], 10 * LONGEST),
+        ([(0, 300, True)], 300),
+        ([(0, 2, True)] * (MOST_PROMPTS + 1), LONGEST),
+        ([(9, 1, True)] * (DECODES[-1] + 1) + [(0, 5, True)], LONGEST),
+    ],
+    ids=["tokens", "padded_tokens", "prompts", "decodes"],
+)
+def test_what_no_graph_holds_is_left_alone(rows: list[tuple[int, int, bool]], most: int) -> None:
+    assert size_for(plan_of(rows), most) is None
+
+
+def test_all_rows_may_be_padding() -> None:
+    """So a graph is recorded: no slot but the spare one is named."""
+    for tokens in TOKENS:
+        slots, _, decode_slots, _, rows, sampled_slots, numbers = parts_of(plan_of([]), GraphSize(tokens, 4))
+        assert {*slots, *decode_slots, *sampled_slots} == {SPARE}
+        assert set(rows) == {0}
+        assert sum(numbers[2::4]) == tokens
+
+
+def test_graphs_go_as_far_as_launching_takes_longer_than_computing() -> None:
+    """Some 600 tokens of an 8B model; more where fewer parameters work on a token, or more ranks do."""
+    dense = COMMON | {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    }
+    spec = ModelSpec.from_config(dense)
+    small = ModelSpec.from_config(dense | {"intermediate_size": 1024})
+    assert 512 <= longest_step_of(spec, 1) < 768
+    assert longest_step_of(spec, 4) >= 2048
+    assert longest_step_of(small, 1) > longest_step_of(spec, 1)
+
+
+class Rerun:
+    """Stands where a graph would: a replay computes all anew and leaves it in the same places."""
+
+    def __init__(self, run: Callable[[], tuple[Tensor, Tensor]], places: tuple[Tensor, Tensor]) -> None:
+        self._run = run
+        self._places = places
+
+    def replay(self) -> None:
+        for place, result in zip(self._places, self._run(), strict=True):
+            place.copy_(result)
+
+
+class Repeater(Recorder):
+    def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
+        places = run()
+        return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), *places)
+
+
+@contextmanager
+def padded(reference: Reference, monkeypatch: pytest.MonkeyPatch, **options: object) -> Iterator[LLM]:
+    """An engine whose every step runs padded: the plain way is closed."""
+    monkeypatch.setattr(TorchRunner, "_forward", lambda *_: pytest.fail("a step was not padded"))
+    with LLM(reference.folder, progress=False, **options) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, TorchRunner)
+        runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater())
+        yield llm
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def test_padded_steps_give_the_tokens_of_transformers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under pressure: prompts cut into chunks, cached prefixes, preemption, decodes beside them."""
+    with padded(reference, monkeypatch, **TIGHT) as llm:
+        answers = llm.generate(reference.prompts, GREEDY)
+        assert [answer.token_ids for answer in answers] == reference.continuations
+        again = llm.generate(reference.prompts[-1], GREEDY)
+        assert again.cached_tokens == 56
+        assert again.token_ids == reference.continuations[-1]
+
+
+def test_rows_sampled_beside_greedy_ones_get_their_own_tokens(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
+    with LLM(reference.folder, progress=False, max_num_seqs=16) as llm:
+        alone = llm.generate(reference.prompts, noise)
+    with padded(reference, monkeypatch, max_num_seqs=16) as llm:
+        answers = llm.generate(reference.prompts * 2, [GREEDY, noise] * len(reference.prompts))
+    prompts = len(reference.prompts)
+    for index, answer in enumerate(answers):
+        if index % 2:
+            assert answer.token_ids == alone[index % prompts].token_ids
+        else:
+            assert answer.token_ids == reference.continuations[index % prompts]
+
+
+def test_a_context_shorter_than_a_tile(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill up are still a whole tile."""
+    with padded(reference, monkeypatch, max_model_len=72, block_size=8, max_num_seqs=4) as llm:
+        prompts = [reference.prompts[index] for index in (3, 1, 2)]
+        answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert [answer.token_ids for answer in answers] == [reference.continuations[index][:24] for index in (3, 1, 2)]
