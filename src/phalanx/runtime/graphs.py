@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.plan import StepPlan
-from phalanx.kernels.sampling import likeliest
+from phalanx.kernels.sampling import draw, likeliest
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
 
@@ -20,8 +20,9 @@ class DecodeGraphs:
     """One graph a batch size, captured when first needed; a batch runs in the next larger one.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
-    leaves the scores in a fixed place until the next replay. It also puts the likeliest tokens into the token pool,
-    which is all that greedy requests need. Rows beyond the batch point at the spare slot.
+    leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
+    ones, or, in a graph of its own, those drawn by the parameters of their slots. Rows beyond the batch point at the
+    spare slot, which is greedy.
     """
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
@@ -30,7 +31,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     @staticmethod
@@ -38,37 +39,39 @@ class DecodeGraphs:
         """Whether this model can be captured: one rank on a GPU."""
         return model.place.device.type == "cuda" and model.place.group.in_graphs
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Scores and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""
+    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of a plan whose rows have one token each; the next run overwrites them."""
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
         padding = size - rows
         where = torch.tensor(
             [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding], pin_memory=True
         )
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
+        kind = (size, drawn)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(*kind)
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, scores, tops = self._graphs[size]
+        graph, scores, tokens = self._graphs[kind]
         graph.replay()
-        return scores[:rows], tops[:rows]
+        return scores[:rows], tokens[:rows]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, size: int, drawn: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Run once so that every kernel is compiled, then record. Both runs touch the spare slot only."""
         self._slots[:size] = self._batch.spare_slot
         self._positions[:size] = 0
-        self._forward(size)
+        self._forward(size, drawn)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            scores, tops = self._forward(size)
-        return graph, scores, tops
+            scores, tokens = self._forward(size, drawn)
+        return graph, scores, tokens
 
-    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, size: int, drawn: bool) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[:size], self._positions[:size]
         tokens, attention = self._batch.decode_inputs(slots, positions)
         scores = self._model.scores(self._model(tokens, positions, attention))
-        tops = likeliest(scores)
-        self._batch.tokens[slots, positions + 1] = tops
-        return scores, tops
+        after = positions + 1
+        chosen = draw(scores, self._batch.sampling, slots, after) if drawn else likeliest(scores)
+        self._batch.tokens[slots, after] = chosen
+        return scores, chosen
