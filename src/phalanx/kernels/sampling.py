@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ def pack(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) 
 
     A temperature of zero stands for all that are greedy.
     """
-    real = [temperature if temperature >= GREEDY_BELOW else 0.0, top_p, min_p]
-    return torch.cat((torch.tensor([seed, top_k]), torch.tensor(real, dtype=torch.float64).view(torch.int64)))
+    bits = struct.unpack("3q", struct.pack("3d", temperature if temperature >= GREEDY_BELOW else 0.0, top_p, min_p))
+    return torch.tensor([seed, top_k, *bits])
 
 
 def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

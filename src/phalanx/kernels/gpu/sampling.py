@@ -379,6 +379,6 @@ def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Ten
     )  # fmt: skip
     _choose[(rows,)](
         scores, table, slots, positions, best, where, weights, edges, above, sure, amounts, columns, found, out, width,
-        stretches, CANDIDATES=room, BLOCK=min(CANDIDATES_AT_ONCE, room), num_warps=8, **padded, **sizes,
+        stretches, CANDIDATES=room, BLOCK=CANDIDATES_AT_ONCE, num_warps=8, **padded, **sizes,
     )  # fmt: skip
     return out
