@@ -17,9 +17,8 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.request import Request
 from phalanx.errors import RequestError
 from phalanx.runtime import grammar as module
-from phalanx.runtime.batch import Occupant
 from phalanx.runtime.grammar import GrammarMatcher, Grammars
-from phalanx.runtime.sampler import Sampler, SamplingRow
+from phalanx.runtime.sampler import Sampler
 from phalanx.server.grammar.constraint import Constraint, to_xgrammar
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
@@ -35,6 +34,7 @@ from tests.byte_model import (
     random_text,
     with_byte_tokenizer,
 )
+from tests.runtime.seats import Seat, seated
 
 SCHEMA = {
     "type": "object",
@@ -213,16 +213,17 @@ def test_what_travels_compiled_is_the_same_grammar(name: str, monkeypatch: pytes
         compiled.pack(tag)
 
 
-def a_row(mask: bytes | None, position: int = 1, **params: Any) -> SamplingRow:
-    return SamplingRow(Occupant(SamplingParams(**params), 7, 1), 0, position, mask)
+def a_row(mask: bytes | None, position: int = 1, **params: Any) -> Seat:
+    return Seat(SamplingParams(**params), position, mask=mask)
 
 
 def mask_of(*tokens: int, size: int = 64) -> bytes:
     return sum(1 << token for token in tokens).to_bytes(size // 8, "little")
 
 
-def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> Any:
-    return Sampler([3])(logits.clone(), rows, torch.zeros(1, 8, dtype=torch.int64))
+def sample(logits: torch.Tensor, seats: list[Seat]) -> Any:
+    batch, rows = seated(seats)
+    return Sampler([3])(logits.clone(), rows, batch)
 
 
 @pytest.mark.parametrize("vocab", [64, 50, 96])
@@ -244,7 +245,7 @@ def test_random_tokens_are_allowed_ones_as_often_as_the_model_would_have_them() 
     logits = torch.zeros(1000, 64)
     logits[:, 9] = 1.0
     rows = [a_row(mask_of(5, 9), position=position, temperature=1.0) for position in range(1, 1001)]
-    tokens = Sampler([3])(logits, rows, torch.zeros(1, 8, dtype=torch.int64)).tokens.tolist()
+    tokens = sample(logits, rows).tokens.tolist()
     assert set(tokens) == {5, 9}
     assert 0.69 < tokens.count(9) / 1000 < 0.77, "1 / (1 + 1/e) is 0.73"
 
@@ -273,8 +274,8 @@ def test_an_end_is_held_back_while_the_grammar_allows_something_else() -> None:
 
 def test_logprobs_are_those_of_the_model_itself() -> None:
     logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
-    rows = [a_row(mask_of(5), logprobs=2, temperature=0), a_row(None, logprobs=2, temperature=0)]
-    tokens, logprobs = sample(logits, rows).read(rows)
+    seats = [a_row(mask_of(5), logprobs=2, temperature=0), a_row(None, logprobs=2, temperature=0)]
+    tokens, logprobs = sample(logits, seats).read(seated(seats)[1])
     raw = logits.log_softmax(-1)
     assert tokens[0] == 5
     for row in range(2):
@@ -284,9 +285,10 @@ def test_logprobs_are_those_of_the_model_itself() -> None:
         assert [token for token, _ in found.top] == raw[row].topk(2).indices.tolist()
 
 
-def test_a_row_under_a_grammar_is_not_simply_the_likeliest() -> None:
-    assert a_row(None, temperature=0).wants_the_likeliest
-    assert not a_row(mask_of(1), temperature=0).wants_the_likeliest
+def test_a_row_under_a_grammar_is_not_plain() -> None:
+    free, bound = seated([a_row(None), a_row(mask_of(1))])[1]
+    assert free.is_plain
+    assert not bound.is_plain
 
 
 def answer(llm: LLM, requests: list[Request]) -> list[str]:

@@ -37,7 +37,7 @@ def test_logits_are_those_of_transformers(reference: Reference, chunks: list[int
         plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
-            rows.append(runner.model.logits(runner.model(inputs.tokens, inputs.positions, inputs.attention)))
+            rows.append(runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention)))
         start += count
     torch.testing.assert_close(torch.cat(rows), reference.logits, atol=1e-4, rtol=0)
 
@@ -118,5 +118,5 @@ def test_parity_would_notice_a_wrong_constant(reference: Reference, changed: str
     )
     with torch.inference_mode():
         inputs = runner.batch.prepare(plan)
-        logits = runner.model.logits(runner.model(inputs.tokens, inputs.positions, inputs.attention))
+        logits = runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention))
     assert (logits - reference.logits).abs().max() > 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from transformers import (
 )
 
 from phalanx.engine.sampling import SamplingParams
-from phalanx.runtime import sampler as sampler_module
-from phalanx.runtime.batch import Occupant
-from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow, uniform
+from phalanx.kernels import sampling
+from phalanx.kernels.sampling import uniform
+from phalanx.runtime.sampler import Sampled, Sampler
+from tests.runtime.seats import Seat, seated
 
 VOCAB = 24
 EOS = 3
@@ -32,26 +34,31 @@ def bell_logits(vocab: int = VOCAB, seed: int = 0) -> Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def a_row(position: int = 1, seed: int = 7, prompt_length: int = 1, slot: int = 0, **params: Any) -> SamplingRow:
-    return SamplingRow(Occupant(SamplingParams(**params), seed, prompt_length), slot, position)
+def a_row(position: int = 1, seed: int = 7, prompt_length: int = 1, **params: Any) -> Seat:
+    return Seat(SamplingParams(**params), position, seed, prompt_length)
 
 
-def sample(logits: Tensor, rows: list[SamplingRow], history: list[int] | None = None) -> Sampled:
+def sample(logits: Tensor, seats: list[Seat], history: list[int] | None = None) -> Sampled:
     """Every row sees the same logits, if only one is given, and the same history."""
-    pool = torch.tensor([history or NOTHING_SAID] * (max(row.slot for row in rows) + 1))
+    batch, rows = seated([replace(seat, history=history or NOTHING_SAID) for seat in seats])
     logits = logits.repeat(len(rows), 1) if logits.dim() == 1 else logits.clone()
-    return Sampler([EOS])(logits, rows, pool)
+    return Sampler([EOS])(logits, rows, batch)
 
 
-def draw(logits: Tensor, row: SamplingRow, history: list[int] | None = None) -> int:
+def draw(logits: Tensor, row: Seat, history: list[int] | None = None) -> int:
     return int(sample(logits, [row], history).tokens[0])
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the draw be the seed's share of the way from 0 to 1."""
+    monkeypatch.setattr(sampling, "uniform", lambda seeds, positions: (seeds.double() + 0.5) / SWEEP)
 
 
 def frequencies(
     monkeypatch: pytest.MonkeyPatch, logits: Tensor, history: list[int] = NOTHING_SAID, **params: Any
 ) -> Tensor:
     """How often each token comes when the draw sweeps [0, 1) evenly: its probability, to within one part in SWEEP."""
-    monkeypatch.setattr(sampler_module, "uniform", lambda seed, position: (seed + 0.5) / SWEEP)
+    sweep(monkeypatch)
     prompt_length = params.pop("prompt_length", 1)
     rows = [a_row(len(history), seed, prompt_length, **params) for seed in range(SWEEP)]
     return torch.bincount(sample(logits, rows, history).tokens, minlength=len(logits)) / SWEEP
@@ -105,7 +112,7 @@ def test_tokens_and_their_probabilities_are_those_of_transformers(
 
 def test_every_row_is_filtered_by_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.5, "top_k": 9}]
-    monkeypatch.setattr(sampler_module, "uniform", lambda seed, position: (seed + 0.5) / SWEEP)
+    sweep(monkeypatch)
     rows = [a_row(seed=seed, **params) for seed in range(SWEEP) for params in kinds]
     tokens = sample(bell_logits(), rows).tokens.view(SWEEP, len(kinds))
     for index, params in enumerate(kinds):
@@ -120,7 +127,7 @@ def test_draws_by_seed_and_position_follow_the_distribution() -> None:
         [a_row(position, temperature=2.0) for position in range(1, SWEEP + 1)],
         [a_row(seed=seed, temperature=2.0) for seed in range(SWEEP)],
     ):
-        found = torch.bincount(sample(bell_logits(), rows, [0] * (SWEEP + 1)).tokens, minlength=VOCAB)
+        found = torch.bincount(sample(bell_logits(), rows).tokens, minlength=VOCAB)
         assert ((found - expected) ** 2 / expected).sum() < 58
 
 
@@ -177,8 +184,10 @@ def test_repetition_penalty_counts_a_token_once_and_never_looks_past_the_present
 
 def test_penalties_use_the_history_of_the_rows_own_slot() -> None:
     logits = torch.zeros(2, VOCAB).index_fill_(1, torch.tensor([4, 5]), 9.0)
-    rows = [a_row(1, 0, 0, slot, temperature=0, presence_penalty=2.0) for slot in (1, 0)]
-    assert Sampler([])(logits, rows, torch.tensor([[4], [5]])).tokens.tolist() == [4, 5]
+    params = SamplingParams(temperature=0, presence_penalty=2.0)
+    batch, rows = seated([Seat(params, 1, 0, 0, history=[token]) for token in (4, 5)])
+    assert Sampler([])(logits, rows[::-1], batch).tokens.tolist() == [4, 5]
+    assert batch.tokens[:2, 1].tolist() == [5, 4], "tokens are kept in the pool of their slots"
 
 
 def test_bias_is_added_and_a_hundred_forces_and_bans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +219,12 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     """Before bias, penalties, temperature and filters; of the drawn token, and of as many as each row asks for."""
     logits = torch.stack([bell_logits(seed=seed) for seed in range(4)])
     changed: dict[str, Any] = {"temperature": 0.3, "repetition_penalty": 5.0, "top_k": 4, "logit_bias": {1: 3.0}}
-    rows = [a_row(logprobs=count, min_tokens=9, **changed) for count in (5, None, 0, 20)]
-    sampled = sample(logits, rows, [1, 2, 3])
+    seats = [a_row(logprobs=count, min_tokens=9, **changed) for count in (5, None, 0, 20)]
+    sampled, (_, rows) = sample(logits, seats, [1, 2, 3]), seated(seats)
     expected = torch.log_softmax(logits, -1)
     _, read = sampled.read(rows)
     assert read[1] is None
-    assert sample(logits[1], rows[1:2]).read(rows[1:2])[1] == [None]
+    assert sample(logits[1], seats[1:2]).read(rows[1:2])[1] == [None]
     for index, count in ((0, 5), (2, 0), (3, 20)):
         found, best = read[index], expected[index].topk(count)
         assert found is not None
@@ -257,9 +266,9 @@ def test_ties_are_broken_alike_in_any_company(neighbour: dict[str, Any]) -> None
 
 
 def test_seed_and_position_both_change_the_draw() -> None:
-    flat, history = torch.zeros(1000), [0] * 300
-    by_position = sample(flat, [a_row(position) for position in range(1, 257)], history).tokens
-    by_seed = sample(flat, [a_row(seed=seed) for seed in range(256)], history).tokens
+    flat = torch.zeros(1000)
+    by_position = sample(flat, [a_row(position) for position in range(1, 257)]).tokens
+    by_seed = sample(flat, [a_row(seed=seed) for seed in range(256)]).tokens
     assert by_position.unique().numel() > 200
     assert by_seed.unique().numel() > 200
 
@@ -274,18 +283,20 @@ def test_uniform_never_changes() -> None:
         (-1, 5): 0.07986438676810048,
         (2**63 - 1, 9): 0.16737398245402046,
     }
-    assert {key: uniform(*key) for key in kept} == kept
+    seeds, positions = torch.tensor(list(kept)).unbind(1)
+    assert uniform(seeds, positions).tolist() == list(kept.values())
 
 
 @pytest.mark.parametrize("along", ["positions", "seeds", "neighbouring pairs"])
 def test_uniform_is_uniform(along: str) -> None:
     """Kolmogorov-Smirnov: the empirical distribution strays from the line by less than 1.95 / sqrt(n), p = 0.001."""
     count = 20_000
+    numbers, same = torch.arange(2 * count), torch.full((2 * count,), 17)
     draws = {
-        "positions": [uniform(12345, position) for position in range(count)],
-        "seeds": [uniform(seed, 17) for seed in range(count)],
-        "neighbouring pairs": [(uniform(3, at) + uniform(3, at + 1)) % 1.0 for at in range(0, 2 * count, 2)],
-    }[along]
+        "positions": uniform(same, numbers)[:count],
+        "seeds": uniform(numbers, same)[:count],
+        "neighbouring pairs": uniform(same, numbers).view(count, 2).sum(1) % 1.0,
+    }[along].tolist()
     assert all(0.0 <= value < 1.0 for value in draws)
     stray = max(abs(value - (index + 0.5) / count) for index, value in enumerate(sorted(draws)))
     assert stray < 1.95 / math.sqrt(count)
@@ -297,7 +308,9 @@ def test_a_token_of_probability_zero_is_never_drawn(
     monkeypatch: pytest.MonkeyPatch, extreme: float, params: dict[str, Any]
 ) -> None:
     """Not at either end of the draw, wherever the forbidden tokens stand; peaked and flat distributions alike."""
-    monkeypatch.setattr(sampler_module, "uniform", lambda seed, position: extreme)
+    monkeypatch.setattr(
+        sampling, "uniform", lambda seeds, positions: torch.full(seeds.shape, extreme, dtype=torch.float64)
+    )
     rng = random.Random(1)
     for count in (1, 2, 3, 12):
         allowed = rng.sample(range(VOCAB), count)
@@ -313,5 +326,6 @@ def test_a_token_owns_its_interval_from_the_border_on(monkeypatch: pytest.Monkey
     logits = torch.full((8,), -torch.inf).index_fill_(0, torch.tensor([1, 3, 4, 6]), 0.0)
     draws = {0.0: 1, 0.25 - 2.0**-53: 1, 0.25: 3, 0.5: 4, 0.75 - 2.0**-53: 4, 0.75: 6, 1.0 - 2.0**-53: 6}
     for value, token in draws.items():
-        monkeypatch.setattr(sampler_module, "uniform", lambda seed, position, value=value: value)
+        exactly = torch.tensor([value], dtype=torch.float64)
+        monkeypatch.setattr(sampling, "uniform", lambda seeds, positions, exactly=exactly: exactly)
         assert draw(logits, a_row()) == token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, Masks
@@ -101,7 +100,3 @@ class Decoder:
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
         return self.head(self.norm(hidden))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The same in float32."""
-        return self.scores(hidden).to(torch.float32)

@@ -17,6 +17,7 @@ from phalanx.kernels.attention import (
     PrefillTiles,
     tile_prompt,
 )
+from phalanx.kernels.sampling import PARAMETERS, pack
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class Occupant:
     """The request in a slot."""
 
     params: SamplingParams
-    seed: int
     prompt_length: int
 
 
@@ -39,7 +39,7 @@ class StepInputs:
 
 
 class Batch:
-    """The device token pool and the block tables.
+    """The device token pool, the block tables and the sampling parameters (`sampling`, see `kernels.sampling.pack`).
 
     `tokens[slot, position]` holds prompts from admission on and sampled tokens from the step that made them, so the
     next step can be launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose
@@ -52,6 +52,7 @@ class Batch:
         self.occupants: list[Occupant | None] = [None] * slots
         self.spare_slot = slots
         self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
+        self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
         self._tables = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
         self._tables[slots] = spare_block
@@ -63,7 +64,7 @@ class Batch:
         slots, starts, counts = (torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts))
         first_row = counts.cumsum(0) - counts
         decodes = sum(count == 1 for count in plan.counts)
-        slot_of, positions, sampled, decode_slots, decode_starts = self._send(
+        slot_of, positions, sampled, decode_slots, decode_starts = self.send(
             slots.repeat_interleave(counts),
             torch.arange(plan.num_tokens) + (starts - first_row).repeat_interleave(counts),
             (first_row + counts - 1)[torch.tensor(plan.samples)],
@@ -80,17 +81,12 @@ class Batch:
         )
         return StepInputs(self.tokens[slot_of, positions], positions, attention, sampled)
 
-    def _send(self, *parts: Tensor) -> tuple[Tensor, ...]:
+    def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""
         if self.device.type == "cpu":
             return parts
         sent = torch.cat(parts).pin_memory().to(self.device, non_blocking=True)
         return sent.split([len(part) for part in parts])
-
-    def keep(self, slots: list[int], positions: list[int], tokens: Tensor) -> None:
-        """Put sampled tokens into the pool."""
-        rows, columns = self._send(torch.tensor(slots), torch.tensor(positions))
-        self.tokens[rows, columns] = tokens
 
     def update(self, plan: StepPlan) -> None:
         """Take in new requests and new blocks."""
@@ -107,7 +103,7 @@ class Batch:
                 added += blocks
                 self._table_lengths[slot] = length + len(blocks)
         if added:
-            where, at, values = self._send(torch.tensor(rows), torch.tensor(columns), torch.tensor(added))
+            where, at, values = self.send(torch.tensor(rows), torch.tensor(columns), torch.tensor(added))
             self._tables[where, at] = values
 
     def decode_inputs(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, AttentionBatch]:
@@ -135,10 +131,13 @@ class Batch:
         return self.tokens[slots, positions], attention
 
     def _admit(self, admission: Admission) -> None:
-        (tokens,) = self._send(torch.tensor(admission.tokens))
+        params = admission.params
+        asked = pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
+        tokens, asked = self.send(torch.tensor(admission.tokens), asked)
         self.tokens[admission.slot, : len(tokens)] = tokens
+        self.sampling[admission.slot] = asked
         self._table_lengths[admission.slot] = 0
-        self.occupants[admission.slot] = Occupant(admission.params, admission.seed, admission.prompt_length)
+        self.occupants[admission.slot] = Occupant(params, admission.prompt_length)
 
     def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
         width = max(plan.starts[: len(slots)]) // self.block_size + 1
@@ -150,7 +149,7 @@ class Batch:
             if count > 1:
                 tiles += tile_prompt(slot, first, count, start)
             first += count
-        (sent,) = self._send(torch.tensor(tiles).flatten())
+        (sent,) = self.send(torch.tensor(tiles).flatten())
         return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
 
     def _prefill_rows(self, plan: StepPlan) -> list[PrefillRow]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.plan import StepPlan
-from phalanx.kernels.sampling import likeliest
+from phalanx.kernels.sampling import draw, likeliest
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
 
@@ -21,11 +21,11 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class Recorded(NamedTuple):
-    """A graph and where each replay leaves scores and likeliest tokens."""
+    """A graph and where each replay leaves scores and tokens."""
 
     graph: torch.cuda.CUDAGraph
     scores: Tensor
-    tops: Tensor
+    tokens: Tensor
 
 
 class Recorder:
@@ -45,26 +45,31 @@ class Recorder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            scores, tops = run()
-        return Recorded(graph, scores, tops)
+            scores, tokens = run()
+        return Recorded(graph, scores, tokens)
 
 
 def score_and_keep(
-    model: Decoder, batch: Batch, hidden: Tensor, slots: Tensor, positions: Tensor
+    model: Decoder, batch: Batch, hidden: Tensor, slots: Tensor, positions: Tensor, drawn: bool
 ) -> tuple[Tensor, Tensor]:
-    """Scores and likeliest tokens of these rows; the tokens go into the pool, behind the rows' own positions."""
+    """Scores of these rows, and their tokens: drawn by the parameters of their slots, or the likeliest ones.
+
+    The tokens go into the pool, behind the rows' own positions.
+    """
     scores = model.scores(hidden)
-    tops = likeliest(scores)
-    batch.tokens[slots, positions + 1] = tops
-    return scores, tops
+    after = positions + 1
+    tokens = draw(scores, batch.sampling, slots, after) if drawn else likeliest(scores)
+    batch.tokens[slots, after] = tokens
+    return scores, tokens
 
 
 class DecodeGraphs:
     """One graph a batch size, captured when first needed; a batch runs in the next larger one.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
-    leaves the scores in a fixed place until the next replay. It also puts the likeliest tokens into the token pool,
-    which is all that greedy requests need. Rows beyond the batch point at the spare slot.
+    leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
+    ones, or, in a graph of its own, those drawn by the parameters of their slots. Rows beyond the batch point at the
+    spare slot, which is greedy.
     """
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
@@ -73,7 +78,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._graphs: dict[int, Recorded] = {}
+        self._graphs: dict[tuple[int, bool], Recorded] = {}
         self.recorder = Recorder()
 
     @staticmethod
@@ -81,30 +86,31 @@ class DecodeGraphs:
         """Whether this model can be captured: one rank on a GPU."""
         return model.place.device.type == "cuda" and model.place.group.in_graphs
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Scores and likeliest tokens of a plan whose rows have one token each; the next run overwrites them."""
+    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of a plan whose rows have one token each; the next run overwrites them."""
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
         padding = size - rows
         where = torch.tensor(
             [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding], pin_memory=True
         )
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
+        kind = (size, drawn)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(*kind)
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, scores, tops = self._graphs[size]
+        graph, scores, tokens = self._graphs[kind]
         graph.replay()
-        return scores[:rows], tops[:rows]
+        return scores[:rows], tokens[:rows]
 
-    def _capture(self, size: int) -> Recorded:
+    def _capture(self, size: int, drawn: bool) -> Recorded:
         """With rows that touch the spare slot only."""
         self._slots[:size] = self._batch.spare_slot
         self._positions[:size] = 0
-        return self.recorder(lambda: self._forward(size))
+        return self.recorder(lambda: self._forward(size, drawn))
 
-    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, size: int, drawn: bool) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[:size], self._positions[:size]
         tokens, attention = self._batch.decode_inputs(slots, positions)
         hidden = self._model(tokens, positions, attention)
-        return score_and_keep(self._model, self._batch, hidden, slots, positions)
+        return score_and_keep(self._model, self._batch, hidden, slots, positions, drawn)

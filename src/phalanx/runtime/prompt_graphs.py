@@ -111,12 +111,12 @@ def lay_out(plan: StepPlan, size: GraphSize, spare_slot: int) -> list[int]:
     ]
 
 
-def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize) -> tuple[Tensor, Tensor]:
-    """Scores and likeliest tokens of a plan laid out on the device; nothing here asks the host."""
+def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool) -> tuple[Tensor, Tensor]:
+    """Scores and tokens of a plan laid out on the device; nothing here asks the host."""
     slots, positions, decode_slots, decode_positions, sampled, sampled_slots, tiles = inputs.split(size.parts)
     tokens, attention = batch.mixed_inputs(slots, positions, decode_slots, decode_positions, tiles.view(-1, 5))
     hidden = model(tokens, positions, attention)
-    return score_and_keep(model, batch, hidden[sampled], sampled_slots, positions[sampled])
+    return score_and_keep(model, batch, hidden[sampled], sampled_slots, positions[sampled], drawn)
 
 
 class PromptGraphs:
@@ -133,36 +133,37 @@ class PromptGraphs:
         self._most_tokens = longest_step(model.place.spec, model.place.group.size)
         most = GraphSize(TOKENS[-1], room_for(batch.spare_slot) or DECODES[-1])
         self._scores = model.place.empty(most.samples, sum(model.head.widths))
-        self._graphs: dict[GraphSize, tuple[Tensor, Recorded]] = {}
+        self._graphs: dict[tuple[GraphSize, bool], tuple[Tensor, Recorded]] = {}
 
     def take(self, plan: StepPlan) -> bool:
         return size_for(plan, self._most_tokens) is not None
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Scores and likeliest tokens of the rows that yield one; the next run of any graph overwrites them."""
+    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
         size = size_for(plan, self._most_tokens)
         assert size is not None
         numbers = torch.tensor(
             lay_out(plan, size, self._batch.spare_slot), pin_memory=self._batch.device.type == "cuda"
         )
-        scores, tops = self._replay(size, numbers)
+        scores, tokens = self._replay(size, drawn, numbers)
         sampled = sum(plan.samples)
-        return scores[:sampled], tops[:sampled]
+        return scores[:sampled], tokens[:sampled]
 
-    def _replay(self, size: GraphSize, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        inputs, recorded = self._graphs[size]
+    def _replay(self, size: GraphSize, drawn: bool, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        kind = (size, drawn)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(*kind)
+        inputs, recorded = self._graphs[kind]
         inputs.copy_(numbers, non_blocking=True)
         recorded.graph.replay()
-        return recorded.scores, recorded.tops
+        return recorded.scores, recorded.tokens
 
-    def _capture(self, size: GraphSize) -> tuple[Tensor, Recorded]:
+    def _capture(self, size: GraphSize, drawn: bool) -> tuple[Tensor, Recorded]:
         """With a plan of no rows: all of them are the spare slot's."""
         nothing = StepPlan(0, [], [], [], [], [], [])
         inputs = torch.tensor(lay_out(nothing, size, self._batch.spare_slot), device=self._batch.device)
-        return inputs, self._recorder(lambda: self._forward(size, inputs))
+        return inputs, self._recorder(lambda: self._forward(size, drawn, inputs))
 
-    def _forward(self, size: GraphSize, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        scores, tops = run_padded(self._model, self._batch, inputs, size)
-        return self._scores[: size.samples].copy_(scores), tops
+    def _forward(self, size: GraphSize, drawn: bool, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        scores, tokens = run_padded(self._model, self._batch, inputs, size, drawn)
+        return self._scores[: size.samples].copy_(scores), tokens

@@ -6,7 +6,6 @@ from collections import deque
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
 from phalanx.engine.plan import Beat, StepPlan, StepResult
 from phalanx.models.decoder import Decoder
@@ -62,9 +61,9 @@ class TorchRunner:
         clock.mark()
         hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
         rows = self._sampling_rows(plan)
-        logits = self.model.logits(hidden[inputs.sampled]) if rows else None
+        scores = self.model.scores(hidden[inputs.sampled]) if rows else None
         clock.mark()
-        return self._sample(logits, rows) if logits is not None else None, rows
+        return self.sampler(scores, rows, self.batch) if scores is not None else None, rows
 
     def _replay(
         self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
@@ -72,11 +71,10 @@ class TorchRunner:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
         clock.mark()
-        scores, likeliest = graphs.run(plan)
+        plain = all(row.is_plain for row in rows)
+        scores, tokens = graphs.run(plan, drawn=plain and any(row.is_drawn for row in rows))
         clock.mark()
-        if all(row.wants_the_likeliest for row in rows):
-            return Sampled(likeliest, None), rows
-        return self._sample(scores.float(), rows), rows
+        return Sampled(tokens, None) if plain else self.sampler(scores, rows, self.batch), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows, masks = [], dict(plan.masks)
@@ -87,11 +85,6 @@ class TorchRunner:
             if sampled:
                 rows.append(SamplingRow(occupant, slot, start + count, masks.get(index)))
         return rows
-
-    def _sample(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
-        sampled = self.sampler(logits, rows, self.batch.tokens)
-        self.batch.keep([row.slot for row in rows], [row.position for row in rows], sampled.tokens)
-        return sampled
 
     def collect(self) -> StepResult:
         step, rows, sampled, clock = self._launched.popleft()

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.plan import TokenLogprobs
-from phalanx.runtime.batch import Occupant
-
-_MASK = 2**64 - 1
-_GREEDY_BELOW = 1e-5
-
-
-def uniform(seed: int, position: int) -> float:
-    """A random number in [0, 1) that depends on nothing but the request's seed and the position (splitmix64)."""
-    state = ((seed & _MASK) * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & _MASK
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        state = ((state ^ (state >> shift)) * factor) & _MASK
-    return (state >> 11) * 2.0**-53
+from phalanx.kernels.sampling import GREEDY_BELOW, draw, likeliest
+from phalanx.runtime.batch import Batch, Occupant
 
 
 @dataclass(frozen=True)
@@ -37,11 +27,15 @@ class SamplingRow:
         return self.position - self.occupant.prompt_length
 
     @property
-    def wants_the_likeliest(self) -> bool:
-        """Greedy, with nothing that changes or reports the logits."""
+    def is_drawn(self) -> bool:
+        return self.occupant.params.temperature >= GREEDY_BELOW
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing changes the scores or reports them."""
         params = self.occupant.params
-        plain = not params.penalised and not params.logit_bias and self.produced >= params.min_tokens
-        return plain and params.temperature < _GREEDY_BELOW and params.logprobs is None and self.mask is None
+        changed = params.penalised or params.logit_bias or self.produced < params.min_tokens or self.mask is not None
+        return not changed and params.logprobs is None
 
     def allows_other_than(self, tokens: Sequence[int]) -> bool:
         if self.mask is None:
@@ -85,111 +79,77 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos = list(eos_token_ids)
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow], history: Tensor) -> Sampled:
-        """One token a row. `history` is the token pool; `logits` is float32 and may be changed.
+    def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Sampled:
+        """One token a row, which also goes into the batch's pool. `scores` may be changed.
 
         Log-probabilities are the model's own, before grammar, penalties, bias and temperature.
         """
-        raw = torch.log_softmax(logits, -1) if any(row.occupant.params.logprobs is not None for row in rows) else None
-        _keep_allowed(logits, rows)
-        self._hold_back_ends(logits, rows)
-        _add_bias(logits, rows)
-        _penalise(logits, rows, history)
-        tokens = logits.argmax(-1)
-        random = [index for index, row in enumerate(rows) if row.occupant.params.temperature >= _GREEDY_BELOW]
-        if random:
-            tokens[random] = _draw(logits[random], [rows[index] for index in random])
+        raw = None
+        if not all(row.is_plain for row in rows):
+            scores = scores.float()
+            if any(row.occupant.params.logprobs is not None for row in rows):
+                raw = torch.log_softmax(scores, -1)
+            self._adjust(scores, rows, batch)
+        slots, positions = batch.send(
+            torch.tensor([row.slot for row in rows]), torch.tensor([row.position for row in rows])
+        )
+        drawn = any(row.is_drawn for row in rows)
+        tokens = draw(scores, batch.sampling, slots, positions) if drawn else likeliest(scores)
+        batch.tokens[slots, positions] = tokens
         return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
 
-    def _hold_back_ends(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    def _adjust(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
+        """Grammar, minimum length, bias and penalties. What is sent to the device here, nobody waits for."""
+        _keep_allowed(scores, rows, batch)
+        vocab, flat = scores.shape[1], scores.view(-1)
+        held = [index * vocab + end for index, row in enumerate(rows) for end in self._held_back(row) if end < vocab]
+        if held:
+            (places,) = batch.send(torch.tensor(held))
+            flat.index_fill_(0, places, float("-inf"))
+        bias = {
+            index * vocab + token: value
+            for index, row in enumerate(rows)
+            for token, value in row.occupant.params.logit_bias.items()
+        }
+        if bias:
+            values = torch.tensor(list(bias.values()), dtype=torch.float64)
+            places, bits = batch.send(torch.tensor(list(bias)), values.view(torch.int64))
+            flat.index_add_(0, places, bits.view(torch.float64).float())
+        for row, own in zip(rows, scores, strict=True):
+            if row.occupant.params.penalised:
+                _penalise(own, row, batch.tokens[row.slot, : row.position])
+
+    def _held_back(self, row: SamplingRow) -> list[int]:
         """No end before `min_tokens`, unless a grammar allows nothing else."""
-        for index, row in enumerate(rows):
-            params = row.occupant.params
-            if row.produced < params.min_tokens:
-                ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
-                if row.allows_other_than(ends):
-                    logits[index, ends] = float("-inf")
+        params = row.occupant.params
+        if row.produced >= params.min_tokens:
+            return []
+        ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
+        return ends if row.allows_other_than(ends) else []
 
 
-def _keep_allowed(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def _keep_allowed(scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
     """-inf for what the grammars of the rows forbid. Tokens beyond the end of a mask are forbidden too."""
     masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
     if not masks:
         return
-    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
-    bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
-    allowed = torch.nn.functional.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
-    where = list(masks)
-    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
+    vocab, size = scores.shape[1], len(next(iter(masks.values())))
+    packed = torch.frombuffer(bytearray(b"".join(masks.values()) + bytes(8)), dtype=torch.uint8)
+    words, where = batch.send(packed[: len(packed) // 8 * 8].view(torch.int64), torch.tensor(list(masks)))
+    octets = words.view(torch.uint8)[: size * len(masks)].view(len(masks), -1, 1)
+    bits = octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = torch.nn.functional.pad((bits & 1).flatten(1)[:, :vocab].bool(), (0, max(0, vocab - 8 * size)))
+    scores[where] = scores[where].masked_fill(~allowed, float("-inf"))
 
 
-def _add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    for index, row in enumerate(rows):
-        bias = row.occupant.params.logit_bias
-        if bias:
-            logits[index, list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
-
-
-def _penalise(logits: Tensor, rows: Sequence[SamplingRow], history: Tensor) -> None:
+def _penalise(scores: Tensor, row: SamplingRow, seen: Tensor) -> None:
     """Repetition looks at prompt and output, presence and frequency at the output alone."""
-    for index, row in enumerate(rows):
-        params = row.occupant.params
-        if not params.penalised:
-            continue
-        seen = history[row.slot, : row.position]
-        repeated = logits[index, seen]
-        factor = params.repetition_penalty
-        logits[index, seen] = torch.where(repeated > 0, repeated / factor, repeated * factor)
-        counts = torch.bincount(seen[row.occupant.prompt_length :], minlength=logits.shape[1])
-        logits[index] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-
-
-def _column(rows: Sequence[SamplingRow], name: str, like: Tensor) -> Tensor:
-    values = [getattr(row.occupant.params, name) for row in rows]
-    return torch.tensor(values, device=like.device, dtype=torch.float32)[:, None]
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Scale by temperature, keep what min-p, top-k and top-p allow, in that order, and invert the cumulative sum.
-
-    The sum runs over the whole vocabulary in its own order: a row's token does not depend on what other rows ask for.
-    """
-    logits = logits / _column(rows, "temperature", logits)
-    min_p = _column(rows, "min_p", logits)
-    if bool((min_p > 0).any()):
-        floor = logits.amax(-1, keepdim=True) + min_p.log()
-        logits = logits.masked_fill(logits < floor, float("-inf"))
-    if any(row.occupant.params.top_k or row.occupant.params.top_p < 1.0 for row in rows):
-        logits = _keep_top(logits, rows)
-    return _invert(torch.softmax(logits, -1), [uniform(row.occupant.seed, row.position) for row in rows])
-
-
-def _keep_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """-inf for what lies below the k-th best logit, then for what lies below the last one that top-p needs.
-
-    Both cut by value: tokens that tie with the last one kept are kept. Sorting goes only as deep as the largest top-k.
-    """
-    vocab = logits.shape[1]
-    limits = [min(row.occupant.params.top_k or vocab, vocab) for row in rows]
-    best = logits.topk(max(limits), dim=-1).values
-    last = torch.tensor(limits, device=logits.device)[:, None] - 1
-    kept = logits.masked_fill(logits < best.gather(1, last), float("-inf"))
-    if all(row.occupant.params.top_p == 1.0 for row in rows):
-        return kept
-    probabilities = (best - kept.logsumexp(-1, keepdim=True)).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    needed = (before < _column(rows, "top_p", logits)).sum(-1, keepdim=True).clamp_(min=1) - 1
-    return kept.masked_fill(kept < best.gather(1, needed), float("-inf"))
-
-
-def _invert(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
-    """The first column whose cumulative probability exceeds the draw; never one of probability zero."""
-    cumulative = probabilities.double().cumsum(-1)
-    targets = torch.tensor(draws, dtype=torch.float64, device=probabilities.device)[:, None] * cumulative[:, -1:]
-    columns = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probabilities.shape[1] - 1)
-    possible = probabilities.gather(1, columns) > 0
-    return torch.where(possible, columns, probabilities.argmax(-1, keepdim=True))[:, 0]
+    params = row.occupant.params
+    repeated, factor = scores[seen], params.repetition_penalty
+    scores[seen] = torch.where(repeated > 0, repeated / factor, repeated * factor)
+    said = seen[row.occupant.prompt_length :]
+    counts = torch.zeros_like(scores).index_add_(0, said, torch.ones_like(said, dtype=scores.dtype))
+    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
 def _logprobs_of(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:

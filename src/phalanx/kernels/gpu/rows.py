@@ -14,7 +14,6 @@ from phalanx.kernels.rotary import HeadNorms
 
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE = 8
-SCORES_AT_ONCE = 4096
 
 
 @triton.jit
@@ -205,38 +204,3 @@ def rotate_and_store(
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
         LARGEST=LARGEST, launch_pdl=True,
     )  # fmt: skip
-
-
-@triton.jit
-def _best_of_stretch(scores, best, where, width, stretches, BLOCK: tl.constexpr):
-    cuda.gdc_launch_dependents()
-    row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = stretch * BLOCK + tl.arange(0, BLOCK)
-    cuda.gdc_wait()
-    value = tl.load(scores + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
-    top = tl.max(value, 0)
-    tl.store(best + row * stretches + stretch, top)
-    tl.store(where + row * stretches + stretch, tl.min(tl.where(value == top, column, width), 0))
-
-
-@triton.jit
-def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
-    cuda.gdc_launch_dependents()
-    row, stretch = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    cuda.gdc_wait()
-    value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
-    column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
-    tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), column, width), 0).to(tl.int64))
-
-
-def likeliest(scores: Tensor) -> Tensor:
-    """Two steps, so that one row keeps the whole GPU busy."""
-    rows, width = scores.shape
-    stretches = triton.cdiv(width, SCORES_AT_ONCE)
-    best = torch.empty(rows, stretches, dtype=torch.float32, device=scores.device)
-    where = torch.empty(rows, stretches, dtype=torch.int32, device=scores.device)
-    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    _best_of_stretch[(rows, stretches)](scores, best, where, width, stretches, BLOCK=SCORES_AT_ONCE, launch_pdl=True)
-    block = triton.next_power_of_2(stretches)
-    _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=True)
-    return out
