@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, Executor, Interface, LoadFormat, Model, RanksPerNode, RayAddress, Tp, told_errors
+from phalanx.cli.shared import (
+    Dtype,
+    Executor,
+    Interface,
+    LoadFormat,
+    Model,
+    RanksPerNode,
+    RayAddress,
+    ShareGpus,
+    Tp,
+    told_errors,
+)
 from phalanx.errors import ConfigError
 
 
@@ -42,6 +53,7 @@ def serve(
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,
+    share_gpus: ShareGpus = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with told_errors():
@@ -63,6 +75,7 @@ def serve(
             ranks_per_node=ranks_per_node,
             interface=interface,
             ray_address=ray_address,
+            share_gpus=share_gpus,
         )
         options = ServeOptions(
             host=host,

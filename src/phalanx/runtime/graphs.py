@@ -35,7 +35,7 @@ class DecodeGraphs:
 
     @staticmethod
     def serve(model: Decoder) -> bool:
-        """Whether this model can be captured: one rank on a GPU."""
+        """Whether this model can be captured: on a GPU, with ranks that talk on its queue."""
         return model.place.device.type == "cuda" and model.place.group.in_graphs
 
     def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -59,9 +59,10 @@ class DecodeGraphs:
         self._slots[:size] = self._batch.spare_slot
         self._positions[:size] = 0
         self._forward(size)
-        torch.cuda.synchronize()
+        self._model.place.group.wait_for(torch.cuda.current_stream().record_event())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             scores, tops = self._forward(size)
         return graph, scores, tops
 
