@@ -62,7 +62,7 @@ class NcclGroup(Group):
             raise FabricError(str(failed[0])) from failed[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._group.allreduce([tensor], self._reduce).wait()
+        _join(self._group.allreduce([tensor], self._reduce))
         return tensor
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
@@ -70,7 +70,7 @@ class NcclGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = tensor.new_empty(self.size, rows, widest)
-        self._group._allgather_base(gathered, padded, self._gather).wait()
+        _join(self._group._allgather_base(gathered, padded, self._gather))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
@@ -81,6 +81,12 @@ class NcclGroup(Group):
         group = self.__dict__.pop("_group", None)
         if group is not None:
             with_patience(group.abort)
+
+
+def _join(work: dist.Work | None) -> None:
+    """There is nothing to wait for where the collective was put on the current stream itself."""
+    if work is not None:
+        work.wait()
 
 
 def _process_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
