@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from phalanx.engine.plan import Admission, StepPlan
 from phalanx.engine.sampling import SamplingParams
 from phalanx.fabric.group import Solo
+from phalanx.kernels.fp8 import Quantised, dequantise
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.weights.checkpoint import Checkpoint
@@ -68,27 +70,41 @@ def test_the_bias_after_a_row_parallel_product_counts_once() -> None:
 
     class Half(Solo):
         size = 2
-        other = torch.zeros(())
 
         def __init__(self, rank: int) -> None:
             self.rank = rank  # type: ignore[misc]
 
-        def all_reduce(self, tensor: Tensor) -> Tensor:
-            return tensor + self.other
-
-    layout = Layout(spec, 2)
-    partials, layers = [], []
+    layout, parts = Layout(spec, 2), []
     for rank in range(2):
-        group = Half(rank)
         layer = RowParallelLinear(
-            Place(layout, group, torch.float32, torch.device("cpu")), "model.layers.0.mlp.down_proj", bias=True
+            Place(layout, Half(rank), torch.float32, torch.device("cpu")), "model.layers.0.mlp.down_proj", bias=True
         )
         owned = layout.owned("ffn", rank)
         layer.product.weight.copy_(weight[:, owned.start : owned.stop])
         assert layer.bias is not None
         layer.bias.copy_(bias)
-        partials.append(x[:, owned.start : owned.stop] @ layer.product.weight.T)
-        layers.append((layer, group, x[:, owned.start : owned.stop]))
-    for rank, (layer, group, share) in enumerate(layers):
-        group.other = partials[1 - rank]
-        torch.testing.assert_close(layer(share), x @ weight.T + bias)
+        parts.append(layer(x[:, owned.start : owned.stop]))
+    torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_norm_behind_a_layer_adds_up_all_ranks_parts_first(quantised: bool) -> None:
+    """By the definition: the sum over ranks, added to the residual, which keeps it, and the norm of that."""
+    part, other, residual, weight = (torch.randn(shape) for shape in ((3, 256), (3, 256), (3, 256), (256,)))
+
+    class Pair(Solo):
+        size = 2
+
+        def all_reduce(self, tensor: Tensor) -> Tensor:
+            return tensor + other
+
+    whole = residual + (part + other)
+    kept = residual.clone()
+    found = Pair().all_reduce_add_norm(part, kept, weight, 1e-5, quantised)
+    assert torch.equal(kept, whole)
+    wanted = torch.nn.functional.rms_norm(whole, (256,), weight, 1e-5)
+    if quantised:
+        assert isinstance(found, Quantised)
+        found = dequantise(found.values, found.scales, 1, torch.float32)
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found, wanted, rtol=0.07 if quantised else 1e-5, atol=0.02 if quantised else 1e-5)

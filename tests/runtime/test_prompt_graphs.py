@@ -179,7 +179,7 @@ def padded(reference: Reference, monkeypatch: pytest.MonkeyPatch, **options: obj
     with LLM(reference.folder, progress=False, **options) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
-        runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater())
+        runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater(runner.model.place.group))
         yield llm
 
 

@@ -16,6 +16,7 @@ from phalanx.cli.shared import (
     Model,
     RanksPerNode,
     RayAddress,
+    ShareGpus,
     Tp,
     told_errors,
 )
@@ -40,6 +41,7 @@ def generate(
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,
+    share_gpus: ShareGpus = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt and exit."""
@@ -61,6 +63,7 @@ def generate(
             ranks_per_node=ranks_per_node,
             interface=interface,
             ray_address=ray_address,
+            share_gpus=share_gpus,
         ) as llm:
             if chat is not None:
                 question: str | list[int] = llm.encode_chat([{"role": "user", "content": chat}])

@@ -16,6 +16,7 @@ from phalanx.cli.shared import (
     Model,
     RanksPerNode,
     RayAddress,
+    ShareGpus,
     Tp,
     told_errors,
 )
@@ -54,6 +55,7 @@ def serve(
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,
+    share_gpus: ShareGpus = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with told_errors():
@@ -76,6 +78,7 @@ def serve(
             ranks_per_node=ranks_per_node,
             interface=interface,
             ray_address=ray_address,
+            share_gpus=share_gpus,
         )
         options = ServeOptions(
             host=host,

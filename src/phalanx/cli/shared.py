@@ -22,6 +22,7 @@ Executor = Annotated[str, typer.Option(help="local: ranks on this machine; ray: 
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="ray: default is one a GPU, or one a node on CPUs.")]
 Interface = Annotated[str | None, typer.Option(help="ray: network interface ranks talk over. Default: Ray's.")]
 RayAddress = Annotated[str | None, typer.Option(help="ray: HOST:PORT. Default: RAY_ADDRESS, or this machine's.")]
+ShareGpus = Annotated[bool, typer.Option("--share-gpus", help="Ranks may share GPUs. For tests: slow.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

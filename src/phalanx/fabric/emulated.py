@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.fabric.group import Group
+
 _TRIAL_CYCLES = 10_000_000
 
 
-class EmulatedGroup:
+class EmulatedGroup(Group):
     """Rank 0 of `size`. A collective takes as long as `seconds_of(bytes)` says, on the device's own queue.
 
     Sums are this rank's own part, so the tokens that come out mean nothing; the work and its time are real.

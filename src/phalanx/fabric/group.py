@@ -15,10 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
+
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _WAIT_SLICE = timedelta(seconds=1)
 _CLOSE_WAIT_S = 1.0
+_POLL_EVERY_S = 20e-6
+_CHECK_EVERY_S = 0.2
+
+Check = Callable[[], None]
+"""Called now and then while a rank waits for others: raises if that is in vain."""
 
 
 class FabricError(RuntimeError):
@@ -26,6 +34,8 @@ class FabricError(RuntimeError):
 
 
 class Group(Protocol):
+    """One rank's view of all. What has a body here is right for every group; one that knows better has its own."""
+
     rank: int
     size: int
     seconds: float
@@ -41,10 +51,21 @@ class Group(Protocol):
         """Every rank's columns side by side in rank order; rank r brings `widths[r]` of them."""
         ...
 
+    def all_reduce_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantised: bool
+    ) -> Tensor | Quantised:
+        """RMSNorm of residual + the sum of x over ranks, which is kept in `residual`; in FP8 if asked. x is used up."""
+        norm = add_rms_norm_quantised if quantised else add_rms_norm
+        return norm(self.all_reduce(x), residual, weight, eps)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Until the device has come to this event. FabricError if a rank is gone, so that it never will."""
+        event.synchronize()
+
     def close(self) -> None: ...
 
 
-class Solo:
+class Solo(Group):
     """The group of one."""
 
     rank = 0
@@ -90,12 +111,35 @@ def open_store(address: str, size: int) -> Store:
         raise FabricError(str(error)) from error
 
 
-def _nothing_to_say() -> None:
+def nothing_to_say() -> None:
     return None
 
 
-class GlooGroup:
-    """Ranks as processes. Not torch's default group, so several engines can live in one process."""
+def poll(event: torch.cuda.Event, check: Check) -> None:
+    """Wait for an event that may never come. A device that failed may have failed because a rank is gone."""
+    checked = time.monotonic()
+    while True:
+        try:
+            if event.query():
+                return
+        except RuntimeError:
+            check()
+            raise
+        time.sleep(_POLL_EVERY_S)
+        if time.monotonic() - checked > _CHECK_EVERY_S:
+            check()
+            checked = time.monotonic()
+
+
+def with_patience(work: Callable[[], None]) -> None:
+    """Run what ends a group: it may wait for a rank that is gone, and is then left behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_CLOSE_WAIT_S)
+
+
+class GlooGroup(Group):
+    """Ranks as processes on CPUs. Not torch's default group, so several engines can live in one process."""
 
     in_graphs = False
 
@@ -103,9 +147,9 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.seconds = 0.0
-        self._check: Callable[[], None] = _nothing_to_say
+        self._check: Check = nothing_to_say
 
-    def connect(self, store: Store, host: str, check: Callable[[], None] = _nothing_to_say) -> None:
+    def connect(self, store: Store, host: str, check: Check = nothing_to_say) -> None:
         """Meet the other ranks through a store, and talk to them from this address. Every rank must come.
 
         While a collective takes long, `check` is called now and then: it raises if waiting is in vain.
@@ -158,6 +202,4 @@ class GlooGroup:
     def close(self) -> None:
         """Destroying a group waits for its collectives, and one that lost its peer takes until its time-out."""
         held = [self.__dict__.pop("_group", None)]
-        destroying = threading.Thread(target=held.clear, daemon=True)
-        destroying.start()
-        destroying.join(_CLOSE_WAIT_S)
+        with_patience(held.clear)

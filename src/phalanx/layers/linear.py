@@ -42,14 +42,16 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Each rank multiplies its own input columns; one all-reduce adds up the partial products, then the bias once."""
+    """Each rank multiplies its own input columns and returns its part of a sum over ranks, which the next norm does.
+
+    The bias counts once: rank 0 has it in its part.
+    """
 
     def __init__(self, place: Place, name: str, bias: bool) -> None:
         self.name = name
-        self.group = place.group
         rows, columns = place.share_of(f"{name}.weight")
-        self.product = _product(place, [name], [rows], columns, None)
         self.bias = place.empty(rows) if bias else None
+        self.product = _product(place, [name], [rows], columns, self.bias if place.group.rank == 0 else None)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield f"{self.name}.weight", self.product.weight
@@ -57,5 +59,4 @@ class RowParallelLinear:
             yield f"{self.name}.bias", self.bias
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
-        y = self.group.all_reduce(self.product(x))
-        return y if self.bias is None else y.add_(self.bias)
+        return self.product(x)

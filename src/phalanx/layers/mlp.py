@@ -34,14 +34,16 @@ class Mlp:
 
 
 class Experts:
-    """Routed experts. Every rank holds a slice of each expert's inner dimension and routes alike: one all-reduce."""
+    """Routed experts. Every rank holds a slice of each expert's inner dimension and routes alike.
+
+    It returns its part of a sum over ranks, which the next norm does.
+    """
 
     def __init__(self, place: Place, layer: int) -> None:
         spec, moe = place.spec, place.spec.moe
         assert moe is not None
         block, *self.names = spec.expert_names
         self.prefix = f"model.layers.{layer}.{block}."
-        self.group = place.group
         self.moe = moe
         self.inner = len(place.shard.expert_ffn)
         self.router = Gemm(place.empty(moe.experts, spec.hidden))
@@ -71,4 +73,4 @@ class Experts:
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
         weights, experts = route(self.router(x), self.moe.experts_per_token, self.moe.renormalise)
-        return self.group.all_reduce(fused_experts(x, self.gate_up, self.down, weights, experts))
+        return fused_experts(x, self.gate_up, self.down, weights, experts)

@@ -14,16 +14,20 @@ from phalanx.layers.place import Place
 class RmsNorm:
     def __init__(self, place: Place, name: str) -> None:
         self.name = name
+        self.group = place.group
         self.weight = place.empty(*place.share_of(f"{name}.weight"))
         self.eps = place.spec.norm_eps
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self.name}.weight", self.weight
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The norm of x, or of x + residual, which is then kept in `residual`."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def __call__(self, x: Tensor) -> Tensor:
+        return add_rms_norm(x, None, self.weight, self.eps)
 
-    def quantised(self, x: Tensor, residual: Tensor | None = None) -> Quantised:
+    def quantised(self, x: Tensor) -> Quantised:
         """The same, for a product that takes FP8."""
-        return add_rms_norm_quantised(x, residual, self.weight, self.eps)
+        return add_rms_norm_quantised(x, None, self.weight, self.eps)
+
+    def of_sum(self, part: Tensor, residual: Tensor, quantised: bool) -> Tensor | Quantised:
+        """The norm of residual + the sum of all ranks' parts, which is then kept in `residual`."""
+        return self.group.all_reduce_add_norm(part, residual, self.weight, self.eps, quantised)

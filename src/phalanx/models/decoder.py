@@ -35,7 +35,10 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output as what it adds and what it adds it to; the next norm does the sum."""
+        """The layer's output as this rank's part of what it adds, and what it is added to; the next norm does the sum.
+
+        So comes x, except to the first layer, which has no residual yet and takes it whole.
+        """
         normed = _norm(self.attention_norm, x, residual, self.attention.takes_fp8)
         residual = x if residual is None else residual
         attended = self.attention(normed, cos, sin, batch, masks)
@@ -43,7 +46,9 @@ class DecoderLayer:
 
 
 def _norm(norm: RmsNorm, x: Tensor, residual: Tensor | None, in_fp8: bool) -> Tensor | Quantised:
-    return norm.quantised(x, residual) if in_fp8 else norm(x, residual)
+    if residual is not None:
+        return norm.of_sum(x, residual, in_fp8)
+    return norm.quantised(x) if in_fp8 else norm(x)
 
 
 class Decoder:
@@ -95,7 +100,7 @@ class Decoder:
         x, residual = self.embedding(tokens), None
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, batch, masks)
-        return x if residual is None else residual.add_(x)
+        return x if residual is None else residual.add_(self.place.group.all_reduce(x))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""

@@ -21,6 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     With `executor="ray"` the ranks run on the machines of a Ray cluster: `ranks_per_node` on each (default: one a GPU,
     or one a machine on CPUs), talking over `interface` (default: the one Ray uses). `node_wait_s` is how long to wait
     for machines that are missing.
+
+    `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
 
     model: str | None = None
@@ -36,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
+    share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
     interface: str | None = None
@@ -56,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ranks_per_node", "interface", "ray_address"):
             if self.executor == "local" and getattr(self, name) is not None:
                 raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")
+        if self.executor == "ray" and self.share_gpus:
+            raise ConfigError("bad_option", "share_gpus is given, but the executor is ray.", "Use executor local.")
 
     def _at_least_one(self, name: str, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -10,10 +10,10 @@ import torch
 
 from phalanx.engine.plan import Beat, StepPlan, StepResult
 from phalanx.errors import EngineDeadError, PhalanxError
-from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import Done, Ready, encode, pack_plan
-from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_runner, use_cores
+from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.runtime.workers import LocalWorkers, Workers
 from phalanx.weights.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ class Executor:
         self._threads_before = torch.get_num_threads()
         self._dead: EngineDeadError | None = None
         self._digests: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._group = GlooGroup(0, config.tp)
+        self._group: Group = Solo()
         self.workers = start_workers(config, model_path)
         self.nodes = self.workers.nodes
         use_cores(self.workers.spot)
@@ -57,7 +57,8 @@ class Executor:
     def _start(self, model_path: Path, progress: Progress) -> Sizes:
         config, spot = self.workers.config, self.workers.spot
         checkpoint = Checkpoint(model_path, config.load_format)
-        model = load_model(config, checkpoint, self._group, progress, spot)
+        self._group = group = make_group(config, 0, spot)
+        model = load_model(config, checkpoint, group, progress, spot)
         blocks = [blocks_that_fit(config, model, spot)]
         while len(blocks) < config.tp:
             report = self.workers.receive(_POLL_MS)
@@ -65,7 +66,7 @@ class Executor:
                 blocks.append(report.blocks)
         sizes = agree_on_sizes(config, checkpoint.spec, blocks)
         self.workers.send([encode(sizes)])
-        self._group.connect(self.workers.store(), self.workers.host, self.workers.check)
+        group.connect(self.workers.store(), self.workers.host, self.workers.check)
         self.runner = make_runner(config, model, sizes)
         self.depth = self.runner.depth
         self.workers.started()

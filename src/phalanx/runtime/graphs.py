@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.plan import StepPlan
+from phalanx.fabric.group import Group
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
@@ -35,6 +36,9 @@ class Recorder:
     them must be queued before it.
     """
 
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
     @cached_property
     def _memory(self) -> torch.cuda._POOL_HANDLE:
         return torch.cuda.graph_pool_handle()
@@ -42,9 +46,10 @@ class Recorder:
     def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
         """Run once so that every kernel is compiled, then record."""
         run()
-        torch.cuda.synchronize()
+        self._group.wait_for(torch.cuda.current_stream().record_event())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             scores, tokens = run()
         return Recorded(graph, scores, tokens)
 
@@ -79,11 +84,11 @@ class DecodeGraphs:
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
         self._graphs: dict[tuple[int, bool], Recorded] = {}
-        self.recorder = Recorder()
+        self.recorder = Recorder(model.place.group)
 
     @staticmethod
     def serve(model: Decoder) -> bool:
-        """Whether this model can be captured: one rank on a GPU."""
+        """Whether this model can be captured: on a GPU, with ranks that talk on its queue."""
         return model.place.device.type == "cuda" and model.place.group.in_graphs
 
     def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,19 @@ class Pulse:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self._step, self._since = number, time.monotonic()
+        self.begin(number)
         try:
             yield
         finally:
-            self._since = None
+            self.end(busy=False)
+
+    def begin(self, number: int) -> None:
+        """This step is launched; one before it may still run."""
+        self._step, self._since = number, self._since or time.monotonic()
+
+    def end(self, busy: bool) -> None:
+        """The oldest step has ended. Busy: another one is launched already."""
+        self._since = time.monotonic() if busy else None
 
     def beat(self) -> Beat:
         since = self._since

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
 from phalanx.layers.place import Place
 from phalanx.models.decoder import Decoder
@@ -33,13 +34,28 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """Where on its machine a rank runs: which of the GPUs it sees, and how many ranks share the machine."""
+    """Where on its machine a rank runs: which of the GPUs it sees, how many ranks share the machine and that GPU."""
 
     gpu: int = 0
     ranks_here: int = 1
+    ranks_on_gpu: int = 1
 
 
 _ALONE = Spot()
+
+
+def local_spots(config: EngineConfig) -> list[Spot]:
+    """One for every rank of this machine: a GPU each, unless they are to share those there are."""
+    gpus = config.tp
+    if config.share_gpus and on_gpus(config):
+        gpus = max(1, min(config.tp, torch.cuda.device_count()))
+    return [Spot(rank % gpus, config.tp, -(-config.tp // gpus)) for rank in range(config.tp)]
+
+
+def make_group(config: EngineConfig, rank: int, spot: Spot) -> ProcessGroup:
+    """The group this rank talks in, not connected yet."""
+    gpus = [each.gpu for each in local_spots(config)] if config.executor == "local" else None
+    return choose_group(rank, config.tp, pick_device(config, spot.gpu), gpus)
 
 
 def use_cores(spot: Spot) -> None:
@@ -60,9 +76,13 @@ def pick_device(config: EngineConfig, gpu: int) -> torch.device:
     if not on_gpus(config):
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    needed = config.tp if config.executor == "local" else gpu + 1
+    needed = config.tp if config.executor == "local" and not config.share_gpus else gpu + 1
     if needed > found:
-        raise ConfigError("too_few_gpus", f"TP={config.tp}, but {found} GPUs are visible.", f"Use TP <= {found}.")
+        raise ConfigError(
+            "too_few_gpus",
+            f"TP={config.tp}, but {found} GPUs are visible.",
+            f"Use TP <= {found}. To try things out, ranks can share a GPU (share_gpus).",
+        )
     return torch.device("cuda", gpu)
 
 
@@ -85,6 +105,8 @@ def load_model(
     """This rank's share of the model, with its weights in place."""
     device = pick_device(config, spot.gpu)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
     fp8_cache = config.kv_cache_dtype == "fp8"
     if fp8_cache and on_gpu:
         _check_fp8(device)
@@ -129,7 +151,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
     budget = config.kv_cache_memory
     if budget is None and model.place.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.place.device)
-        budget = int(free - (1 - _CUDA_KV_SHARE) * total)
+        budget = int(free - (1 - _CUDA_KV_SHARE) * total) // spot.ranks_on_gpu
     elif budget is None:
         budget = int(psutil.virtual_memory().available * _CPU_KV_SHARE / spot.ranks_here)
     block_bytes = model.cache_bytes_per_token * config.block_size

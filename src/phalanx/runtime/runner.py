@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,6 +22,16 @@ def digest(tokens: list[int]) -> int:
     return crc32(str(tokens).encode())
 
 
+class _Launched(NamedTuple):
+    """A step on its way. `done` comes on the device's queue behind everything else of it."""
+
+    step: int
+    rows: list[SamplingRow]
+    sampled: Sampled | None
+    clock: StepClock
+    done: torch.cuda.Event | None
+
+
 class TorchRunner:
     """Runs steps on a shard of the model. Every rank samples the same tokens from the same gathered logits.
 
@@ -36,7 +47,18 @@ class TorchRunner:
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder) if self.graphs is not None else None
         self.sampler = Sampler(model.place.spec.eos_token_ids)
-        self._launched: deque[tuple[int, list[SamplingRow], Sampled | None, StepClock]] = deque()
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet collected."""
+        return len(self._launched)
+
+    @property
+    def has_finished_one(self) -> bool:
+        """Whether `collect` would not have to wait."""
+        done = self._launched[0].done
+        return done is None or done.query()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -49,7 +71,9 @@ class TorchRunner:
             sampled, rows = self._forward(plan, clock)
         clock.mark()
         clock.stop()
-        self._launched.append((plan.step, rows, sampled.start_reading() if sampled is not None else None, clock))
+        reading = sampled.start_reading() if sampled is not None else None
+        done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
+        self._launched.append(_Launched(plan.step, rows, reading, clock, done))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
         if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
@@ -87,7 +111,9 @@ class TorchRunner:
         return rows
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock = self._launched.popleft()
+        step, rows, sampled, clock, done = self._launched.popleft()
+        if done is not None:
+            self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         return StepResult(step, tokens, logprobs, clock.times())
 

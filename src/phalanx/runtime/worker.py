@@ -14,15 +14,16 @@ import zmq
 
 from phalanx.engine.plan import Totals
 from phalanx.errors import PhalanxError
-from phalanx.fabric.group import FabricError, GlooGroup, open_store
+from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
 from phalanx.runtime.messages import Assignment, Done, Failure, Ready, encode, unpack_plan, unpack_sizes
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
-from phalanx.runtime.rank import blocks_that_fit, load_model, make_runner, use_cores
+from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.weights.checkpoint import Checkpoint
 
 _BEATS_KEPT = 16
+_LOOK_EVERY_MS = 1
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def _serve(assignment: Assignment) -> None:
     pulse = Pulse(rank, totals)
     every_beat(lambda: ends.beats.send(encode(pulse.beat())))
 
-    group = GlooGroup(rank, config.tp)
+    group = make_group(config, rank, spot)
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
     model = load_model(config, checkpoint, group, lambda done, total: None, spot)
     ends.reports.send(encode(Ready(rank, blocks_that_fit(config, model, spot), ends.orders.address)))
@@ -61,14 +62,20 @@ def _serve(assignment: Assignment) -> None:
 
     step = 0
     while True:
-        step += 1
-        plan = unpack_plan(_next(ends.orders), expected_step=step)
-        with pulse.step(step):
+        frames = ends.orders.receive(_LOOK_EVERY_MS if runner.in_flight else None)
+        if frames is not None:
+            step += 1
+            pulse.begin(step)
+            plan = unpack_plan(frames, expected_step=step)
             runner.launch(plan)
+            totals.launched(plan)
+        elif not runner.has_finished_one:
+            continue
+        if frames is None or runner.in_flight == runner.depth:
             result = runner.collect()
-        totals.launched(plan)
-        totals.collected(result)
-        ends.reports.send(encode(Done(rank, step, digest(result.tokens))))
+            pulse.end(busy=runner.in_flight > 0)
+            totals.collected(result)
+            ends.reports.send(encode(Done(rank, result.step, digest(result.tokens))))
 
 
 class _Ends:

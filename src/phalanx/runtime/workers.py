@@ -23,7 +23,7 @@ from phalanx.runtime.channel import Context
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
 from phalanx.runtime.messages import Assignment, Failure, Meeting, Report
-from phalanx.runtime.rank import Spot
+from phalanx.runtime.rank import Spot, local_spots
 
 _CAUSE_WAIT_S = 2.0
 _EXIT_WAIT_S = 3.0
@@ -77,7 +77,8 @@ class LocalWorkers:
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self.config = config
-        self.spot = Spot(0, config.tp)
+        spots = local_spots(config)
+        self.spot = spots[0]
         self.host = "127.0.0.1"
         self.nodes: list[str] = []
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
@@ -91,7 +92,7 @@ class LocalWorkers:
                 config=config,
                 model_path=str(model_path),
                 rank=rank,
-                spot=Spot(rank, config.tp),
+                spot=spots[rank],
                 meeting=self._meeting(rank),
                 token=token,
                 failure=str(self._failure_file(rank)),

@@ -27,7 +27,7 @@ def _store_quantised(out, out_scales, values, row, rows, first, width, WIDE: tl.
     tl.store(out_scales + (first // 128 + group).to(tl.int64) * rows + row, scale, mask=first + group * 128 < width)
 
 
-def _empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
+def empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
     values = torch.empty(rows, width, dtype=E4M3, device=device)
     scales = torch.empty(-(-width // GROUP), rows, dtype=torch.float32, device=device)
     return Quantised(values, scales.t())
@@ -45,11 +45,26 @@ def _quantise(x, out, out_scales, rows, width, BLOCK: tl.constexpr, LARGEST: tl.
 
 def quantise(x: Tensor) -> Quantised:
     rows, width = x.shape
-    out = _empty_quantised(rows, width, x.device)
+    out = empty_quantised(rows, width, x.device)
     block = min(COLUMNS_AT_ONCE, max(GROUP, triton.next_power_of_2(width)))
     grid = (rows, triton.cdiv(width, block))
     _quantise[grid](x, *out, rows, width, BLOCK=block, LARGEST=LARGEST, launch_pdl=True)
     return out
+
+
+@triton.jit
+def norm_and_store(
+    h, scale, out, out_scales, row, rows, width, eps,
+    QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """A row's norm. Columns of h beyond `width` are zero."""
+    wide = h.to(tl.float32)
+    normed = scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)
+    if QUANTISED:
+        _store_quantised(out, out_scales, normed.to(tl.float32), row, rows, 0, width, BLOCK, LARGEST)
+    else:
+        column = tl.arange(0, BLOCK)
+        tl.store(out + row * width + column, normed, mask=column < width)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
@@ -68,12 +83,7 @@ def _add_rms_norm(
     if HAS_RESIDUAL:
         h += tl.load(residual + place, mask=mask, other=0.0)
         tl.store(residual + place, h, mask=mask)
-    wide = h.to(tl.float32)
-    normed = scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)
-    if QUANTISED:
-        _store_quantised(out, out_scales, normed.to(tl.float32), row, rows, 0, width, BLOCK, LARGEST)
-    else:
-        tl.store(out + row * width + column, normed, mask=mask)
+    norm_and_store(h, scale, out, out_scales, row, rows, width, eps, QUANTISED, BLOCK, LARGEST)
 
 
 def add_rms_norm(
@@ -82,7 +92,7 @@ def add_rms_norm(
     """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart."""
     width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.numel() // width
-    out = _empty_quantised(rows, width, x.device) if quantised else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = empty_quantised(rows, width, x.device) if quantised else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     values, scales = out if isinstance(out, Quantised) else (out, None)
     _add_rms_norm[(rows,)](
         x, residual, weight, values, scales, rows, x.stride(0), inner, width, eps,
@@ -113,7 +123,7 @@ def _silu_and_mul(
 
 def silu_and_mul(gate_up: Tensor, quantised: bool = False) -> Tensor | Quantised:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = _empty_quantised(rows, width, gate_up.device) if quantised else gate_up.new_empty(rows, width)
+    out = empty_quantised(rows, width, gate_up.device) if quantised else gate_up.new_empty(rows, width)
     values, scales = out if isinstance(out, Quantised) else (out, None)
     _silu_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
         gate_up, values, scales, rows, width, quantised, COLUMNS_AT_ONCE, LARGEST, launch_pdl=True

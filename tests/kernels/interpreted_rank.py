@@ -1,0 +1,114 @@
+"""One rank of tests/kernels/test_all_reduce.py: `python -m tests.kernels.interpreted_rank FOLDER SIZE RANK`."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+assert triton.knobs.runtime.interpret
+
+from phalanx.kernels.fp8 import Quantised, dequantise, quantise_torch  # noqa: E402
+from phalanx.kernels.gpu import all_reduce  # noqa: E402
+from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
+from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
+
+TILE = all_reduce.TILE_BYTES // 4
+
+
+def map_areas(folder: Path, size: int) -> tuple[list[Tensor], list[int]]:
+    """Every rank's area, in files that all ranks map."""
+    areas = []
+    for rank in range(size):
+        with (folder / f"area-{rank}").open("a+b") as file:
+            file.truncate(AREA_BYTES)
+            areas.append(torch.frombuffer(mmap.mmap(file.fileno(), AREA_BYTES), dtype=torch.uint8))
+    return areas, [area.data_ptr() for area in areas]
+
+
+def all_parts(seed: int, shape: tuple[int, ...], size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(size)]
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    """In rank order, as the kernels add: the same bits."""
+    whole = parts[0].clone()
+    for part in parts[1:]:
+        whole += part
+    return whole
+
+
+def check_sum(seed: int, peers: Peers, elements: int, two_shot: bool) -> None:
+    parts = all_parts(seed, (elements,), peers.size)
+    x = parts[peers.rank].clone()
+    (all_reduce.two_shot if two_shot else all_reduce.one_shot)(x, peers)
+    assert torch.equal(x, total(parts))
+
+
+def check_norm(seed: int, peers: Peers, rows: int, width: int, quantised: bool) -> None:
+    parts = all_parts(seed, (rows, width), peers.size)
+    (weight,), (residual,) = all_parts(seed + 100, (width,), 1), all_parts(seed + 200, (rows, width), 1)
+    kept = residual.clone()
+    found = all_reduce.one_shot_add_rms_norm(parts[peers.rank].clone(), kept, weight, 1e-5, quantised, peers)
+    whole = residual + total(parts)
+    assert torch.equal(kept, whole)
+    wanted, tolerance = add_rms_norm_torch(whole, None, weight, 1e-5), 1e-5
+    if isinstance(found, Quantised):
+        torch.testing.assert_close(found.scales, quantise_torch(wanted).scales)
+        found, tolerance = dequantise(found.values, found.scales, 1, torch.float32), 0.2  # the interpreter rounds badly
+    error = float((found - wanted).norm() / wanted.norm())
+    assert error < tolerance, (rows, width, quantised, error)
+
+
+def check_gather(seed: int, peers: Peers, rows: int, widths: list[int]) -> None:
+    whole = all_parts(seed, (rows, sum(widths)), 1)[0]
+    edges = torch.tensor([sum(widths[:rank]) for rank in range(len(widths) + 1)])
+    own = whole.split(widths, dim=1)[peers.rank].contiguous()
+    assert torch.equal(all_reduce.gather_columns(own, widths, edges, peers), whole)
+
+
+def run_without_a_gpu() -> None:
+    """What the interpreter lacks is left out, and whoever waits for a flag lets others run."""
+    all_reduce.cuda.gdc_wait = all_reduce.cuda.gdc_launch_dependents = lambda: None
+    atomic = InterpreterBuilder.create_atomic_rmw
+
+    def atomic_and_rest(*arguments: object) -> object:
+        time.sleep(1e-4)
+        return atomic(*arguments)
+
+    InterpreterBuilder.create_atomic_rmw = atomic_and_rest
+
+
+def main() -> None:
+    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    run_without_a_gpu()
+    areas, addresses = map_areas(folder, size)
+    peers, own_pace = Peers(rank, size, torch.tensor(addresses)), random.Random(rank)
+    for seed in range(2):
+        for check, *arguments in (
+            (check_sum, 5, False),
+            (check_sum, 3 * TILE + 7, True),
+            (check_norm, 3, 144, False),
+            (check_gather, 2, [TILE + 5, 0, 16][:size]),
+            (check_sum, 2 * TILE, False),
+            (check_norm, all_reduce.PROGRAMS + 2, 8, False),
+            (check_sum, 17 * TILE, True),
+            (check_norm, 2, 256, True),
+            (check_gather, 3, [16, 32, 64][:size]),
+        ):
+            check(seed, peers, *arguments)  # type: ignore[operator]
+            time.sleep(own_pace.random() * 0.02)
+    calls = areas[rank][: 8 * all_reduce.PROGRAMS].view(torch.int64)
+    assert calls[0] == 2 * 9, "every call counts, once"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Run by tests/runtime/test_shared_gpu.py as `python -m tests.runtime.shared_gpu WHAT MODEL`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+from phalanx import LLM, SamplingParams
+from phalanx.errors import EngineDeadError
+from phalanx.runtime.executor import Executor
+
+PROMPTS = [[7], [3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
+OPTIONS = {"device": "cuda", "dtype": "fp32", "max_model_len": 160, "max_num_seqs": 6, "num_blocks": 60}
+
+
+def tokens(model: str) -> dict[str, object]:
+    """Of one rank and of two, the second time in a batch that shrinks."""
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (32, 20, 32, 9)]
+    found: dict[str, object] = {}
+    for tp in (1, 2):
+        with LLM(model, tp=tp, progress=False, share_gpus=True, **OPTIONS) as llm:
+            found[str(tp)] = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+            if tp == 2:
+                assert isinstance(llm.engine.runner, Executor)
+                graphs = llm.engine.runner.runner.graphs
+                found["graphs"] = 0 if graphs is None else len(graphs._graphs)
+    return found
+
+
+def killed(model: str) -> dict[str, object]:
+    """Rank 1 dies between steps; rank 0 then waits on its own device for a rank that never comes."""
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with LLM(model, tp=2, progress=False, share_gpus=True, **OPTIONS) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, Executor)
+        llm.engine.add(PROMPTS[1], long)
+        for _ in range(8):
+            llm.engine.step()
+        os.kill(runner.workers.processes[1].pid, signal.SIGKILL)
+        try:
+            llm.generate(PROMPTS[0], long)
+        except EngineDeadError as error:
+            found: dict[str, object] = {"code": error.code, "found": error.found}
+        else:
+            raise AssertionError("went on without rank 1")
+    with LLM(model, progress=False, **OPTIONS) as llm:
+        answer = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    return found | {"tokens": answer.token_ids}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"tokens": tokens, "killed": killed}[sys.argv[1]](sys.argv[2])))

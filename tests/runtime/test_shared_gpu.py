@@ -1,0 +1,39 @@
+"""An engine whose ranks share one GPU: run with `pytest -m cuda`. No test may take longer than its time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_checkpoint
+from tests.watchdog import run_all
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda"),
+]
+
+SECONDS = 90.0
+"""Two engines in a row, each of which loads torch in its ranks and may have to compile all kernels."""
+
+
+@pytest.mark.parametrize("family", ["llama3_rope", "qwen3_moe"])
+def test_two_ranks_on_one_gpu_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+    """With biases and tied embeddings, and with experts."""
+    make_checkpoint(family, tmp_path)
+    (told,) = run_all([["tests.runtime.shared_gpu", "tokens", str(tmp_path)]], tmp_path, SECONDS)
+    found = json.loads(told.splitlines()[-1])
+    assert found["graphs"] > 0, "decode steps ran in graphs"
+    assert found["2"] == found["1"]
+
+
+def test_a_rank_killed_on_a_shared_gpu_is_named_and_the_gpu_stays_usable(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    (told,) = run_all([["tests.runtime.shared_gpu", "killed", str(tmp_path)]], tmp_path, SECONDS)
+    found = json.loads(told.splitlines()[-1])
+    assert found["code"] == "rank_died"
+    assert "Rank 1 was killed by signal 9" in found["found"]
+    assert len(found["tokens"]) == 4
