@@ -23,7 +23,7 @@ CANDIDATES_AT_ONCE = 2048
 ONE = tl.constexpr(sampling.ONE)
 FARTHEST = tl.constexpr(0x7F800000)
 """The bits of an infinite depth. No depth is positive: the bits of their amounts are in order, the best one first."""
-SLACK = tl.constexpr(1e-4)
+SLACK = tl.constexpr(1e-5)
 """How wrong a sum of weights in single precision can be, with a wide margin."""
 
 
@@ -187,7 +187,7 @@ def _bracket(
             mean = tl.sum(scale * first + own * fall, 0) / total
             square = tl.sum(scale * (second + 2 * fall * first) + own * fall * fall, 0) / total
             deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
-            share = top_p.to(tl.float32)
+            share = tl.minimum(tl.maximum(top_p.to(tl.float32), 1e-5), 1 - 1e-5)
             high = tl.minimum(mean + deviation * tl.sqrt((1 - share) / share) + 1e-3, 0.0)
             low = mean - deviation * tl.sqrt(share / (1 - share)) - 1e-3
             if floor > float("-inf"):
