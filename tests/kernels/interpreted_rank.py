@@ -20,6 +20,8 @@ from phalanx.kernels.gpu import all_reduce  # noqa: E402
 from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
 from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
 
+PROGRAMS = 2
+"""Far fewer than on a GPU, so that small calls already need several rounds and several pieces."""
 TILE = all_reduce.TILE_BYTES // 4
 
 
@@ -90,24 +92,25 @@ def run_without_a_gpu() -> None:
 def main() -> None:
     folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     run_without_a_gpu()
+    all_reduce.PROGRAMS = PROGRAMS
     areas, addresses = map_areas(folder, size)
     peers, own_pace = Peers(rank, size, torch.tensor(addresses)), random.Random(rank)
     for seed in range(2):
         for check, *arguments in (
             (check_sum, 5, False),
-            (check_sum, 3 * TILE + 7, True),
+            (check_sum, TILE + 7, True),
             (check_norm, 3, 144, False),
             (check_gather, 2, [TILE + 5, 0, 16][:size]),
-            (check_sum, 2 * TILE, False),
-            (check_norm, all_reduce.PROGRAMS + 2, 8, False),
-            (check_sum, 17 * TILE, True),
+            (check_sum, TILE + 2, False),
+            (check_norm, PROGRAMS + 2, 8, False),
+            (check_sum, (PROGRAMS * all_reduce.SLOT_TILES + 1) * TILE, True),
             (check_norm, 2, 256, True),
-            (check_gather, 3, [16, 32, 64][:size]),
+            (check_gather, 17, [TILE + 16, 32, 64][:size]),
         ):
             check(seed, peers, *arguments)  # type: ignore[operator]
             time.sleep(own_pace.random() * 0.02)
-    calls = areas[rank][: 8 * all_reduce.PROGRAMS].view(torch.int64)
-    assert calls[0] == 2 * 9, "every call counts, once"
+    calls = areas[rank][: 8 * PROGRAMS].view(torch.int64)
+    assert calls[0] == 2 * (7 + 2 + 2), "two of nine were cut into two pieces"
 
 
 if __name__ == "__main__":
