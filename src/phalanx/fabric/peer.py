@@ -67,9 +67,10 @@ class PeerGroup(Group):
             torch.cuda.synchronize()
             own = shared_memory.allocate(AREA_BYTES)
             shelf.set(str(self.rank), shared_memory.handle_of(own).hex())
-            for rank in range(self.size):
-                theirs = bytes.fromhex(shelf.get(str(rank)).decode())
-                self._areas.append(own if rank == self.rank else shared_memory.open_handle(theirs))
+            handles = [bytes.fromhex(shelf.get(str(rank)).decode()) for rank in range(self.size)]
+            self._areas = [
+                own if rank == self.rank else shared_memory.open_handle(handle) for rank, handle in enumerate(handles)
+            ]
             self._peers = Peers(self.rank, self.size, torch.tensor(self._areas, device=self.device))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
