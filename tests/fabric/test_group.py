@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from phalanx.fabric.group import FabricError, GlooGroup, open_store, serve_store
+from phalanx.fabric.group import FabricError, GlooGroup, open_store, poll, serve_store
 
 HOST = "127.0.0.1"
 
@@ -69,6 +69,32 @@ def test_a_collective_ends_once_its_peer_is_known_to_be_gone(pair: tuple[GlooGro
     began = time.monotonic()
     first.close()
     assert time.monotonic() - began < 60
+
+
+class Never:
+    """A moment that the device never comes to, or fails before."""
+
+    def __init__(self, failed: bool) -> None:
+        self.failed = failed
+
+    def query(self) -> bool:
+        if self.failed:
+            raise RuntimeError("an illegal memory access")
+        return False
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_waiting_for_a_device_ends_once_a_rank_is_known_to_be_gone(failed: bool) -> None:
+    """A device may have failed because a rank is gone: then that is what is told."""
+    check = Checked()
+    check.gone = True
+    with pytest.raises(FabricError, match="a rank is gone"):
+        poll(Never(failed), check)  # type: ignore[arg-type]
+
+
+def test_a_device_that_failed_of_itself_says_so() -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        poll(Never(failed=True), Checked())  # type: ignore[arg-type]
 
 
 def test_a_store_listens_on_its_address_alone() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import random
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -77,8 +77,11 @@ def check_gather(seed: int, peers: Peers, rows: int, widths: list[int]) -> None:
     assert torch.equal(all_reduce.gather_columns(own, widths, edges, peers), whole)
 
 
-def run_without_a_gpu() -> None:
-    """What the interpreter lacks is left out, and whoever waits for a flag lets others run."""
+def run_without_a_gpu(rank: int, size: int) -> None:
+    """What the interpreter lacks is left out, and whoever waits for a flag lets others run.
+
+    Behind each meeting one rank lingers before it reads, while the others are already in the next call.
+    """
     all_reduce.cuda.gdc_wait = all_reduce.cuda.gdc_launch_dependents = lambda: None
     atomic = InterpreterBuilder.create_atomic_rmw
 
@@ -87,14 +90,21 @@ def run_without_a_gpu() -> None:
         return atomic(*arguments)
 
     InterpreterBuilder.create_atomic_rmw = atomic_and_rest
+    meet, meetings = all_reduce._meet, count()
+
+    def meet_and_linger(*arguments: object) -> None:
+        meet(*arguments)
+        time.sleep(0.04 if next(meetings) % size == rank else 0)
+
+    all_reduce._meet = meet_and_linger
 
 
 def main() -> None:
     folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    run_without_a_gpu()
+    run_without_a_gpu(rank, size)
     all_reduce.PROGRAMS = PROGRAMS
     areas, addresses = map_areas(folder, size)
-    peers, own_pace = Peers(rank, size, torch.tensor(addresses)), random.Random(rank)
+    peers = Peers(rank, size, torch.tensor(addresses))
     for seed in range(2):
         for check, *arguments in (
             (check_sum, 5, False),
@@ -108,7 +118,6 @@ def main() -> None:
             (check_gather, 17, [TILE + 16, 32, 64][:size]),
         ):
             check(seed, peers, *arguments)  # type: ignore[operator]
-            time.sleep(own_pace.random() * 0.02)
     calls = areas[rank][: 8 * PROGRAMS].view(torch.int64)
     assert calls[0] == 2 * (7 + 2 + 2), "two of nine were cut into two pieces"
 

@@ -26,7 +26,7 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(family: str, tmp_path: Path
     make_checkpoint(family, tmp_path)
     (told,) = run_all([["tests.runtime.shared_gpu", "tokens", str(tmp_path)]], tmp_path, SECONDS)
     found = json.loads(told.splitlines()[-1])
-    assert found["graphs"] > 0, "decode steps ran in graphs"
+    assert found["graphs"], "decode steps run in graphs"
     assert found["2"] == found["1"]
 
 

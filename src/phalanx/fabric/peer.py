@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.fabric import shared_memory
-from phalanx.fabric.group import Check, Group, nothing_to_say, poll, with_patience
+from phalanx.fabric.group import Check, FabricError, Group, nothing_to_say, poll, with_patience
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.kernels.fp8 import Quantised
 
@@ -52,20 +52,26 @@ class PeerGroup(Group):
 
     def connect(self, store: Store, host: str, check: Check = nothing_to_say) -> None:
         """Map every rank's area. Every rank must come."""
+        self._check = check
+        try:
+            self._map_areas(PrefixStore("peer", store))
+        except RuntimeError as error:
+            raise FabricError(str(error)) from error
+        if self._large is not None:
+            self._large.connect(store, host, check)
+
+    def _map_areas(self, shelf: Store) -> None:
         from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers
 
-        self._check = check
-        shelf = PrefixStore("peer", store)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             own = shared_memory.allocate(AREA_BYTES)
             shelf.set(str(self.rank), shared_memory.handle_of(own).hex())
-            for rank in range(self.size):
-                theirs = bytes.fromhex(shelf.get(str(rank)).decode())
-                self._areas.append(own if rank == self.rank else shared_memory.open_handle(theirs))
+            handles = [bytes.fromhex(shelf.get(str(rank)).decode()) for rank in range(self.size)]
+            self._areas = [
+                own if rank == self.rank else shared_memory.open_handle(handle) for rank, handle in enumerate(handles)
+            ]
             self._peers = Peers(self.rank, self.size, torch.tensor(self._areas, device=self.device))
-        if self._large is not None:
-            self._large.connect(store, host, check)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         from phalanx.kernels.gpu import all_reduce
