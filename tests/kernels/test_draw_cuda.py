@@ -24,9 +24,8 @@ def random_scores(rows: int, width: int, dtype: torch.dtype, spread: float) -> T
 
 def both(scores: Tensor, asked: list[Asked]) -> tuple[list[int], list[int]]:
     """Tokens of the kernels and of the definition, at positions that are the rows' numbers."""
-    rows, table = torch.arange(len(asked)), table_of(asked)
-    found = draw(scores, table.cuda(), rows.cuda(), rows.cuda())
-    return found.tolist(), draw_torch(scores.cpu(), table, rows, rows).tolist()
+    rows, table = torch.arange(len(asked), device="cuda"), table_of(asked).cuda()
+    return draw(scores, table, rows, rows).tolist(), draw_torch(scores, table, rows, rows).tolist()
 
 
 def check(scores: Tensor, asked: list[Asked]) -> None:

@@ -68,8 +68,8 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Te
     return weights, chosen
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _count(chosen, counts, pairs, experts, chunks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of one chunk go to each expert."""
     cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
@@ -78,7 +78,7 @@ def _count(chosen, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.conste
     cuda.gdc_wait()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
     found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
-    tl.store(counts + chunk * experts + expert, found, mask=expert < experts)
+    tl.store(counts + expert * chunks + chunk, found, mask=expert < experts)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
@@ -97,9 +97,9 @@ def _place(
     cuda.gdc_wait()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
     mask = expert < experts
-    total = tl.load(ends + (chunks - 1) * experts + expert, mask=mask, other=0)
-    before = tl.load(ends + chunk * experts + expert, mask=mask, other=0)
-    before -= tl.load(counts + chunk * experts + expert, mask=mask, other=0)
+    total = tl.load(ends + expert * chunks + chunks - 1, mask=mask, other=0)
+    before = tl.load(ends + expert * chunks + chunk, mask=mask, other=0)
+    before -= tl.load(counts + expert * chunks + chunk, mask=mask, other=0)
     tiles_needed = (total + TILE - 1) // TILE
     end = tl.cumsum(tiles_needed, 0)
     start = (end - tiles_needed) * TILE + before
@@ -170,10 +170,10 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
         )  # fmt: skip
         return order, owner
     chunks = triton.cdiv(pairs, CHUNK)
-    counts = torch.empty(chunks, experts, dtype=torch.int32, device=chosen.device)
-    _count[(chunks,)](chosen, counts, pairs, experts, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
+    counts = torch.empty(experts, chunks, dtype=torch.int32, device=chosen.device)
+    _count[(chunks,)](chosen, counts, pairs, experts, chunks, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
     _place[(chunks,)](
-        chosen, counts, counts.cumsum(0, dtype=torch.int32), order.fill_(pairs), owner, pairs, experts, chunks, tiles,
+        chosen, counts, counts.cumsum(1, dtype=torch.int32), order.fill_(pairs), owner, pairs, experts, chunks, tiles,
         TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=True,
     )  # fmt: skip
     return order, owner
