@@ -285,7 +285,7 @@ def _uniform(seed, position):
     return (state >> 11).to(tl.float64) * (2.0**-53)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stretches"])  # as a constant 1 it breaks the compiler of Triton 3.6
 def _choose(
     scores, table, slots, positions, best, where, weights, edges, above, sure, amounts, columns, found, out, width,
     stretches, STRETCH: tl.constexpr, EDGES: tl.constexpr, STRETCHES: tl.constexpr, CANDIDATES: tl.constexpr,
