@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _WAIT_SLICE = timedelta(seconds=1)
 _CLOSE_WAIT_S = 1.0
 _POLL_EVERY_S = 20e-6
-_CHECK_EVERY_S = 0.2
+CHECK_EVERY_S = 0.2
 
 Check = Callable[[], None]
 """Called now and then while a rank waits for others: raises if that is in vain."""
@@ -126,7 +126,7 @@ def poll(event: torch.cuda.Event, check: Check) -> None:
             check()
             raise
         time.sleep(_POLL_EVERY_S)
-        if time.monotonic() - checked > _CHECK_EVERY_S:
+        if time.monotonic() - checked > CHECK_EVERY_S:
             check()
             checked = time.monotonic()
 

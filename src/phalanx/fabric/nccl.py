@@ -15,9 +15,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from phalanx.fabric.group import COLLECTIVE_TIMEOUT, Check, FabricError, Group, nothing_to_say, poll, with_patience
-
-_CHECK_EVERY_S = 0.2
+from phalanx.fabric.group import (
+    CHECK_EVERY_S,
+    COLLECTIVE_TIMEOUT,
+    Check,
+    FabricError,
+    Group,
+    nothing_to_say,
+    poll,
+    with_patience,
+)
 
 
 class NcclGroup(Group):
@@ -55,7 +62,7 @@ class NcclGroup(Group):
         meeting = threading.Thread(target=meet, daemon=True)
         meeting.start()
         while meeting.is_alive():
-            meeting.join(_CHECK_EVERY_S)
+            meeting.join(CHECK_EVERY_S)
             if meeting.is_alive():
                 check()
         if failed:

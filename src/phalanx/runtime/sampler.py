@@ -49,21 +49,19 @@ class Sampled:
 
     tokens: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None
-    arrived: torch.cuda.Event | None = None
 
     def start_reading(self) -> Sampled:
-        """A copy on its way to the host behind the step that made it, and ahead of the next one."""
+        """A copy on its way to the host behind the step that made it, and ahead of the next one.
+
+        It may be read once the device has come that far.
+        """
         if not self.tokens.is_cuda:
             return self
         tokens = self.tokens.to("cpu", non_blocking=True)
         parts = None if self.logprobs is None else tuple(part.to("cpu", non_blocking=True) for part in self.logprobs)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Sampled(tokens, parts, arrived)  # type: ignore[arg-type]
+        return Sampled(tokens, parts)  # type: ignore[arg-type]
 
     def read(self, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
         if self.logprobs is None:
             return self.tokens.tolist(), [None] * len(rows)
         chosen, values, ids = (part.tolist() for part in self.logprobs)
