@@ -94,7 +94,7 @@ def logits(folder: Path, prompt: list[int], chunks: list[int], kv_cache_dtype: s
         plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
-            rows.append(model.logits(model(inputs.tokens, inputs.positions, inputs.attention)))
+            rows.append(model.scores(model(inputs.tokens, inputs.positions, inputs.attention)))
         start += count
     return torch.cat(rows)
 

@@ -90,7 +90,7 @@ def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytes
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
         assert isinstance(runner, Executor)
-        monkeypatch.setattr(runner.runner.model, "logits", lambda hidden: 1 / 0)
+        monkeypatch.setattr(runner.runner.model, "scores", lambda hidden: 1 / 0)
         error, _ = run_until_death(llm)
         assert "Rank 0 raised ZeroDivisionError" in error.found
         assert gone(list(pids.values()))

@@ -132,7 +132,7 @@ def test_all_rows_may_be_padding() -> None:
         slots, _, decode_slots, _, rows, sampled_slots, numbers = parts_of(plan_of([]), GraphSize(tokens, 4))
         assert {*slots, *decode_slots, *sampled_slots} == {SPARE}
         assert set(rows) == {0}
-        assert sum(numbers[2::4]) == tokens
+        assert sum(numbers[2::5]) == tokens
 
 
 def test_graphs_go_as_far_as_launching_takes_longer_than_computing() -> None:
