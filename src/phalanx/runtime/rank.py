@@ -105,11 +105,11 @@ def load_model(
     """This rank's share of the model, with its weights in place."""
     device = pick_device(config, spot.gpu)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
     fp8_cache = config.kv_cache_dtype == "fp8"
-    if fp8_cache and on_gpu:
-        _check_fp8(device)
+    if on_gpu:
+        if fp8_cache:
+            _check_fp8(device)
+        torch.cuda.set_device(device)
     place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu, fp8_cache=fp8_cache)
     model = Decoder(place)
     reader = checkpoint.open_reader(device)
