@@ -71,6 +71,17 @@ def test_several_prompts_share_one_budget_in_order_of_arrival() -> None:
     assert rows(runner.plans[1]) == [(2, 2, 3)]
 
 
+def test_single_tokens_of_long_sequences_come_first_and_prompts_last() -> None:
+    engine, runner = make_engine(budget=32, max_model_len=64, prefix_caching=False)
+    asked = [engine.add(TEXT[:length], greedy(3)) for length in (4, 12, 8)]
+    engine.step()
+    asked.append(engine.add(TEXT[:20], greedy(2)))
+    run(engine)
+    assert rows(runner.plans[1]) == [(1, 12, 1), (2, 8, 1), (0, 4, 1), (3, 0, 20)]
+    for request in asked:
+        check_answer(request, 64)
+
+
 def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one() -> None:
     engine, _ = make_engine(budget=64, block_size=4, num_blocks=8, max_model_len=32, prefix_caching=False)
     first, large, small = engine.add(TEXT[:16], greedy(4)), engine.add(TEXT[:20], greedy(1)), engine.add([1], greedy(1))
