@@ -291,7 +291,13 @@ def test_ctrl_c_ends_with_the_results_so_far(server: FakeServer, tmp_path: Path)
     server.answer = lambda body: quick.pop() if quick else [text("a"), 60.0]
     words = [word for flag, value in SMALL.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
     script = [sys.executable, "-m", "phalanx.cli", "bench", "serve", "--url", server.url, "--json", str(file), *words]
-    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        script,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    )
     deadline = time.monotonic() + 30
     while server.in_flight != 3 or len(server.bodies) < 6:
         assert time.monotonic() < deadline
