@@ -40,11 +40,24 @@ def test_a_decode_step_reads_the_weights_and_the_cached_tokens() -> None:
     assert Work(spec, element=2, devices=2).of_decode_step(case) == (moved / 2, flops / 2)
 
 
-def test_a_prompt_passes_the_head_once() -> None:
+def test_only_the_last_token_of_a_prompt_passes_what_is_behind_the_last_attention() -> None:
     spec = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
     _, flops = Work(spec, element=4, devices=1).of_prefill(Case.parse("2x9x2"))
     layers = 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 2 * 16 + 8) + 4 * 2 * 5 * 8
-    assert flops == 2 * (9 * layers + 1600)
+    behind = 2 * (64 + 3 * 128)
+    assert flops == 2 * (9 * (layers - behind) + behind + 1600)
+
+
+def test_of_the_last_experts_too_only_the_last_token_passes_those_it_is_routed_to() -> None:
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    spec = ModelSpec.from_config(SHAPE | {"model_type": "mixtral"} | moe)
+    dense = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
+    saved = [
+        9 * each.flops_per_token(5) - Work(each, element=4, devices=1).of_prefill(Case.parse("1x9x2"))[1]
+        for each in (spec, dense)
+    ]
+    router = 8 * 4
+    assert saved[0] - saved[1] == 8 * 2 * (router + 3 * 128)
 
 
 def test_of_the_experts_only_those_in_use_are_read() -> None:

@@ -40,7 +40,8 @@ def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(reference: R
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams(temperature=0))
     runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [True], [[0, 1]]))
     spec = model.place.spec
-    assert group.reduced == [(len(prompt), spec.hidden)] * (2 * spec.layers)
+    behind_the_last_attention = [(1, spec.hidden)] * 2
+    assert group.reduced == [(len(prompt), spec.hidden)] * (2 * spec.layers - 2) + behind_the_last_attention
     assert group.gathered == 1
     runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [True], [[]]))
     assert len(group.reduced) == 4 * spec.layers

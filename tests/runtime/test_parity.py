@@ -42,6 +42,19 @@ def test_logits_are_those_of_transformers(reference: Reference, chunks: list[int
     torch.testing.assert_close(torch.cat(rows), reference.logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [[56], [3, 0, 56]])
+def test_rows_asked_for_are_computed_as_among_all_rows(reference: Reference, rows: list[int]) -> None:
+    """What is left out behind the last attention is missed by no other row."""
+    runner, prompt = lone_runner(reference), reference.prompts[-1]
+    admission = Admission(0, len(prompt), prompt, 0, SamplingParams())
+    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [False], [list(range(10))])
+    with torch.inference_mode():
+        inputs = runner.batch.prepare(plan)
+        hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention, torch.tensor(rows))
+        scores = runner.model.scores(hidden)
+    torch.testing.assert_close(scores, reference.logits[rows], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_greedy_tokens_equal_transformers(reference: Reference, tp: int) -> None:
     """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache."""

@@ -83,10 +83,18 @@ class Work:
     fp8_cache: bool = False
 
     def of_prefill(self, case: Case) -> tuple[float, float]:
-        """Every prompt token passes all layers, but only the last one the head. Bytes do not count here."""
-        head = 2 * self.spec.vocab * self.spec.hidden
-        layers = self.spec.flops_per_token(context=(case.inputs + 1) // 2) - head
-        return 0, case.batch * (case.inputs * layers + head) / self.devices
+        """Every prompt token passes all attention, but only the last one what comes behind. Bytes do not count here."""
+        whole = self.spec.flops_per_token(context=(case.inputs + 1) // 2)
+        behind = 2 * self.spec.vocab * self.spec.hidden + self._last_layer_flops_behind_attention()
+        return 0, case.batch * (case.inputs * (whole - behind) + behind) / self.devices
+
+    def _last_layer_flops_behind_attention(self) -> float:
+        spec = self.spec
+        prefix = f"model.layers.{spec.layers - 1}."
+        layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
+        behind = [each for each in layer if ".self_attn." not in each.name or ".o_proj." in each.name]
+        share = spec.moe.experts_per_token / spec.moe.experts if spec.moe is not None else 1
+        return sum(2 * each.elements * each.copies * (share if each.expert else 1) for each in behind)
 
     def of_decode_step(self, case: Case) -> tuple[float, float]:
         """A step reads every weight that some token needs, once, and the keys and values of all sequences."""

@@ -46,10 +46,20 @@ class Attention:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.head_dim)
 
-    def __call__(self, x: Tensor | Quantised, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor | Quantised,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        masks: Masks,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's part of what attention adds to these rows, all by default."""
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         cache, scales = self.cache, self.cache_scales
         rotate_and_store(qkv, cos, sin, batch.write_to, cache, self.heads, self.kv_heads, self.head_norms, scales)
         scale = self.scale * scales.key
         attended = paged_attention(qkv, self.heads, cache, batch, masks, self.window, scale, scales.value)
-        return self.output(attended.flatten(1))
+        attended = attended.flatten(1)
+        return self.output(attended if rows is None else attended[rows])

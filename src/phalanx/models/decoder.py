@@ -33,15 +33,24 @@ class DecoderLayer:
             yield from part.parts()
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: AttentionBatch, masks: Masks
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        masks: Masks,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output as this rank's part of what it adds, and what it is added to; the next norm does the sum.
 
-        So comes x, except to the first layer, which has no residual yet and takes it whole.
+        So comes x, except to the first layer, which has no residual yet and takes it whole. `rows` are those to go on
+        with behind the attention, all by default.
         """
         normed = _norm(self.attention_norm, x, residual, self.attention.takes_fp8)
         residual = x if residual is None else residual
-        attended = self.attention(normed, cos, sin, batch, masks)
+        attended = self.attention(normed, cos, sin, batch, masks, rows)
+        residual = residual if rows is None else residual[rows]
         return self.mlp(_norm(self.mlp_norm, attended, residual, self.mlp.takes_fp8)), residual
 
 
@@ -93,14 +102,18 @@ class Decoder:
         for layer in self.layers:
             layer.attention.allocate_cache(blocks + 1, block_size)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states before the last norm, one row a token."""
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+        """Hidden states before the last norm: of these rows, at least one of them, or of all.
+
+        No row looks at another one behind the last attention, so there the others are left out.
+        """
         masks = Masks(batch, self.block_size, self.place.dtype)
         cos, sin = self.rotary(positions)
         x, residual = self.embedding(tokens), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, cos, sin, batch, masks)
-        return x if residual is None else residual.add_(self.place.group.all_reduce(x))
+        x, residual = self.layers[-1](x, residual, cos, sin, batch, masks, rows)
+        return residual.add_(self.place.group.all_reduce(x))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""

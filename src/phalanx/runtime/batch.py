@@ -30,12 +30,12 @@ class Occupant:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A plan as tensors. `sampled` lists the rows of the hidden states that yield a token."""
+    """A plan as tensors. `wanted` lists the rows that yield a token, or, where none does, one that nobody will use."""
 
     tokens: Tensor
     positions: Tensor
     attention: AttentionBatch
-    sampled: Tensor
+    wanted: Tensor
 
 
 class Batch:
@@ -62,12 +62,13 @@ class Batch:
         """Take in what is new in the plan and lay its rows out as tensors."""
         self.update(plan)
         slots, starts, counts = (torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts))
-        first_row = counts.cumsum(0) - counts
+        end = counts.cumsum(0)
+        first_row = end - counts
         decodes = sum(count == 1 for count in plan.counts)
-        slot_of, positions, sampled, decode_slots, decode_starts = self.send(
+        slot_of, positions, wanted, decode_slots, decode_starts = self.send(
             slots.repeat_interleave(counts),
             torch.arange(plan.num_tokens) + (starts - first_row).repeat_interleave(counts),
-            (first_row + counts - 1)[torch.tensor(plan.samples)],
+            (end[torch.tensor(plan.samples)] if any(plan.samples) else end[:1]) - 1,
             slots[:decodes],
             starts[:decodes],
         )
@@ -79,7 +80,7 @@ class Batch:
             prefills=[] if on_gpu else self._prefill_rows(plan),
             tiles=self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None,
         )
-        return StepInputs(self.tokens[slot_of, positions], positions, attention, sampled)
+        return StepInputs(self.tokens[slot_of, positions], positions, attention, wanted)
 
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""

@@ -115,8 +115,8 @@ def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, dr
     """Scores and tokens of a plan laid out on the device; nothing here asks the host."""
     slots, positions, decode_slots, decode_positions, sampled, sampled_slots, tiles = inputs.split(size.parts)
     tokens, attention = batch.mixed_inputs(slots, positions, decode_slots, decode_positions, tiles.view(-1, 5))
-    hidden = model(tokens, positions, attention)
-    return score_and_keep(model, batch, hidden[sampled], sampled_slots, positions[sampled], drawn)
+    hidden = model(tokens, positions, attention, sampled)
+    return score_and_keep(model, batch, hidden, sampled_slots, positions[sampled], drawn)
 
 
 class PromptGraphs:

@@ -83,9 +83,9 @@ class TorchRunner:
     def _forward(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, list[SamplingRow]]:
         inputs = self.batch.prepare(plan)
         clock.mark()
-        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention)
+        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention, inputs.wanted)
         rows = self._sampling_rows(plan)
-        scores = self.model.scores(hidden[inputs.sampled]) if rows else None
+        scores = self.model.scores(hidden) if rows else None
         clock.mark()
         return self.sampler(scores, rows, self.batch) if scores is not None else None, rows
 
