@@ -233,6 +233,33 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
         assert [value for _, value in found.top] == best.values.tolist()
 
 
+def test_rows_with_wishes_leave_the_tokens_of_plain_rows_as_they_were_chosen() -> None:
+    """As a graph has chosen them; only the others are chosen anew, and only they have log-probabilities."""
+    logits = torch.stack([bell_logits(seed=seed) for seed in range(5)])
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {"temperature": 0},
+        {"logit_bias": {6: 100.0}},
+        {"logprobs": 1},
+    ]
+    seats = [a_row(seed=index, **wish) for index, wish in enumerate(wishes)]
+    batch, rows = seated(seats)
+    chosen = torch.tensor([20, 21, 22, 23, 19])
+    sampled = Sampler([EOS])(logits.clone(), rows, batch, chosen)
+    alone = [draw(row, seat) for row, seat in zip(logits, seats, strict=True)]
+    assert sampled.tokens.tolist() == [20, alone[1], 22, 6, alone[4]]
+    assert chosen.tolist() == [20, 21, 22, 23, 19]
+    pool = [int(batch.tokens[row.slot, row.position]) for row in rows]
+    assert [pool[index] for index in (1, 3, 4)] == [alone[1], 6, alone[4]]
+    _, read = sampled.read(rows)
+    expected = torch.log_softmax(logits, -1)
+    assert [None if found is None else found.sampled for found in read] == [
+        expected[index, alone[index]].item() if index in (1, 4) else None for index in range(5)
+    ]
+    assert [len(found.top) for found in read if found is not None] == [2, 1]
+
+
 COMPANY: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "hot": {"temperature": 5.0},

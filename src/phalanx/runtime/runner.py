@@ -95,10 +95,9 @@ class TorchRunner:
         self.batch.update(plan)
         rows = self._sampling_rows(plan)
         clock.mark()
-        plain = all(row.is_plain for row in rows)
-        scores, tokens = graphs.run(plan, drawn=plain and any(row.is_drawn for row in rows))
+        scores, tokens = graphs.run(plan, drawn=any(row.is_drawn and row.is_plain for row in rows))
         clock.mark()
-        return Sampled(tokens, None) if plain else self.sampler(scores, rows, self.batch), rows
+        return self.sampler(scores, rows, self.batch, tokens), rows
 
     def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
         rows, masks = [], dict(plan.masks)

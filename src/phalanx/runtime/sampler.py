@@ -45,7 +45,7 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens, and log-probabilities where they were asked for: (sampled, top values, top ids)."""
+    """Tokens, and log-probabilities if some were asked for: (sampled, top values, top ids) of the rows not plain."""
 
     tokens: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None
@@ -64,12 +64,13 @@ class Sampled:
     def read(self, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
         if self.logprobs is None:
             return self.tokens.tolist(), [None] * len(rows)
-        chosen, values, ids = (part.tolist() for part in self.logprobs)
+        of_special = zip(*(part.tolist() for part in self.logprobs), strict=True)
         read: list[TokenLogprobs | None] = []
-        for index, row in enumerate(rows):
+        for row in rows:
+            chosen, values, ids = (0.0, [], []) if row.is_plain else next(of_special)
             wanted = row.occupant.params.logprobs
-            top = list(zip(ids[index], values[index], strict=True))[:wanted]
-            read.append(None if wanted is None else TokenLogprobs(chosen[index], top))
+            top = list(zip(ids, values, strict=True))[:wanted]
+            read.append(None if wanted is None else TokenLogprobs(chosen, top))
         return self.tokens.tolist(), read
 
 
@@ -77,23 +78,30 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos = list(eos_token_ids)
 
-    def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Sampled:
+    def __call__(
+        self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch, plain_tokens: Tensor | None = None
+    ) -> Sampled:
         """One token a row, which also goes into the batch's pool. `scores` may be changed.
 
-        Log-probabilities are the model's own, before grammar, penalties, bias and temperature.
+        `plain_tokens` are those of the plain rows, where they have been chosen and put into the pool already.
         """
-        raw = None
-        if not all(row.is_plain for row in rows):
-            scores = scores.float()
-            if any(row.occupant.params.logprobs is not None for row in rows):
-                raw = torch.log_softmax(scores, -1)
-            self._adjust(scores, rows, batch)
-        slots, positions = batch.send(
-            torch.tensor([row.slot for row in rows]), torch.tensor([row.position for row in rows])
-        )
-        drawn = any(row.is_drawn for row in rows)
-        tokens = draw(scores, batch.sampling, slots, positions) if drawn else likeliest(scores)
-        batch.tokens[slots, positions] = tokens
+        special = [index for index, row in enumerate(rows) if not row.is_plain]
+        if len(special) == len(rows):
+            return self._sample_special(scores, rows, batch)
+        tokens = _choose(scores, rows, batch) if plain_tokens is None else plain_tokens
+        if not special:
+            return Sampled(tokens, None)
+        (where,) = batch.send(torch.tensor(special))
+        of_special = self._sample_special(scores[where], [rows[index] for index in special], batch)
+        return Sampled(tokens.index_copy(0, where, of_special.tokens), of_special.logprobs)
+
+    def _sample_special(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Sampled:
+        """Log-probabilities are the model's own, before grammar, penalties, bias and temperature."""
+        scores = scores.float()
+        reported = any(row.occupant.params.logprobs is not None for row in rows)
+        raw = torch.log_softmax(scores, -1) if reported else None
+        self._adjust(scores, rows, batch)
+        tokens = _choose(scores, rows, batch)
         return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
 
     def _adjust(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
@@ -124,6 +132,17 @@ class Sampler:
             return []
         ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
         return ends if row.allows_other_than(ends) else []
+
+
+def _choose(scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Tensor:
+    """Each row's token by the parameters of its slot, into the pool."""
+    slots, positions = batch.send(
+        torch.tensor([row.slot for row in rows]), torch.tensor([row.position for row in rows])
+    )
+    drawn = any(row.is_drawn for row in rows)
+    tokens = draw(scores, batch.sampling, slots, positions) if drawn else likeliest(scores)
+    batch.tokens[slots, positions] = tokens
+    return tokens
 
 
 def _keep_allowed(scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
