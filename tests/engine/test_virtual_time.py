@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from phalanx.engine import scheduler
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
@@ -127,6 +128,19 @@ def test_a_small_pool_costs_recomputation_and_time_but_no_token() -> None:
     assert small.answered == large.answered
     assert small.computed_tokens > large.computed_tokens
     assert small.makespan > large.makespan
+
+
+@pytest.mark.parametrize("num_blocks", [128, 256, 384])
+def test_blocks_kept_free_spare_preemptions_and_time(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 requests at once, and too few blocks for those that have slots: the last admitted would soon have to go."""
+    draw = random.Random(5)
+    arrivals = [Arrival(0.0, draw.randint(20, 100), draw.randint(50, 150)) for _ in range(300)]
+    kept = simulate(arrivals, num_blocks=num_blocks)
+    monkeypatch.setattr(scheduler, "KEPT_FREE", 0)
+    given_out = simulate(arrivals, num_blocks=num_blocks)
+    assert kept.answered == given_out.answered
+    assert kept.preemptions < 0.75 * given_out.preemptions
+    assert kept.makespan < given_out.makespan
 
 
 def test_time_scales_with_the_price() -> None:

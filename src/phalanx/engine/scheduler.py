@@ -12,6 +12,9 @@ from phalanx.engine.plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.engine.request import Phase, Request
 from phalanx.errors import ConfigError, RequestError
 
+KEPT_FREE = 0.02
+"""The share of all blocks that admissions leave to running requests to grow into."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -75,9 +78,10 @@ class Scheduler:
 
     Running requests go first, in order of arrival: one token for a decode, a chunk for a prompt not yet computed. Then
     waiting requests are admitted while slots, tokens and blocks last; an admitted request gets all blocks of its prompt
-    at once. When a running request needs a block and none is left, the youngest running request gives up its blocks and
-    its slot and waits to be computed again (preemption by recompute). A request under a grammar waits in the batch for
-    its last token to be read, while others run ahead.
+    at once, and leaves some to the running ones, or one of them would soon have to go again. When a running request
+    needs a block and none is left, the youngest running request gives up its blocks and its slot and waits to be
+    computed again (preemption by recompute). A request under a grammar waits in the batch for its last token to be
+    read, while others run ahead.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -200,7 +204,8 @@ class Scheduler:
             cached, parent = self.pool.cache.match(request.tokens[:-1], request.salt)
         fresh = self.pool.blocks_for(len(request.tokens)) - len(cached)
         revived = sum(self.pool.is_idle(block) for block in cached)
-        if fresh + revived > self.pool.available:
+        kept_free = int(KEPT_FREE * self.pool.num_blocks) if self.running else 0
+        if fresh + revived + kept_free > self.pool.available:
             return False
         self.pool.hold(cached)
         request.blocks = cached + self.pool.allocate(fresh)
