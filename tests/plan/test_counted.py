@@ -68,11 +68,19 @@ def test_arrivals_by_the_clock(
 
 
 @pytest.mark.parametrize("admission", ["mixed", "whole", "first"])
-def test_sequences_that_give_up_their_blocks(admission: Admission) -> None:
-    """A cache too short for what was admitted: the youngest are computed again."""
-    workload = Workload(40, 200, 12, spread=0.3, requests=60)
-    trace = check(workload, Rules(admission, 64, kv_reserve=0.0), 700)
+@pytest.mark.parametrize(("clients", "kv_tokens"), [(12, 700), (60, 4800)])
+def test_sequences_that_give_up_their_blocks(admission: Admission, clients: int, kv_tokens: int) -> None:
+    """A cache too short for what was admitted: the youngest are computed again. A large one keeps some blocks free."""
+    workload = Workload(40, 200, clients, spread=0.3, requests=5 * clients)
+    trace = check(workload, Rules(admission, 64, kv_reserve=0.0), kv_tokens)
     assert trace.preemptions > 10
+
+
+def test_a_cache_that_never_runs_out_admits_everyone_at_once() -> None:
+    """Whatever admissions leave free."""
+    workload = Workload(206, 1, 200, requests=200)
+    trace = check(workload, Rules("mixed", 50_000, max_sequences=200), None)
+    assert [step.prompts for step in trace.steps] == [1, 199]
 
 
 def test_shared_prefixes_and_steps_without_room_for_every_decode_are_left_to_the_scheduler() -> None:

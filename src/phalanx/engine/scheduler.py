@@ -204,7 +204,8 @@ class Scheduler:
             cached, parent = self.pool.cache.match(request.tokens[:-1], request.salt)
         fresh = self.pool.blocks_for(len(request.tokens)) - len(cached)
         revived = sum(self.pool.is_idle(block) for block in cached)
-        kept_free = int(KEPT_FREE * self.pool.num_blocks) if self.running else 0
+        others_run = self.pool.available < self.pool.num_blocks
+        kept_free = int(KEPT_FREE * self.pool.num_blocks) if others_run else 0
         if fresh + revived + kept_free > self.pool.available:
             return False
         self.pool.hold(cached)

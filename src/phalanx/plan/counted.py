@@ -13,6 +13,7 @@ from itertools import islice
 
 from phalanx.cost.rules import Rules
 from phalanx.cost.step import Step
+from phalanx.engine.scheduler import KEPT_FREE
 from phalanx.plan.scheduled import BLOCK_SIZE, MostSteps, Moves, Room
 from phalanx.spec.workload import Workload
 
@@ -142,7 +143,8 @@ class CountedBatch:
     def _admit(self, budget: int, most: int) -> None:
         for sequence in list(islice(self._waiting, most)):
             needed = _blocks(sequence.tokens)
-            if budget <= 0 or len(self._running) >= self._room.sequences or needed > self._free:
+            kept_free = int(KEPT_FREE * self._room.blocks) if self._running else 0
+            if budget <= 0 or len(self._running) >= self._room.sequences or needed + kept_free > self._free:
                 return
             self._waiting.popleft()
             self._running[sequence.index] = sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from phalanx.cost.rules import Rules
 from phalanx.cost.step import Step
@@ -12,7 +13,7 @@ from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.plan import StepPlan
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import Limits
+from phalanx.engine.scheduler import KEPT_FREE, Limits
 from phalanx.plan.policies import POLICIES
 from phalanx.spec.workload import Workload
 
@@ -38,7 +39,8 @@ class Room:
             held = workload.mean_input + rules.kv_reserve * workload.mean_output
             most = max(1, min(most, int(kv_tokens / held)))
         blocks = -(-longest // BLOCK_SIZE)
-        room = blocks * (most + 1) if kv_tokens is None else max(blocks, kv_tokens // BLOCK_SIZE)
+        enough = ceil(blocks * (most + 1) / (1 - KEPT_FREE))
+        room = enough if kv_tokens is None else max(blocks, kv_tokens // BLOCK_SIZE)
         return cls(most, max(rules.max_batched_tokens, 1), longest, room)
 
 
