@@ -47,6 +47,7 @@ def draw(page: Page) -> Draw:
 
     def drawn(text: str) -> str:
         page.keyboard.press("Alt+n")
+        expect(page.locator(".md")).to_have_count(0)
         page.get_by_label("Message", exact=True).fill(text)
         page.get_by_label("Message", exact=True).press("Enter")
         expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
