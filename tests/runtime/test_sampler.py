@@ -260,6 +260,12 @@ def test_rows_with_wishes_leave_the_tokens_of_plain_rows_as_they_were_chosen() -
     assert [len(found.top) for found in read if found is not None] == [2, 1]
 
 
+def test_a_graph_whose_rows_yield_no_token_leaves_nothing_to_sample() -> None:
+    batch, _ = seated([a_row()])
+    sampled = Sampler([EOS])(torch.zeros(0, VOCAB), [], batch, torch.zeros(0, dtype=torch.int64))
+    assert sampled.read([]) == ([], [])
+
+
 COMPANY: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "hot": {"temperature": 5.0},

@@ -86,7 +86,7 @@ class Sampler:
         `plain_tokens` are those of the plain rows, where they have been chosen and put into the pool already.
         """
         special = [index for index, row in enumerate(rows) if not row.is_plain]
-        if len(special) == len(rows):
+        if special and len(special) == len(rows):
             return self._sample_special(scores, rows, batch)
         tokens = _choose(scores, rows, batch) if plain_tokens is None else plain_tokens
         if not special:
