@@ -110,7 +110,7 @@ def test_the_kernels_draw_what_the_definition_draws(
     scores[3, 5] = float("nan")
     table, positions = table_of([kind._replace(seed=index - 5) for index, kind in enumerate(kinds)]), rows * 1000
     save_file({"scores": scores, "table": table, "positions": positions}, tmp_path / "case")
-    command = [sys.executable, "-m", "tests.kernels.interpreted", str(tmp_path), str(room)]
+    command = [sys.executable, "-m", "tests.kernels.interpreted_draw", str(tmp_path), str(room)]
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
     found, sound = load_file(tmp_path / "found"), scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     assert found["drawn"].tolist() == draw(sound, table, rows, positions).tolist()

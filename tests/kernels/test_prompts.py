@@ -57,8 +57,8 @@ def test_attention_over_tiles_is_that_over_whole_prompts(window: int | None) -> 
     torch.testing.assert_close(paged_attention(qkv, heads, cache, cut, masks, window, 0.25), wanted)
 
 
-def test_the_kernels_attend_and_sort_as_defined() -> None:
+def test_the_kernels_attend_as_defined() -> None:
     """In Triton's interpreter; on a GPU `test_gpu.py` says more."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_prompts"]
+    command = [sys.executable, "-m", "tests.kernels.interpreted_attention"]
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])

@@ -67,7 +67,10 @@ class Sampled:
         of_special = zip(*(part.tolist() for part in self.logprobs), strict=True)
         read: list[TokenLogprobs | None] = []
         for row in rows:
-            chosen, values, ids = (0.0, [], []) if row.is_plain else next(of_special)
+            if row.is_plain:
+                read.append(None)
+                continue
+            chosen, values, ids = next(of_special)
             wanted = row.occupant.params.logprobs
             top = list(zip(ids, values, strict=True))[:wanted]
             read.append(None if wanted is None else TokenLogprobs(chosen, top))

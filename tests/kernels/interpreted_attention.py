@@ -1,13 +1,12 @@
-"""Attention of prompts and the sorting of experts by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
+"""Attention of prompts by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
 import torch
-from triton import language
 from triton.language.extra import cuda
 
 from phalanx.kernels.attention import PrefillTiles, prefill_attention_torch, tile_prompt
-from phalanx.kernels.gpu import attention, moe
+from phalanx.kernels.gpu import attention
 
 PAGE = 8
 
@@ -32,28 +31,13 @@ def check_prompts(heads: int, kv_heads: int, head_dim: int, window: int | None, 
     torch.testing.assert_close(found, wanted)
 
 
-def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
-    """Every pair lies once in a tile of its expert, whichever way is taken."""
-    chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
-    order, owner = moe.sort_by_expert(chosen, experts, tile)
-    rows = order.view(-1, tile)
-    pairs = [(pair, expert) for row, expert in zip(rows.tolist(), owner.tolist(), strict=True) for pair in row]
-    assert sorted((pair, expert) for pair, expert in pairs if pair < chosen.numel()) == list(
-        enumerate(chosen.flatten().tolist())
-    )
-
-
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     torch.manual_seed(0)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])
         check_prompts(3, 3, 24, window, [(37, 20), (0, 129)])
-    for few in (moe.FEW_PAIRS, 0):
-        moe.FEW_PAIRS = few
-        check_sort(33, 4, 60, 16)
-        check_sort(70, 2, 5, 16)
 
 
 if __name__ == "__main__":
