@@ -132,6 +132,53 @@ def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     close(product(x), F.linear(x.double(), product.weight.double(), product.bias.double()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [2, 8, 9, 33, 64, 65])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4096, 4096), (1, 8), (200, 40000), (1030, 96), (7, 5001), (9000, 1000)]
+)
+def test_products_of_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """Split over the inputs or not, tiles cut short on every side, and inputs that no bulk copy takes."""
+    product = Gemm(randn(outputs, inputs, dtype=dtype), randn(outputs, dtype=dtype))
+    x = randn(rows, inputs, dtype=dtype)
+    assert product.bias is not None
+    wanted = F.linear(x.double(), product.weight.double(), product.bias.double())
+    for _ in range(3):
+        close(product(x), wanted, 1e-2)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [4, 32, 60])
+def test_products_wait_for_what_the_kernel_ahead_writes(rows: int, fp8: bool) -> None:
+    """Norms and products in a graph, each launched before the one ahead has ended: the same as one after the other."""
+    sizes = [(2560, 2048), (2048, 2560), (14336, 2048), (2048, 14336)] * 4
+    norms = [torch.ones(inputs, dtype=torch.bfloat16, device="cuda") for _, inputs in sizes]
+    products: list[Gemm | Fp8Gemm] = [
+        Fp8Gemm(fp8_weight([outputs], inputs), None, torch.bfloat16)
+        if fp8
+        else Gemm(randn(outputs, inputs, dtype=torch.bfloat16))
+        for outputs, inputs in sizes
+    ]
+    start = randn(rows, 2048, dtype=torch.bfloat16)
+
+    def run(wait: bool) -> Tensor:
+        x = start
+        for norm, product in zip(norms, products, strict=True):
+            x = product(add_rms_norm(x, None, norm, 1e-5))
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = run(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(wait=False)
+    for _ in range(5):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("rows", [64, 96, 128])
 def test_decode_attention_of_many_sequences(rows: int) -> None:
     """As many programs as fill the GPU, so that a sequence is split into few stretches or none."""
@@ -203,7 +250,8 @@ def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 50, 64, 100, 130, 600])
 @pytest.mark.parametrize(
-    ("parts", "inputs"), [([512, 128, 128], 4096), ([600, 600], 200), ([57 * 128], 1024), ([3], 5), ([2048], 768)]
+    ("parts", "inputs"),
+    [([512, 128, 128], 4096), ([600, 600], 200), ([57 * 128], 1024), ([3], 5), ([2048], 768), ([320], 33008)],
 )
 def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
     """Whole tiles, tiles cut short where projections are stacked, and shares of 57 tiles."""

@@ -16,9 +16,9 @@ SKINNY = range(2, 17)
 class Gemm:
     """y = x @ weight.T + bias.
 
-    On a GPU a single row has a kernel of its own. On a CPU one row is the library's, which reads the plain weight at
-    memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read it, which
-    then need not be rearranged at every call.
+    On a GPU one row and a few have kernels of their own. On a CPU one row is the library's, which reads the plain
+    weight at memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read
+    it, which then need not be rearranged at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -35,18 +35,14 @@ class Gemm:
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
         if x.is_cuda and self.weight.numel():
-            return _on_gpu(x, self.weight, self.bias)
+            from phalanx.kernels import gpu
+
+            return gpu.product(x, self.weight, self.bias)
         if x.shape[0] in SKINNY and cpu.runs(x):
             return skinny_gemm(x, self.weight, self.bias)
         if self._packed is None or x.shape[0] == 1:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-
-
-def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from phalanx.kernels import gpu
-
-    return gpu.matrix_vector(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
 
 
 class Fp8Gemm:

@@ -5,7 +5,7 @@ come as soon as it starts itself, and waits for the one ahead before it touches 
 """
 
 from phalanx.kernels.gpu.attention import decode_attention, prefill_attention
-from phalanx.kernels.gpu.gemm import fp8_product, matrix_vector
+from phalanx.kernels.gpu.gemm import fp8_product, product
 from phalanx.kernels.gpu.moe import fused_experts, route
 from phalanx.kernels.gpu.rows import add_rms_norm, quantise, rotate_and_store, silu_and_mul
 from phalanx.kernels.gpu.sampling import draw, likeliest
@@ -17,8 +17,8 @@ __all__ = [
     "fp8_product",
     "fused_experts",
     "likeliest",
-    "matrix_vector",
     "prefill_attention",
+    "product",
     "quantise",
     "rotate_and_store",
     "route",

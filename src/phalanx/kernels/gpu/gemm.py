@@ -1,4 +1,4 @@
-"""Products with a weight: of one row, where reading the weight is the work, and in FP8."""
+"""Products with a weight: of one row or a few, where reading the weight is the work, and in FP8."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
 COUNTERS = 4096
+
+KNOWN_GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Gluon, an experiment of Triton's, changes from version to version: those that `stream` is written for."""
+
+HAS_GLUON = triton.__version__.startswith(KNOWN_GLUON)
+if HAS_GLUON:
+    from phalanx.kernels.gpu.stream import can_stream, stream_product
 
 
 class Tile(NamedTuple):
@@ -94,6 +101,15 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=True
     )
     return out
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, by whatever reads the weight fastest for so many rows."""
+    if x.shape[0] == 1:
+        return matrix_vector(x, weight, bias)
+    if HAS_GLUON and can_stream(x, weight):
+        return stream_product(x, weight, bias, x.dtype, counters(x.device))
+    return F.linear(x, weight, bias)
 
 
 @triton.jit
@@ -186,8 +202,10 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
 
 
 def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Few rows by the kernel above, which streams the weight; many by the library, where whole tiles let it."""
+    """Few rows by a kernel that streams the weight, many by the library where whole tiles let it, others by tiles."""
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
+    if HAS_GLUON and can_stream(x.values, weight.values, weight.row_block):
+        return stream_product(x, weight, bias, dtype, counters(x.values.device))
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
     many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
     if many and in_tiles and bias is None and dtype == torch.bfloat16:

@@ -1,0 +1,42 @@
+"""Builds the kernel for few rows for Hopper, which needs no GPU. Run by `test_stream.py` in a process of its own."""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from phalanx.kernels.gpu.gemm import HAS_GLUON
+from phalanx.kernels.gpu.stream import BF16_STAGES, FP8_STAGES, MOST_ROWS, MOST_STEPS, OUTPUTS, stream
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+
+
+def shared_memory(rows: int, splits: int, groups: int) -> int:
+    """The bytes that a program takes."""
+    kind, bits = ("fp8e4nv", 8) if groups else ("bf16", 16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    types = dict.fromkeys(("weight_scales", "x_scales", "partial"), "*fp32") | {"bias": "*bf16", "out": "*bf16"}
+    types |= {"counter": "*i32"} | dict.fromkeys(("rows", "outputs", "inputs"), "i32")
+    for name, height in (("weights", OUTPUTS), ("xs", rows)):
+        types[name] = f"tensordesc<{kind}[{height}, 128],{layout!r}>"
+    fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "SPLITS": splits}
+    fixed["STAGES"] = FP8_STAGES if groups else BF16_STAGES
+    names = stream.arg_names
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    source = GluonASTSource(stream, signature, {(names.index(name),): value for name, value in fixed.items()})
+    kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    return int(kernel.metadata.shared)
+
+
+def main() -> None:
+    assert HAS_GLUON
+    for groups in (0, MOST_STEPS):
+        for rows, splits in ((8, 1), (MOST_ROWS, 3)):
+            assert shared_memory(rows, splits, groups) <= SHARED_MEMORY
+
+
+if __name__ == "__main__":
+    main()
