@@ -2,6 +2,8 @@
 
 With `--checkpoints FOLDER`, a model that has a checkpoint there, in a folder of its name, is loaded from it.
 
+A model of experts is timed a second time with one prompt for all requests, which then choose the same few experts.
+
 Cases are BATCHxINPUTxOUTPUT; `256xmix` is 256 requests of 100 to 1024 tokens in and out. Everything is greedy and runs
 to its length. TPOT is the time of a run less that of the same run with one output token, over the other tokens; the
 better of two runs counts. Beside every speed stand the bytes or FLOPs a second it means, and their share of what the
@@ -78,18 +80,26 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
         tflop_s=ceilings.flops_per_s / 1e12,
     )
     work = Work(spec, dtype.itemsize, devices=1, fp8=True)
-    for case in cases:
-        tell(**(run_mix(engine) if case == MIX else run_case(engine, case, work, ceilings)))
+    for one_prompt in (False, True) if spec.moe is not None else (False,):
+        for case in cases:
+            tell(**(run_mix(engine, one_prompt) if case == MIX else run_case(engine, case, work, ceilings, one_prompt)))
     engine.close()
 
 
-def run_case(engine: Any, name: str, work: Any, ceilings: Any) -> dict[str, object]:
+def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool) -> dict[str, object]:
     from phalanx.bench.offline import Case, time_case
 
     case = Case.parse(name)
-    timing = time_case(engine, case, repeats=2)
+    timing = time_case(engine, case, repeats=2, one_prompt=one_prompt)
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     (moved, flops), (_, prefill_flops) = work.of_decode_step(case), work.of_prefill(case)
+    if one_prompt:  # how many experts that takes is not counted
+        return {
+            "case": name,
+            "prompts": "one",
+            "tpot_ms": round(tpot * 1e3, 3),
+            "decode_tok_s": round(case.batch / tpot, 1),
+        }
     return {
         "case": name,
         "prefill_s": round(timing.first, 4),
@@ -104,14 +114,15 @@ def run_case(engine: Any, name: str, work: Any, ceilings: Any) -> dict[str, obje
     }
 
 
-def run_mix(engine: Any) -> dict[str, object]:
+def run_mix(engine: Any, one_prompt: bool) -> dict[str, object]:
     from phalanx.bench.offline import time_requests
 
     lengths = mixed_lengths()
-    seconds = min(time_requests(engine, lengths, seed) for seed in range(2))
+    seconds = min(time_requests(engine, lengths, seed, one_prompt) for seed in range(2))
     outputs = sum(output for _, output in lengths)
     return {
         "case": MIX,
+        **({"prompts": "one"} if one_prompt else {}),
         "seconds": round(seconds, 3),
         "out_tok_s": round(outputs / seconds, 1),
         "total_tok_s": round(sum(map(sum, lengths)) / seconds, 1),
@@ -177,7 +188,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         goal = GOALS.get((line["model"], line["case"]), "")
         unit = "tok/s" if key == "out_tok_s" else "ms"
         share = f"{line['decode_share']:.0%}" if "decode_share" in line else ""
-        rows.append(f"| {line['model']}, {line['case']} | {line[key]:,} {unit} | {share} | {peer.get(key)} | {goal} |")
+        name = f"{line['model']}, {line['case']}" + (", one prompt" if "prompts" in line else "")
+        rows.append(f"| {name} | {line[key]:,} {unit} | {share} | {peer.get(key)} | {goal} |")
         if "prefill_tok_s" in line:
             of_limit = f"{line['prefill_share']:.0%}"
             rows.append(
@@ -196,7 +208,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     names = ALL[:3]
     figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.4), constrained_layout=True)
     for axis, name in zip(axes, names, strict=True):
-        rows = [line for line in lines if line.get("case") == name]
+        rows = [line for line in lines if line.get("case") == name and "prompts" not in line]
         bars = {
             "Phalanx": [line["tpot_ms"] for line in rows],
             "vLLM 0.24": [VLLM[line["model"], name]["tpot_ms"] for line in rows],

@@ -135,7 +135,7 @@ def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [2, 8, 9, 33, 64, 65])
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(4096, 4096), (1, 8), (200, 40000), (1030, 96), (7, 5001), (9000, 1000)]
+    ("outputs", "inputs"), [(4096, 4096), (1, 8), (200, 40000), (1030, 96), (7, 1001), (9000, 1000)]
 )
 def test_products_of_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """Split over the inputs or not, tiles cut short on every side, and inputs that no bulk copy takes."""

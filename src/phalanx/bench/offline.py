@@ -155,21 +155,28 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
     return results
 
 
-def time_case(engine: Engine, case: Case, repeats: int) -> Timing:
+def time_case(engine: Engine, case: Case, repeats: int, one_prompt: bool = False) -> Timing:
     """Fresh random prompts for every run, the same in each of the two lengths; the best run counts."""
     requests = [(case.inputs, case.outputs)] * case.batch
     first = [(case.inputs, 1)] * case.batch
     time_requests(engine, [(case.inputs, 2)] * case.batch, seed=0)
     return Timing(
-        first=min(time_requests(engine, first, seed=run) for run in range(repeats)),
-        whole=min(time_requests(engine, requests, seed=run) for run in range(repeats)),
+        first=min(time_requests(engine, first, run, one_prompt) for run in range(repeats)),
+        whole=min(time_requests(engine, requests, run, one_prompt) for run in range(repeats)),
     )
 
 
-def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int) -> float:
-    """Seconds for greedy requests of these (input, output) lengths, all there from the start."""
+def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int, one_prompt: bool = False) -> float:
+    """Seconds for greedy requests of these (input, output) lengths, all there from the start.
+
+    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step.
+    """
     rng = random.Random(seed)
-    prompts = [[rng.randrange(engine.vocab) for _ in range(inputs)] for inputs, _ in lengths]
+    longest = max(inputs for inputs, _ in lengths)
+    shared = [rng.randrange(engine.vocab) for _ in range(longest)] if one_prompt else None
+    prompts = [
+        shared[:inputs] if shared else [rng.randrange(engine.vocab) for _ in range(inputs)] for inputs, _ in lengths
+    ]
     start = time.perf_counter()
     for prompt, (_, outputs) in zip(prompts, lengths, strict=True):
         engine.add(prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs))
