@@ -8,8 +8,10 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import FabricError, GlooGroup
+from phalanx.fabric.host import HostGroup
 from phalanx.fabric.nccl import NcclGroup, interface_of
 from phalanx.fabric.peer import TWO_SHOT_BYTES, PeerGroup, one_shot_bytes
+from phalanx.kernels import cpu
 from phalanx.runtime import rank as rank_module
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Spot, local_spots, pick_device
@@ -24,8 +26,13 @@ def choose(gpus: list[int] | None, size: int = 4, links: set[tuple[int, int]] = 
     return choose_group(1, size, GPU, gpus, linked=lambda first, second: (first, second) in links)
 
 
-def test_cpu_ranks_talk_through_gloo() -> None:
-    assert isinstance(choose_group(0, 2, torch.device("cpu"), [0, 1]), GlooGroup)
+def test_cpu_ranks_talk_through_memory_on_one_machine_and_else_through_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    assert isinstance(choose_group(0, 2, here, None), GlooGroup)
+    monkeypatch.setattr(cpu, "library", lambda: "compiled")
+    assert isinstance(choose_group(0, 2, here, [0, 1]), HostGroup)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    assert isinstance(choose_group(0, 2, here, [0, 1]), GlooGroup)
 
 
 def test_gpus_that_reach_each_other_use_peer_memory_and_nccl_for_what_is_large() -> None:

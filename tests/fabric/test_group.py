@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from phalanx.fabric.group import FabricError, GlooGroup, open_store, poll, serve_store
+from phalanx.fabric.host import HostGroup
+from phalanx.kernels import cpu
 
 HOST = "127.0.0.1"
+WAYS = [
+    GlooGroup,
+    pytest.param(HostGroup, marks=pytest.mark.skipif(cpu.library() is None, reason="no C compiler")),
+]
+Pair = tuple[GlooGroup | HostGroup, GlooGroup | HostGroup, "Checked"]
 
 
 class Checked:
@@ -25,10 +32,10 @@ class Checked:
             raise FabricError("a rank is gone")
 
 
-@pytest.fixture
-def pair() -> tuple[GlooGroup, GlooGroup, Checked]:
+@pytest.fixture(params=WAYS)
+def pair(request: pytest.FixtureRequest) -> Pair:
     """Two ranks that met through a store on a port; the first is told when waiting is in vain."""
-    first, second, check = GlooGroup(0, 2), GlooGroup(1, 2), Checked()
+    first, second, check = request.param(0, 2), request.param(1, 2), Checked()
     store, address = serve_store(HOST)
     with ThreadPoolExecutor(2) as pool:
         meeting = [
@@ -40,7 +47,7 @@ def pair() -> tuple[GlooGroup, GlooGroup, Checked]:
     return first, second, check
 
 
-def test_ranks_that_met_over_the_network_add_up(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+def test_ranks_that_met_add_up(pair: Pair) -> None:
     first, second, _ = pair
     with ThreadPoolExecutor(2) as pool:
         sums = [pool.submit(group.all_reduce, torch.ones(3) * (group.rank + 1)) for group in (first, second)]
@@ -49,7 +56,7 @@ def test_ranks_that_met_over_the_network_add_up(pair: tuple[GlooGroup, GlooGroup
     second.close()
 
 
-def test_a_slow_peer_is_waited_for(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+def test_a_slow_peer_is_waited_for(pair: Pair) -> None:
     first, second, _ = pair
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.all_reduce, torch.ones(1))
@@ -60,7 +67,7 @@ def test_a_slow_peer_is_waited_for(pair: tuple[GlooGroup, GlooGroup, Checked]) -
     second.close()
 
 
-def test_a_collective_ends_once_its_peer_is_known_to_be_gone(pair: tuple[GlooGroup, GlooGroup, Checked]) -> None:
+def test_a_collective_ends_once_its_peer_is_known_to_be_gone(pair: Pair) -> None:
     """The peer says nothing for ever, as one behind a cut link does; closing does not wait for it either."""
     first, _, check = pair
     check.gone = True

@@ -10,10 +10,12 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.fabric import shared_memory
 from phalanx.fabric.group import GlooGroup
+from phalanx.fabric.host import HostGroup
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.fabric.peer import PeerGroup
+from phalanx.kernels import cpu
 
-ProcessGroup = GlooGroup | NcclGroup | PeerGroup
+ProcessGroup = GlooGroup | HostGroup | NcclGroup | PeerGroup
 
 
 def choose_group(
@@ -23,13 +25,13 @@ def choose_group(
     gpus: Sequence[int] | None,
     linked: Callable[[int, int], bool] = shared_memory.linked,
 ) -> ProcessGroup:
-    """Gloo on CPUs; on GPUs peer memory where all ranks reach it, NCCL for what is large or far away.
+    """On CPUs memory of one machine, else gloo; on GPUs peer memory where all ranks reach it, NCCL for the rest.
 
     `gpus` is the GPU of every rank if all are on this machine and seen by this process, else None. Every rank comes to
     the same answer.
     """
     if device.type == "cpu":
-        return GlooGroup(rank, size)
+        return GlooGroup(rank, size) if gpus is None or cpu.library() is None else HostGroup(rank, size)
     if gpus is None:
         return NcclGroup(rank, size, device)
     from phalanx.kernels.gpu.all_reduce import MOST_RANKS

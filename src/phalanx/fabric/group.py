@@ -138,8 +138,20 @@ def with_patience(work: Callable[[], None]) -> None:
     thread.join(_CLOSE_WAIT_S)
 
 
+@contextmanager
+def in_time(group: Group) -> Iterator[None]:
+    """A collective: what it takes is added to the group's seconds, and if it fails, a peer is gone."""
+    began = time.perf_counter()
+    try:
+        yield
+    except RuntimeError as error:
+        raise FabricError(str(error)) from error
+    finally:
+        group.seconds += time.perf_counter() - began
+
+
 class GlooGroup(Group):
-    """Ranks as processes on CPUs. Not torch's default group, so several engines can live in one process."""
+    """Ranks on CPUs, over the network. Not torch's default group, so several engines can live in one process."""
 
     in_graphs = False
 
@@ -164,7 +176,7 @@ class GlooGroup(Group):
             raise FabricError(str(error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with self._collective():
+        with in_time(self):
             self._finish(self._group.allreduce([tensor]))
         return tensor
 
@@ -173,7 +185,7 @@ class GlooGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        with self._collective():
+        with in_time(self):
             self._finish(self._group.allgather([gathered], [padded]))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 
@@ -188,16 +200,6 @@ class GlooGroup(Group):
                     work.wait()
                     return
             self._check()
-
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        except RuntimeError as error:
-            raise FabricError(str(error)) from error
-        finally:
-            self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Destroying a group waits for its collectives, and one that lost its peer takes until its time-out."""

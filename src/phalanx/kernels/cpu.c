@@ -2,8 +2,10 @@
  * Compiled on first use by the machine's own C compiler (see cpu.py), so that it fits the machine's vector width.
  * Work is shared among OpenMP threads only where a thread's share outweighs waking it. */
 #include <math.h>
+#include <sched.h>
 #include <stddef.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -237,4 +239,20 @@ void skinny_gemm(const float *x, const float *w, const float *bias, float *y, in
     for (index_t column = 0; column < n / 4; column++)
         columns_of(x, w + column * 4 * k, bias ? bias + column * 4 : 0, y + column * 4, m, k, n, 4);
     for (index_t c = n / 4 * 4; c < n; c++) columns_of(x, w + c * k, bias ? bias + c : 0, y + c, m, k, n, 1);
+}
+
+#define FLAGS_APART 8 /* each rank's flag on a cache line of its own */
+
+/* Ranks that share memory: says that this one has come to `round` and looks whether all have, `looks` times at most.
+ * A rank that is late may wait for this very core, so it is given away soon, and later left alone for a while. */
+int meet(long long *flags, index_t rank, index_t ranks, index_t round, index_t looks) {
+    __atomic_store_n(&flags[rank * FLAGS_APART], round, __ATOMIC_RELEASE);
+    index_t looked = 0;
+    for (index_t other = 0; other < ranks; other++)
+        while (__atomic_load_n(&flags[other * FLAGS_APART], __ATOMIC_ACQUIRE) < round) {
+            if (++looked == looks) return 0;
+            if (looked > 4000) usleep(50);
+            else if (looked > 500) sched_yield();
+        }
+    return 1;
 }

@@ -24,6 +24,7 @@ _SIGNATURES = {
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
     "decode_attention": [_POINTER] * 5 + [_INDEX] * 8 + [_FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 3,
+    "meet": [_POINTER] + [_INDEX] * 4,
 }
 
 
@@ -39,7 +40,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, ctypes.c_int if name == "meet" else None
     return loaded
 
 
@@ -69,6 +70,13 @@ def _cpu_model() -> str:
 def runs(tensor: Tensor) -> bool:
     """Whether the C kernels take tensors like this one."""
     return tensor.is_cpu and tensor.dtype is torch.float32 and library() is not None
+
+
+def meet(flags: Tensor, rank: int, ranks: int, round: int, looks: int) -> bool:
+    """Tell the other ranks, by memory they share, that this one has come to a round. Whether all have by then."""
+    kernels = library()
+    assert kernels is not None
+    return bool(kernels.meet(flags.data_ptr(), rank, ranks, round, looks))
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:

@@ -1,0 +1,108 @@
+"""HostGroup: ranks on the CPUs of one machine, over memory that they share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.fabric.group import Check, FabricError, Group, in_time, nothing_to_say
+from phalanx.kernels import cpu
+
+_MEMORY_FOLDER = Path("/dev/shm")
+_LINE_BYTES = 64
+_SLOT_BYTES = 4 * 2**20
+_LOOKS = 20_000
+"""How often a rank looks for the others before it asks whether they are alive: about a second, most of it asleep."""
+
+
+class HostGroup(Group):
+    """A rank puts its part into a slot of its own, meets the others, and reads all slots.
+
+    There are two slots for each rank, used in turn: one meeting a round is enough. Who writes a slot again has met the
+    others in the round between, and they came there only after they had read it.
+    """
+
+    in_graphs = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.seconds = 0.0
+        self._round = 0
+        self._check: Check = nothing_to_say
+        self._flags = self._slots = torch.empty(0)
+
+    def connect(self, store: Store, host: str, check: Check = nothing_to_say) -> None:
+        """Map one file into every rank. It has no name any more once all have come, and goes with the last of them."""
+        self._check = check
+        length = self.size * (_LINE_BYTES + 2 * _SLOT_BYTES)
+        try:
+            area = torch.frombuffer(
+                _map_file(PrefixStore("host", store), self.rank, self.size, length), dtype=torch.uint8
+            )
+        except (OSError, RuntimeError) as error:
+            raise FabricError(f"ranks cannot share memory: {error}") from error
+        self._flags = area[: self.size * _LINE_BYTES]
+        self._slots = area[self.size * _LINE_BYTES :].view(2, self.size, _SLOT_BYTES)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        with in_time(self):
+            for piece in tensor.view(-1).split(_SLOT_BYTES // tensor.itemsize):
+                first, *others = self._exchange(piece)
+                piece.copy_(first)
+                for other in others:
+                    piece += other
+        return tensor
+
+    def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
+        rows, at_once = tensor.shape[0], _SLOT_BYTES // (max(widths) * tensor.itemsize)
+        gathered = tensor.new_empty(rows, sum(widths))
+        with in_time(self):
+            for first in range(0, rows, at_once):
+                piece = tensor[first : first + at_once].contiguous()
+                height = piece.shape[0]
+                parts = self._exchange(piece.view(-1), [height * width for width in widths])
+                torch.cat([part.view(height, -1) for part in parts], 1, out=gathered[first : first + height])
+        return gathered
+
+    def _exchange(self, piece: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Every rank's piece, which lasts for this round and the next."""
+        self._round += 1
+        slots = self._slots[self._round % 2].view(piece.dtype)
+        slots[self.rank, : len(piece)] = piece
+        while not cpu.meet(self._flags, self.rank, self.size, self._round, _LOOKS):
+            self._check()
+        return [slot[:size] for slot, size in zip(slots, sizes or [len(piece)] * self.size, strict=True)]
+
+    def close(self) -> None:
+        self._flags = self._slots = torch.empty(0)
+
+
+def _map_file(shelf: Store, rank: int, size: int, length: int) -> mmap.mmap:
+    """Rank 0 makes the file and takes its name away when all have opened it."""
+    if rank > 0:
+        descriptor = os.open(shelf.get("file").decode(), os.O_RDWR)
+        shelf.set(f"opened {rank}", "")
+        return _mapped(descriptor, length)
+    folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+    descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+    try:
+        os.ftruncate(descriptor, length)
+        shelf.set("file", path)
+        shelf.wait([f"opened {other}" for other in range(1, size)])
+    finally:
+        os.unlink(path)
+    return _mapped(descriptor, length)
+
+
+def _mapped(descriptor: int, length: int) -> mmap.mmap:
+    area = mmap.mmap(descriptor, length)
+    os.close(descriptor)
+    return area

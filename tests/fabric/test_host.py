@@ -1,0 +1,93 @@
+"""Ranks that share memory: sums and gathers of every size, from ranks that are sometimes early and sometimes late."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.fabric import host
+from phalanx.fabric.group import open_store
+from phalanx.fabric.host import HostGroup
+from phalanx.kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+
+RANKS = 3
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostGroup]]:
+    """With slots of 4 KiB, so that little is much."""
+    monkeypatch.setattr(host, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(host, "_MEMORY_FOLDER", tmp_path)
+    members = [HostGroup(rank, RANKS) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        store = str(tmp_path / "rendezvous")
+        list(pool.map(lambda group: group.connect(open_store(store, RANKS), "127.0.0.1"), members))
+    yield members
+    for group in members:
+        group.close()
+
+
+def parts_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    random_numbers = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random_numbers).to(dtype) for _ in range(RANKS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_all_sizes_are_the_same_bits_on_every_rank(groups: list[HostGroup], dtype: torch.dtype) -> None:
+    shapes = [(1,), (7, 144), (1024,), (1025,), (5000,), (3, 4096), (0,)]
+
+    def sums(group: HostGroup) -> list[Tensor]:
+        return [group.all_reduce(parts_of(shape, seed, dtype)[group.rank]) for seed, shape in enumerate(shapes)]
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(sums, groups))
+    for seed, shape in enumerate(shapes):
+        first, *others = parts_of(shape, seed, dtype)
+        for other in others:
+            first += other
+        assert all(torch.equal(of_rank[seed], first) for of_rank in found)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_columns_of_uneven_widths_come_side_by_side(groups: list[HostGroup], rows: int) -> None:
+    widths = [100, 99, 57]
+    columns = [torch.randn(rows, width) for width in widths]
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(lambda group: group.all_gather_columns(columns[group.rank], widths), groups))
+    assert all(torch.equal(gathered, torch.cat(columns, 1)) for gathered in found)
+
+
+def test_nobody_overwrites_what_another_still_reads(groups: list[HostGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks dawdle between meeting and reading, and before they write."""
+    exchange = HostGroup._exchange
+
+    def slowly(group: HostGroup, *arguments: object) -> list[Tensor]:
+        wait = random.Random(group._round * RANKS + group.rank).choice([0, 0, 0.002, 0.004])
+        parts = exchange(group, *arguments)  # type: ignore[arg-type]
+        time.sleep(wait)
+        return parts
+
+    monkeypatch.setattr(HostGroup, "_exchange", slowly)
+    rounds = 150
+
+    def sums(group: HostGroup) -> list[float]:
+        return [
+            group.all_reduce(torch.full((16,), float(step * (group.rank + 1)))).sum().item() for step in range(rounds)
+        ]
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        for found in pool.map(sums, groups):
+            assert found == [16.0 * step * (1 + 2 + 3) for step in range(rounds)]
+
+
+def test_the_file_has_no_name_once_all_have_come(groups: list[HostGroup], tmp_path: Path) -> None:
+    assert {path.name for path in tmp_path.iterdir()} <= {"rendezvous"}
