@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +90,25 @@ def test_nobody_overwrites_what_another_still_reads(groups: list[HostGroup], mon
     with ThreadPoolExecutor(RANKS) as pool:
         for found in pool.map(sums, groups):
             assert found == [16.0 * step * (1 + 2 + 3) for step in range(rounds)]
+
+
+def test_too_little_memory_for_files_means_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, where writing beyond what there is would end the process."""
+    memory, temporary = tmp_path / "memory", tmp_path / "temporary"
+    memory.mkdir()
+    temporary.mkdir()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host, "_MEMORY_FOLDER", memory)
+    monkeypatch.setattr(host.os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    descriptor, path = host._new_file(10_000)
+    os.close(descriptor)
+    assert Path(path).parent == temporary
+    assert Path(path).stat().st_size == 10_000
+    assert not list(memory.iterdir())
 
 
 def test_the_file_has_no_name_once_all_have_come(groups: list[HostGroup], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from phalanx.kernels import cpu
 
 _MEMORY_FOLDER = Path("/dev/shm")
 _LINE_BYTES = 64
-_SLOT_BYTES = 4 * 2**20
+_SLOT_BYTES = 2**20
 _LOOKS = 20_000
 """How often a rank looks for the others before it asks whether they are alive: about a second, most of it asleep."""
 
@@ -91,15 +91,28 @@ def _map_file(shelf: Store, rank: int, size: int, length: int) -> mmap.mmap:
         descriptor = os.open(shelf.get("file").decode(), os.O_RDWR)
         shelf.set(f"opened {rank}", "")
         return _mapped(descriptor, length)
-    folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
-    descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+    descriptor, path = _new_file(length)
     try:
-        os.ftruncate(descriptor, length)
         shelf.set("file", path)
         shelf.wait([f"opened {other}" for other in range(1, size)])
     finally:
         os.unlink(path)
     return _mapped(descriptor, length)
+
+
+def _new_file(length: int) -> tuple[int, str]:
+    """In memory with all its pages, or, where a container has too little for that, among temporary files."""
+    if _MEMORY_FOLDER.is_dir():
+        descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=_MEMORY_FOLDER)
+        try:
+            os.posix_fallocate(descriptor, 0, length)
+            return descriptor, path
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
+    descriptor, path = tempfile.mkstemp(prefix="phalanx-")
+    os.ftruncate(descriptor, length)
+    return descriptor, path
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:
