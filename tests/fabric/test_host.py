@@ -61,8 +61,8 @@ def test_sums_of_all_sizes_are_the_same_bits_on_every_rank(groups: list[HostGrou
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_columns_of_uneven_widths_come_side_by_side(groups: list[HostGroup], rows: int) -> None:
-    widths = [100, 99, 57]
+@pytest.mark.parametrize("widths", [[100, 99, 57], [100, 100, 0]])
+def test_columns_of_uneven_widths_come_side_by_side(groups: list[HostGroup], rows: int, widths: list[int]) -> None:
     columns = [torch.randn(rows, width) for width in widths]
     with ThreadPoolExecutor(RANKS) as pool:
         found = list(pool.map(lambda group: group.all_gather_columns(columns[group.rank], widths), groups))

@@ -69,11 +69,12 @@ class HostGroup(Group):
                 piece = tensor[first : first + at_once].contiguous()
                 height = piece.shape[0]
                 parts = self._exchange(piece.view(-1), [height * width for width in widths])
-                torch.cat([part.view(height, -1) for part in parts], 1, out=gathered[first : first + height])
+                columns = [part.view(height, width) for part, width in zip(parts, widths, strict=True)]
+                torch.cat(columns, 1, out=gathered[first : first + height])
         return gathered
 
     def _exchange(self, piece: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Every rank's piece, which lasts for this round and the next."""
+        """Every rank's piece, to be read before the next exchange."""
         self._round += 1
         slots = self._slots[self._round % 2].view(piece.dtype)
         slots[self.rank, : len(piece)] = piece
