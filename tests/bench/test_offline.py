@@ -1,11 +1,11 @@
-"""Cases and the least work they need, by hand."""
+"""Cases, the least work they need, by hand, and the prompts they are given."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.bench.machine import Ceilings
-from phalanx.bench.offline import Case, Work
+from phalanx.bench.offline import Case, Work, time_requests
 from phalanx.errors import ConfigError
 from phalanx.spec import ModelSpec
 
@@ -91,3 +91,24 @@ def test_the_limit_is_whichever_takes_longer() -> None:
     ceilings = Ceilings("a machine", bytes_per_s=10.0, flops_per_s=100.0)
     assert ceilings.seconds(20, 100) == 2.0
     assert ceilings.seconds(20, 1000) == 10.0
+
+
+class Listener:
+    """An engine that only hears what it is asked."""
+
+    vocab, has_work = 1000, False
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+
+    def add(self, prompt: list[int], params: object) -> None:
+        self.prompts.append(prompt)
+
+
+@pytest.mark.parametrize("one_prompt", [False, True])
+def test_prompts_differ_unless_one_is_asked_for(one_prompt: bool) -> None:
+    engine = Listener()
+    time_requests(engine, [(30, 1), (20, 1), (30, 1)], 0, one_prompt)  # type: ignore[arg-type]
+    first, shorter, last = engine.prompts
+    assert [len(first), len(shorter), len(last)] == [30, 20, 30]
+    assert (first == last) == (first[:20] == shorter) == one_prompt

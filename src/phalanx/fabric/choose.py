@@ -8,7 +8,7 @@ from itertools import permutations
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.fabric import shared_memory
+from phalanx.fabric import cuda_ipc
 from phalanx.fabric.group import GlooGroup
 from phalanx.fabric.host import HostGroup
 from phalanx.fabric.nccl import NcclGroup
@@ -23,7 +23,7 @@ def choose_group(
     size: int,
     device: torch.device,
     gpus: Sequence[int] | None,
-    linked: Callable[[int, int], bool] = shared_memory.linked,
+    linked: Callable[[int, int], bool] = cuda_ipc.linked,
 ) -> ProcessGroup:
     """On CPUs memory of one machine, else gloo; on GPUs peer memory where all ranks reach it, NCCL for the rest.
 

@@ -139,8 +139,8 @@ def with_patience(work: Callable[[], None]) -> None:
 
 
 @contextmanager
-def in_time(group: Group) -> Iterator[None]:
-    """A collective: what it takes is added to the group's seconds, and if it fails, a peer is gone."""
+def collective(group: Group) -> Iterator[None]:
+    """Around one: what it takes is added to the group's seconds, and if it fails, a peer is gone."""
     began = time.perf_counter()
     try:
         yield
@@ -176,7 +176,7 @@ class GlooGroup(Group):
             raise FabricError(str(error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with in_time(self):
+        with collective(self):
             self._finish(self._group.allreduce([tensor]))
         return tensor
 
@@ -185,7 +185,7 @@ class GlooGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        with in_time(self):
+        with collective(self):
             self._finish(self._group.allgather([gathered], [padded]))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 

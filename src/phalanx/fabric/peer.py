@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.fabric import shared_memory
+from phalanx.fabric import cuda_ipc
 from phalanx.fabric.group import Check, FabricError, Group, nothing_to_say, poll, with_patience
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.kernels.fp8 import Quantised
@@ -65,11 +65,11 @@ class PeerGroup(Group):
 
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            own = shared_memory.allocate(AREA_BYTES)
-            shelf.set(str(self.rank), shared_memory.handle_of(own).hex())
+            own = cuda_ipc.allocate(AREA_BYTES)
+            shelf.set(str(self.rank), cuda_ipc.handle_of(own).hex())
             handles = [bytes.fromhex(shelf.get(str(rank)).decode()) for rank in range(self.size)]
             self._areas = [
-                own if rank == self.rank else shared_memory.open_handle(handle) for rank, handle in enumerate(handles)
+                own if rank == self.rank else cuda_ipc.open_handle(handle) for rank, handle in enumerate(handles)
             ]
             self._peers = Peers(self.rank, self.size, torch.tensor(self._areas, device=self.device))
 
@@ -123,7 +123,7 @@ class PeerGroup(Group):
         with suppress(RuntimeError), torch.cuda.device(self.device):
             beside = torch.cuda.Stream()
             beside.query()  # binds the device to this thread, which the driver's own calls do not
-            shared_memory.fill(areas[self.rank] + FLAGS_AT, _RELEASED, FLAGS_BYTES, beside.cuda_stream)
+            cuda_ipc.fill(areas[self.rank] + FLAGS_AT, _RELEASED, FLAGS_BYTES, beside.cuda_stream)
             torch.cuda.synchronize()
             for rank, area in enumerate(areas):
-                (shared_memory.free if rank == self.rank else shared_memory.close_handle)(area)
+                (cuda_ipc.free if rank == self.rank else cuda_ipc.close_handle)(area)

@@ -1,4 +1,5 @@
-/* float32 kernels for CPUs. Each computes what the torch function of the same name in this folder defines.
+/* float32 kernels for CPUs. Each computes what the torch function of the same name in this folder defines. The last
+ * function is none: by it ranks on the CPUs of one machine meet (fabric/host.py).
  * Compiled on first use by the machine's own C compiler (see cpu.py), so that it fits the machine's vector width.
  * Work is shared among OpenMP threads only where a thread's share outweighs waking it. */
 #include <math.h>
