@@ -14,7 +14,8 @@ HERE = Path(__file__).parents[1]
 
 def run_all(commands: list[list[str]], folder: Path, seconds: float) -> list[str]:
     """Run Python modules side by side, each with its arguments; what each printed, once all have ended well."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE / "src"), str(HERE)])}
+    found = [str(HERE / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(found)}
     outputs = [folder / f"output-{index}" for index in range(len(commands))]
     processes = []
     for command, output in zip(commands, outputs, strict=True):

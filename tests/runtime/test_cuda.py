@@ -44,7 +44,8 @@ def test_many_sequences_of_many_lengths_run_in_padded_graphs(reference: Referenc
     lengths = (40, 7, 64, 23, 50, 3, 31)
     greedy = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in lengths]
     noise = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", max_model_len=160, max_num_seqs=24) as llm:
+    limits = {"max_model_len": 160, "max_num_seqs": 24, "num_blocks": 400}
+    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", **limits) as llm:
         answers = llm.generate(reference.prompts * 2, greedy + [noise] * len(reference.prompts))
     for answer, wanted, length in zip(answers, reference.continuations, lengths, strict=False):
         assert answer.token_ids == wanted[:length]
@@ -122,7 +123,7 @@ def test_fp8_prompts_launched_kernel_by_kernel_stay_close_to_those_in_graphs(
     for way in ("graphs", "launches"):
         if way == "launches":
             monkeypatch.setattr(PromptGraphs, "take", lambda *_: False)
-        with LLM(fp8_checkpoint, progress=False, device="cuda", dtype="bf16", max_model_len=160) as llm:
+        with LLM(fp8_checkpoint, progress=False, device="cuda", dtype="bf16", max_model_len=160, num_blocks=400) as llm:
             answers = llm.generate(prompts, params)
             found.append([answer.logprobs[0].sampled for answer in answers if answer.logprobs])
     assert found[1] == pytest.approx(found[0], abs=1.0)

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
-ROOMY = {"max_model_len": 160, "max_num_seqs": 24}
+ROOMY = {"max_model_len": 160, "max_num_seqs": 24, "num_blocks": 400}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 NOISE = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
 
@@ -64,7 +64,7 @@ def test_prompts_that_come_while_others_decode(reference: Reference, way: str) -
 
 def test_a_context_shorter_than_a_tile(reference: Reference, way: str) -> None:
     chosen = (3, 1, 2)
-    with start(reference, max_model_len=72, block_size=8, max_num_seqs=4) as llm:
+    with start(reference, max_model_len=72, block_size=8, max_num_seqs=4, num_blocks=60) as llm:
         prompts = [reference.prompts[index] for index in chosen]
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert [answer.token_ids for answer in answers] == [reference.continuations[index][:24] for index in chosen]

@@ -30,7 +30,7 @@ def _driver() -> ctypes.CDLL:
     driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(_Address), ctypes.c_size_t]
     driver.cuMemFree_v2.argtypes = [_Address]
     driver.cuMemsetD8_v2.argtypes = [_Address, ctypes.c_ubyte, ctypes.c_size_t]
-    driver.cuMemsetD8Async.argtypes = [_Address, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
+    driver.cuMemcpyHtoDAsync_v2.argtypes = [_Address, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), _Address]
     driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(_Address), _Handle, ctypes.c_uint]
     driver.cuIpcCloseMemHandle.argtypes = [_Address]
@@ -61,9 +61,9 @@ def free(address: int) -> None:
     _call(_driver(), "cuMemFree_v2", address)
 
 
-def fill(address: int, value: int, size: int, stream: int) -> None:
-    """Set every byte, on a stream."""
-    _call(_driver(), "cuMemsetD8Async", address, value, size, stream)
+def copy_in(address: int, source: int, size: int, stream: int) -> None:
+    """From pinned memory of the host, on a stream: a copy engine's work, which no kernel on the device holds up."""
+    _call(_driver(), "cuMemcpyHtoDAsync_v2", address, source, size, stream)
 
 
 def handle_of(address: int) -> bytes:

@@ -61,9 +61,11 @@ class PeerGroup(Group):
             self._large.connect(store, host, check)
 
     def _map_areas(self, shelf: Store) -> None:
-        from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers
+        from phalanx.kernels.gpu.all_reduce import AREA_BYTES, FLAGS_BYTES, Peers
 
         with torch.cuda.device(self.device):
+            self._beside = torch.cuda.Stream()
+            self._released = torch.full((FLAGS_BYTES,), _RELEASED, dtype=torch.uint8, pin_memory=True)
             torch.cuda.synchronize()
             own = cuda_ipc.allocate(AREA_BYTES)
             shelf.set(str(self.rank), cuda_ipc.handle_of(own).hex())
@@ -117,13 +119,16 @@ class PeerGroup(Group):
             with_patience(lambda: self._let_go(areas))
 
     def _let_go(self, areas: list[int]) -> None:
-        """A device that failed cannot be freed of anything, and need not be."""
-        from phalanx.kernels.gpu.all_reduce import FLAGS_AT, FLAGS_BYTES
+        """A device that failed cannot be freed of anything, and need not be.
+
+        Stream and bytes are from before: making them could wait for what is to be let go.
+        """
+        from phalanx.kernels.gpu.all_reduce import FLAGS_AT
 
         with suppress(RuntimeError), torch.cuda.device(self.device):
-            beside = torch.cuda.Stream()
-            beside.query()  # binds the device to this thread, which the driver's own calls do not
-            cuda_ipc.fill(areas[self.rank] + FLAGS_AT, _RELEASED, FLAGS_BYTES, beside.cuda_stream)
+            self._beside.query()  # binds the device to this thread, which the driver's own calls do not
+            flags, released = areas[self.rank] + FLAGS_AT, self._released
+            cuda_ipc.copy_in(flags, released.data_ptr(), released.nbytes, self._beside.cuda_stream)
             torch.cuda.synchronize()
             for rank, area in enumerate(areas):
                 (cuda_ipc.free if rank == self.rank else cuda_ipc.close_handle)(area)
