@@ -30,8 +30,11 @@ MOST_ROWS = 64
 OUTPUTS = 64
 """Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs."""
 
-BF16_STAGES, FP8_STAGES = 5, 8
-"""Copies in flight: 80 KB of a bf16 weight on each multiprocessor, 64 KB in FP8."""
+HALF_BYTES = 114 * 1024
+"""Shared memory for each of two programs that share a multiprocessor, with the KB that the system takes of it."""
+
+MOST_STAGES = 10
+"""More copies at the start are more than a short program waits for."""
 
 LEAST_STEPS, MOST_STEPS = 8, 256
 """Groups of 128 inputs that one program takes: fewer are not worth a split, and of more the factors would not fit."""
@@ -152,6 +155,17 @@ def can_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> bool:
     return few and aligned and row_block % OUTPUTS == 0 and multiprocessors(x.device) > 0
 
 
+def stages_of(stage_bytes: int, table_bytes: int, programs: int, multiprocessors: int) -> int:
+    """How many copies are in flight, and with that how many programs share a multiprocessor.
+
+    Two, where there are programs for more than one round of it. Otherwise one: with two, all would end at once, and
+    none would leave early to make room for the next kernel's.
+    """
+    if programs > 2 * multiprocessors:
+        return max(2, (HALF_BYTES - 1024 - table_bytes) // stage_bytes)
+    return min(MOST_STAGES, triton.cdiv(HALF_BYTES, stage_bytes))
+
+
 def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, GROUP], layout)
@@ -169,12 +183,17 @@ def stream_product(
     splits = max(1, min(multiprocessors(values.device) // tiles, steps // LEAST_STEPS), triton.cdiv(steps, MOST_STEPS))
     share = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, share)  # no share is empty
+    groups = 0 if scales is None else triton.next_power_of_2(share)
+    stages = stages_of(
+        (OUTPUTS + tile_rows) * GROUP * values.itemsize, 4 * groups * tile_rows, tiles * splits,
+        multiprocessors(values.device),
+    )  # fmt: skip
     out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
     partial = out.new_empty(tiles * splits * OUTPUTS * tile_rows, dtype=torch.float32) if splits > 1 else None
     stream[(tiles, splits)](
         tiles_of(weight.values if isinstance(weight, Fp8Weight) else weight, OUTPUTS), tiles_of(values, tile_rows),
         scales, x_scales, bias, out, partial, counter, rows, outputs, inputs,
-        GROUPS=0 if scales is None else triton.next_power_of_2(share), ROW_BLOCK=row_block, HAS_BIAS=bias is not None,
-        SPLITS=splits, STAGES=BF16_STAGES if scales is None else FP8_STAGES, num_warps=4, launch_pdl=True,
+        GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None, SPLITS=splits, STAGES=stages, num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
     return out
