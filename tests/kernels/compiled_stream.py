@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from phalanx.kernels.gpu.gemm import HAS_GLUON
-from phalanx.kernels.gpu.stream import MOST_ROWS, MOST_STEPS, OUTPUTS, stages_of, stream
+from phalanx.kernels.gpu.stream import MOST_FP8_ROWS, MOST_ROWS, MOST_STEPS, OUTPUTS, stages_of, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MULTIPROCESSORS, SHARED_MEMORY, OF_THE_SYSTEM = 132, 228 * 1024, 1024
+SHARED_MEMORY, OF_THE_SYSTEM = 228 * 1024, 1024
 
 
-def shared_memory(rows: int, splits: int, groups: int, programs: int) -> int:
+def shared_memory(rows: int, splits: int, groups: int, alone: bool) -> int:
     """The bytes that a program takes."""
     kind, bits = ("fp8e4nv", 8) if groups else ("bf16", 16)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
@@ -23,7 +23,7 @@ def shared_memory(rows: int, splits: int, groups: int, programs: int) -> int:
     for name, height in (("weights", OUTPUTS), ("xs", rows)):
         types[name] = f"tensordesc<{kind}[{height}, 128],{layout!r}>"
     fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "SPLITS": splits}
-    fixed["STAGES"] = stages_of((OUTPUTS + rows) * 128 * bits // 8, 4 * groups * rows, programs, MULTIPROCESSORS)
+    fixed["STAGES"] = stages_of((OUTPUTS + rows) * 128 * bits // 8, 4 * groups * rows, alone)
     names = stream.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     source = GluonASTSource(stream, signature, {(names.index(name),): value for name, value in fixed.items()})
@@ -35,9 +35,9 @@ def main() -> None:
     assert HAS_GLUON
     for groups in (0, 32, MOST_STEPS):
         for rows, splits in ((8, 1), (MOST_ROWS, 3)):
-            few, many = (shared_memory(rows, splits, groups, programs) for programs in (128, 448))
-            assert few <= SHARED_MEMORY, "one program fits"
-            assert 2 * many <= SHARED_MEMORY, "two programs fit"
+            assert shared_memory(rows, splits, groups, alone=True) <= SHARED_MEMORY
+            assert shared_memory(rows, splits, groups, alone=False) <= SHARED_MEMORY // 2
+    assert shared_memory(MOST_FP8_ROWS, 2, MOST_STEPS, alone=True) <= SHARED_MEMORY
 
 
 if __name__ == "__main__":

@@ -52,11 +52,19 @@ def test_products_of_few_rows_are_streamed(taken: list[str]) -> None:
 def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken: list[str]) -> None:
     from phalanx.kernels.gpu import fp8_product
 
-    for rows, row_block in ((1, 128), (64, 64), (2, 32), (65, 128)):
-        weight = Fp8Weight.empty(256, 128, row_block=row_block, device=torch.device("cpu"))
+    def ask(rows: int, outputs: int = 256, row_block: int = 128) -> None:
+        weight = Fp8Weight.empty(outputs, 128, row_block=row_block, device=torch.device("cpu"))
         x = Quantised(torch.empty(rows, 128, dtype=torch.float8_e4m3fn), torch.empty(rows, 1))
         fp8_product(x, weight, None, torch.bfloat16)
-    assert taken == ["stream_product", "stream_product", "run_tiles", "run_tiles"]
+
+    for rows in (1, 64, 128, 129):
+        ask(rows)
+    ask(64, row_block=64)
+    ask(2, row_block=32)
+    ask(64, outputs=132 * 64 + 128)
+    ask(65, outputs=132 * 64 + 128)
+    streamed, tiled = "stream_product", "run_tiles"
+    assert taken == [streamed, streamed, streamed, tiled, streamed, tiled, streamed, tiled]
 
 
 def test_other_gpus_than_hopper_do_not_stream(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +73,11 @@ def test_other_gpus_than_hopper_do_not_stream(taken: list[str], monkeypatch: pyt
     monkeypatch.setattr(stream, "multiprocessors", lambda device: 0)
     product(torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(8, 64, dtype=torch.bfloat16), None)
     assert taken == ["library"]
+
+
+def test_programs_share_a_multiprocessor_unless_long_ones_are_few() -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.stream import LONG_BYTES, is_alone
+
+    asked = [(132, 1), (133, 1), (264, LONG_BYTES), (265, LONG_BYTES)]
+    assert [is_alone(programs, 132, size) for programs, size in asked] == [True, False, True, False]

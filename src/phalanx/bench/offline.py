@@ -156,10 +156,14 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
 
 
 def time_case(engine: Engine, case: Case, repeats: int, one_prompt: bool = False) -> Timing:
-    """Fresh random prompts for every run, the same in each of the two lengths; the best run counts."""
+    """Fresh random prompts for every run, the same in each of the two lengths; the best run counts.
+
+    A run that does not count comes first, long enough for all to decode together, as they do in most steps.
+    """
     requests = [(case.inputs, case.outputs)] * case.batch
     first = [(case.inputs, 1)] * case.batch
-    time_requests(engine, [(case.inputs, 2)] * case.batch, seed=0)
+    prompt_steps = case.batch * case.inputs // engine.scheduler.limits.max_num_batched_tokens
+    time_requests(engine, [(case.inputs, min(case.outputs, 2 * prompt_steps + 4))] * case.batch, seed=0)
     return Timing(
         first=min(time_requests(engine, first, run, one_prompt) for run in range(repeats)),
         whole=min(time_requests(engine, requests, run, one_prompt) for run in range(repeats)),

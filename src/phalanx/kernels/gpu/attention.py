@@ -31,6 +31,21 @@ def _to_meet(queries, cache):
 
 
 @triton.jit
+def _widened(values, queries):
+    """Cached values in the queries' dtype.
+
+    A cast would move behind the change of layout that the tensor cores want, where bytes are read one by one; what is
+    written in PTX stays where it is, on values as they were loaded.
+    """
+    if values.dtype.is_fp8() and queries.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
+            "=r,=r,r", [values.to(tl.uint8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return values.to(queries.dtype)
+
+
+@triton.jit
 def _decode(
     q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
@@ -67,7 +82,7 @@ def _decode(
         shrink = tl.exp(peak - top)
         total = total * shrink + tl.sum(weights, 1)
         spot = (entry + KV_HEADS)[:, None] * HEAD_DIM + d
-        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0).to(queries.dtype)
+        values = _widened(tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0), queries)
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = top
     if cache.dtype.element_ty.is_fp8():
@@ -123,7 +138,7 @@ def decode_attention(
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
-            partial, peaks, totals, out, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim, launch_pdl=True
+            partial, peaks, totals, out, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim, num_warps=1, launch_pdl=True
         )
 
 

@@ -27,14 +27,20 @@ from triton.language.extra import cuda
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 
 MOST_ROWS = 64
+MOST_FP8_ROWS = 128
+"""For products whose programs are on the GPU all at once: with more, and more than 64 rows, the library is faster."""
+
 OUTPUTS = 64
 """Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs."""
 
-HALF_BYTES = 114 * 1024
-"""Shared memory for each of two programs that share a multiprocessor, with the KB that the system takes of it."""
+SHARED_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
+"""A multiprocessor's shared memory, and what the system takes of it for each program."""
 
 MOST_STAGES = 10
 """More copies at the start are more than a short program waits for."""
+
+LONG_BYTES = 2**20
+"""What a long program reads of a weight."""
 
 LEAST_STEPS, MOST_STEPS = 8, 256
 """Groups of 128 inputs that one program takes: fewer are not worth a split, and of more the factors would not fit."""
@@ -150,20 +156,29 @@ def multiprocessors(device: torch.device) -> int:
 
 def can_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> bool:
     """Few rows, on a GPU that has the instructions, of matrices that can be copied in bulk, one FP8 scale to a tile."""
-    few = x.shape[0] <= MOST_ROWS and x.dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    at_once = multiprocessors(x.device)
+    in_fp8 = x.dtype == torch.float8_e4m3fn
+    most_rows = MOST_FP8_ROWS if in_fp8 and weight.shape[0] <= at_once * OUTPUTS else MOST_ROWS
+    few = x.shape[0] <= most_rows and (in_fp8 or x.dtype in (torch.bfloat16, torch.float16))
     aligned = weight.shape[1] * weight.itemsize % LEAST_BYTES == 0 and weight.data_ptr() % LEAST_BYTES == 0
-    return few and aligned and row_block % OUTPUTS == 0 and multiprocessors(x.device) > 0
+    return few and aligned and row_block % OUTPUTS == 0 and at_once > 0
 
 
-def stages_of(stage_bytes: int, table_bytes: int, programs: int, multiprocessors: int) -> int:
-    """How many copies are in flight, and with that how many programs share a multiprocessor.
+def is_alone(programs: int, at_once: int, weight_bytes: int) -> bool:
+    """Whether a program should have one of `at_once` multiprocessors to itself, or share it with a second one.
 
-    Two, where there are programs for more than one round of it. Otherwise one: with two, all would end at once, and
-    none would leave early to make room for the next kernel's.
+    Those that share end at about the same time. Long programs, if there are not many, had better take turns: where no
+    second one follows, the next kernel moves in early.
     """
-    if programs > 2 * multiprocessors:
-        return max(2, (HALF_BYTES - 1024 - table_bytes) // stage_bytes)
-    return min(MOST_STAGES, triton.cdiv(HALF_BYTES, stage_bytes))
+    return programs <= (2 * at_once if weight_bytes >= LONG_BYTES else at_once)
+
+
+def stages_of(stage_bytes: int, table_bytes: int, alone: bool) -> int:
+    """How many copies a program has in flight."""
+    if not alone:
+        return max(2, (SHARED_BYTES // 2 - SYSTEM_BYTES - table_bytes) // stage_bytes)
+    enough = triton.cdiv(SHARED_BYTES // 2, stage_bytes)  # and no room is left for another
+    return min(MOST_STAGES, enough, (SHARED_BYTES - 2 * SYSTEM_BYTES - table_bytes) // stage_bytes)
 
 
 def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
@@ -180,14 +195,14 @@ def stream_product(
     rows, (outputs, inputs) = values.shape[0], weight.shape
     tile_rows = max(8, triton.next_power_of_2(rows))
     tiles, steps = triton.cdiv(outputs, OUTPUTS), triton.cdiv(inputs, GROUP)
-    splits = max(1, min(multiprocessors(values.device) // tiles, steps // LEAST_STEPS), triton.cdiv(steps, MOST_STEPS))
+    at_once = multiprocessors(values.device)
+    splits = max(1, min(at_once // tiles, steps // LEAST_STEPS), triton.cdiv(steps, MOST_STEPS))
     share = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, share)  # no share is empty
     groups = 0 if scales is None else triton.next_power_of_2(share)
-    stages = stages_of(
-        (OUTPUTS + tile_rows) * GROUP * values.itemsize, 4 * groups * tile_rows, tiles * splits,
-        multiprocessors(values.device),
-    )  # fmt: skip
+    step_bytes = GROUP * values.itemsize
+    alone = is_alone(tiles * splits, at_once, OUTPUTS * share * step_bytes)
+    stages = stages_of((OUTPUTS + tile_rows) * step_bytes, 4 * groups * tile_rows, alone)
     out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
     partial = out.new_empty(tiles * splits * OUTPUTS * tile_rows, dtype=torch.float32) if splits > 1 else None
     stream[(tiles, splits)](
