@@ -206,27 +206,31 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     names = ALL[:3]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.4), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4.4 * len(names), 3.4), constrained_layout=True)
     for axis, name in zip(axes, names, strict=True):
-        rows = [line for line in lines if line.get("case") == name and "prompts" not in line]
+        rows = [line for line in lines if line.get("case") == name and not ("prompts" in line and name == names[0])]
+        rows.sort(key=lambda line: (list(CASES).index(line["model"]), "prompts" in line))
         bars = {
             "Phalanx": [line["tpot_ms"] for line in rows],
             "vLLM 0.24": [VLLM[line["model"], name]["tpot_ms"] for line in rows],
-            "limit": [line["tpot_ms"] * line["decode_share"] for line in rows],
+            "limit": [line["tpot_ms"] * line.get("decode_share", 0) for line in rows],
         }
         for offset, (label, colour) in enumerate(zip(bars, ("#c2410c", "#64748b", "#cbd5e1"), strict=True)):
             places = [index + (offset - 1) * 0.27 for index in range(len(rows))]
-            axis.bar_label(axis.bar(places, bars[label], 0.25, label=label, color=colour), fmt="%.2g", fontsize=7)
-        short = [
-            line["model"].replace("llama-", "").replace("qwen3-", "").replace("-tp4-shard", "\nTP4") for line in rows
-        ]
-        axis.set_xticks(range(len(rows)), [label.replace("-fp8", "\nFP8") for label in short], fontsize=8)
+            texts = [f"{value:.3g}" if value else "" for value in bars[label]]
+            axis.bar_label(axis.bar(places, bars[label], 0.25, label=label, color=colour), texts, fontsize=6)
+        axis.set_xticks(range(len(rows)), map(short_name, rows), fontsize=7)
         axis.set_title(name)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("ms a token")
     axes[0].legend(frameon=False)
     figure.suptitle("Decode on one H200, random weights")
     figure.savefig(path, dpi=150)
+
+
+def short_name(line: dict[str, Any]) -> str:
+    name = line["model"].replace("llama-", "").replace("qwen3-", "")
+    return name.replace("-tp4-shard", "\nTP4").replace("-fp8", "\nFP8") + ("\none prompt" if "prompts" in line else "")
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def decode_attention(
     """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS and cache.dtype == q.dtype else (128, 4, 3)
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -14,6 +14,8 @@ from phalanx.kernels.rotary import HeadNorms
 
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE = 8
+FEW_TOKENS = 64
+"""Of which programs with half the warps find room beside the kernel ahead."""
 
 
 @triton.jit
@@ -212,5 +214,5 @@ def rotate_and_store(
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,
         1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE,
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
-        LARGEST=LARGEST, num_warps=2, launch_pdl=True,
+        LARGEST=LARGEST, num_warps=2 if tokens <= FEW_TOKENS else 4, launch_pdl=True,
     )  # fmt: skip
