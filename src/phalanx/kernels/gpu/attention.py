@@ -34,8 +34,8 @@ def _to_meet(queries, cache):
 def _widened(values, queries):
     """Cached values in the queries' dtype.
 
-    A cast would move behind the change of layout that the tensor cores want, where bytes are read one by one; what is
-    written in PTX stays where it is, on values as they were loaded.
+    A cast would move behind the change of layout that the tensor cores want, where bytes are read one by one. PTX that
+    may have effects, as the compiler is told, stays where it is, on values as they were loaded.
     """
     if values.dtype.is_fp8() and queries.dtype == tl.float16:
         return tl.inline_asm_elementwise(
