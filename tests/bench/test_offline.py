@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from phalanx.bench.machine import Ceilings
-from phalanx.bench.offline import Case, Work, time_requests
+from phalanx.bench.offline import Case, Work, time_case, time_requests
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.plan import StepPlan
+from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.errors import ConfigError
 from phalanx.spec import ModelSpec
 
@@ -112,3 +117,16 @@ def test_prompts_differ_unless_one_is_asked_for(one_prompt: bool) -> None:
     first, shorter, last = engine.prompts
     assert [len(first), len(shorter), len(last)] == [30, 20, 30]
     assert (first == last) == (first[:20] == shorter) == one_prompt
+
+
+@pytest.mark.parametrize("case", ["4x10x16", "8x64x40"])
+def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) -> None:
+    """Else a first run would hold the time to compile what most of its steps need."""
+    batch = Case.parse(case).batch
+    plans: list[StepPlan] = []
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
+    runner = ModelledRunner(lambda plan: plans.append(plan) or 0.0)  # type: ignore[func-returns-value]
+    engine = Engine(Scheduler(limits, BlockPool(200, 16, prefix_caching=False)), runner, vocab=100)
+    time_case(engine, Case.parse(case), repeats=1)
+    together = next(index for index, plan in enumerate(plans) if plan.counts == [1] * batch)
+    assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
