@@ -50,7 +50,6 @@ def test_times_are_split_into_compute_and_all_reduce(tiny: Path) -> None:
     assert (one["tp"], one["all_reduce_ms"], one["efficiency"]) == (1, 0.0, 1.0)
     assert three["all_reduce_ms"] == pytest.approx(0.5 * (2 * 2 + 2))
     assert three["compute_ms"] + three["all_reduce_ms"] == pytest.approx(three["tpot_ms"])
-    assert three["tpot_ms"] > three["all_reduce_ms"]
     assert three["tok_s_per_gpu"] == pytest.approx(three["tok_s"] / 3)
     assert three["efficiency"] == pytest.approx(three["tok_s_per_gpu"] / one["tok_s_per_gpu"])
 
