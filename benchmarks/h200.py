@@ -235,8 +235,8 @@ def short_name(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(CASES))
-    parser.add_argument("--cases", nargs="*", default=None)
+    parser.add_argument("--models", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=ALL)
     parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="where checkpoints may be")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "h200.jsonl")
     parser.add_argument("--plot", type=Path, help="draw what --output holds, and measure nothing")
