@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from phalanx.bench.machine import Ceilings
@@ -105,9 +107,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
+        self.kept_from_collector = 0
 
     def add(self, prompt: list[int], params: object) -> None:
         self.prompts.append(prompt)
+        self.kept_from_collector = gc.get_freeze_count()
 
 
 @pytest.mark.parametrize("one_prompt", [False, True])
@@ -130,3 +134,10 @@ def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) 
     time_case(engine, Case.parse(case), repeats=1)
     together = next(index for index, plan in enumerate(plans) if plan.counts == [1] * batch)
     assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
+
+
+def test_the_garbage_collector_looks_away_only_while_requests_are_timed() -> None:
+    engine = Listener()
+    time_requests(engine, [(30, 1)], 0)  # type: ignore[arg-type]
+    assert engine.kept_from_collector > 0
+    assert gc.get_freeze_count() == 0

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from phalanx.kernels.gpu.gemm import HAS_GLUON
-from phalanx.kernels.gpu.stream import MOST_FP8_ROWS, MOST_ROWS, MOST_STEPS, OUTPUTS, stages_of, stream
+from phalanx.kernels.gpu.stream import FEW_ROWS, MOST_FACTORS, OUTPUTS, TILE_ROWS, stages_of, step_of, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY, OF_THE_SYSTEM = 228 * 1024, 1024
@@ -16,14 +16,14 @@ SHARED_MEMORY, OF_THE_SYSTEM = 228 * 1024, 1024
 
 def shared_memory(rows: int, splits: int, groups: int, alone: bool) -> int:
     """The bytes that a program takes."""
-    kind, bits = ("fp8e4nv", 8) if groups else ("bf16", 16)
+    kind, bits, step = *(("fp8e4nv", 8) if groups else ("bf16", 16)), step_of(groups > 0)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     types = dict.fromkeys(("weight_scales", "x_scales", "partial"), "*fp32") | {"bias": "*bf16", "out": "*bf16"}
     types |= {"counter": "*i32"} | dict.fromkeys(("rows", "outputs", "inputs"), "i32")
     for name, height in (("weights", OUTPUTS), ("xs", rows)):
-        types[name] = f"tensordesc<{kind}[{height}, 128],{layout!r}>"
+        types[name] = f"tensordesc<{kind}[{height}, {step}],{layout!r}>"
     fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "SPLITS": splits}
-    fixed["STAGES"] = stages_of((OUTPUTS + rows) * 128 * bits // 8, 4 * groups * rows, alone)
+    fixed["STAGES"] = stages_of((OUTPUTS + rows) * step * bits // 8, 4 * groups * rows, alone, groups > 0)
     names = stream.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     source = GluonASTSource(stream, signature, {(names.index(name),): value for name, value in fixed.items()})
@@ -33,11 +33,13 @@ def shared_memory(rows: int, splits: int, groups: int, alone: bool) -> int:
 
 def main() -> None:
     assert HAS_GLUON
-    for groups in (0, 32, MOST_STEPS):
-        for rows, splits in ((8, 1), (MOST_ROWS, 3)):
+    for rows, splits in ((8, 1), (FEW_ROWS, 3)):
+        for groups in (0, 32, MOST_FACTORS // rows):
             assert shared_memory(rows, splits, groups, alone=True) <= SHARED_MEMORY
             assert shared_memory(rows, splits, groups, alone=False) <= SHARED_MEMORY // 2
-    assert shared_memory(MOST_FP8_ROWS, 2, MOST_STEPS, alone=True) <= SHARED_MEMORY
+    rows = max(TILE_ROWS)
+    for groups in (0, MOST_FACTORS // rows):
+        assert shared_memory(rows, 2, groups, alone=True) <= SHARED_MEMORY
 
 
 if __name__ == "__main__":

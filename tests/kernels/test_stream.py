@@ -41,12 +41,54 @@ def test_products_of_few_rows_are_streamed(taken: list[str]) -> None:
     def ask(rows: int, inputs: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
         product(torch.empty(rows, inputs, dtype=dtype), torch.empty(8, inputs, dtype=dtype), None)
 
-    for rows in (1, 2, 64, 65):
+    for rows in (1, 2, 64, 65, 256, 257):
         ask(rows)
     ask(2, inputs=63)
     ask(2, dtype=torch.float32)
     ask(2, dtype=torch.float16)
-    assert taken == ["matrix_vector", *["stream_product"] * 2, *["library"] * 3, "stream_product"]
+    assert taken == ["matrix_vector", *["stream_product"] * 4, *["library"] * 3, "stream_product"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "tile_rows"),
+    [
+        (64, 28672, 8192, 64),  # few rows: whatever their number
+        (65, 66 * 64, 4096, 64),
+        (128, 66 * 64, 4096, 64),
+        (128, 66 * 64, 4224, None),  # long programs
+        (129, 66 * 64, 2048, 128),  # too many of 64 rows
+        (129, 66 * 64, 2176, None),
+        (129, 67 * 64, 1024, None),  # and of 128
+        (256, 1024, 3072, 64),  # a long one, split
+        (257, 1024, 1024, None),
+    ],
+)
+def test_more_rows_are_streamed_by_programs_that_run_at_once(
+    rows: int, outputs: int, inputs: int, tile_rows: int | None
+) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.stream import best_cut
+
+    found = best_cut(rows, outputs, inputs, in_fp8=False, at_once=132)
+    assert (found.rows if found is not None else None) == tile_rows
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 33, 64, 65, 128, 200, 256])
+def test_tiles_cover_a_product_and_no_program_is_idle(rows: int, in_fp8: bool) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.stream import MOST_FACTORS, OUTPUTS, best_cut
+
+    for outputs in (1, 64, 1000, 8192):
+        for inputs in (8, 1000, 3072, 40000):
+            way = best_cut(rows, outputs, inputs, in_fp8, at_once=132)
+            if way is None:
+                assert rows > 64
+                continue
+            assert (way.row_tiles - 1) * way.rows < rows <= way.row_tiles * way.rows
+            assert (way.tiles - 1) * OUTPUTS < outputs <= way.tiles * OUTPUTS
+            assert (way.splits - 1) * way.inputs < inputs <= way.splits * way.inputs
+            assert not in_fp8 or way.rows * way.inputs <= 128 * MOST_FACTORS
 
 
 def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken: list[str]) -> None:

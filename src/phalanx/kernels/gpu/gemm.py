@@ -24,7 +24,7 @@ KNOWN_GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 HAS_GLUON = triton.__version__.startswith(KNOWN_GLUON)
 if HAS_GLUON:
-    from phalanx.kernels.gpu.stream import can_stream, stream_product
+    from phalanx.kernels.gpu.stream import stream_product, way_to_stream
 
 
 class Tile(NamedTuple):
@@ -107,8 +107,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, by whatever reads the weight fastest for so many rows."""
     if x.shape[0] == 1:
         return matrix_vector(x, weight, bias)
-    if HAS_GLUON and can_stream(x, weight):
-        return stream_product(x, weight, bias, x.dtype, counters(x.device))
+    if HAS_GLUON and (way := way_to_stream(x, weight)) is not None:
+        return stream_product(x, weight, bias, x.dtype, counters(x.device), way)
     return F.linear(x, weight, bias)
 
 
@@ -204,8 +204,8 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
 def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Few rows by a kernel that streams the weight, many by the library where whole tiles let it, others by tiles."""
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
-    if HAS_GLUON and can_stream(x.values, weight.values, weight.row_block):
-        return stream_product(x, weight, bias, dtype, counters(x.values.device))
+    if HAS_GLUON and (way := way_to_stream(x.values, weight.values, weight.row_block)) is not None:
+        return stream_product(x, weight, bias, dtype, counters(x.values.device), way)
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
     many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
     if many and in_tiles and bias is None and dtype == torch.bfloat16:

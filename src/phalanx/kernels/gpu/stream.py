@@ -1,5 +1,7 @@
 """Products of a few rows, for Hopper: the weight streams through shared memory by bulk copies, once for all rows.
 
+Of more rows, up to 256, those are streamed whose programs are on the GPU all at once and end soon.
+
 The first copies of the weight are on their way before the kernel ahead has ended: none writes to weights, and memory
 does not idle between two products. This is Gluon, Triton's language without its automatic layouts and pipelines, which
 cannot be told that only x has to wait.
@@ -8,6 +10,7 @@ cannot be told that only x has to wait.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,9 +29,11 @@ from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 
-MOST_ROWS = 64
-MOST_FP8_ROWS = 128
-"""For products whose programs are on the GPU all at once: with more, and more than 64 rows, the library is faster."""
+FEW_ROWS = 64
+MOST_ROWS, MOST_FP8_ROWS = 256, 128
+"""Few rows are always streamed; more, up to these, if tiles of TILE_ROWS make no more programs than run at once."""
+
+TILE_ROWS = (64, 128)
 
 OUTPUTS = 64
 """Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs."""
@@ -42,8 +47,14 @@ MOST_STAGES = 10
 LONG_BYTES = 2**20
 """What a long program reads of a weight."""
 
-LEAST_STEPS, MOST_STEPS = 8, 256
-"""Groups of 128 inputs that one program takes: fewer are not worth a split, and of more the factors would not fit."""
+LEAST_INPUTS = 8 * GROUP
+"""What one program takes: less is not worth a split."""
+
+MOST_FACTORS = 2**13
+"""FP8 factors that a program has room for, one for every group of inputs and row of its tile."""
+
+MOST_READ = 2**18
+"""Elements of x that a program with more than few rows may read: beyond them the half precision library is faster."""
 
 LEAST_BYTES = 16
 """What the rows of a matrix must be multiples of to be copied in bulk."""
@@ -61,7 +72,9 @@ def stream(
 ):  # fmt: skip
     """A tile of x @ weight.T + bias, [OUTPUTS, ROWS]: the weight on the left, where the tensor cores want 64 rows.
 
-    With GROUPS the operands are FP8 and each group of 128 inputs has a factor for every row; GROUPS holds one split's.
+    With GROUPS the operands are FP8 and each group of 128 inputs has a factor for every row; GROUPS holds one split's,
+    and a step is two of them: one is multiplied by its factors while the tensor cores are at the other. Otherwise they
+    begin with a step before the one ahead has made room for the next copy.
     Programs that share a tile add up when the last of them is done.
     """
     FP8: gl.constexpr = GROUPS > 0
@@ -69,9 +82,11 @@ def stream(
     STEP: gl.constexpr = weights.block_shape[1]
     ROWS: gl.constexpr = xs.block_shape[0]
     BYTES: gl.constexpr = (OUTPUTS + ROWS) * STEP * weights.dtype.primitive_bitwidth // 8
+    BEHIND: gl.constexpr = 0 if FP8 else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if FP8 else 16])
+    by_row: gl.constexpr = gl.SliceLayout(0, layout)
     cuda.gdc_launch_dependents()
-    tile, split = gl.program_id(0), gl.program_id(1)
+    first_row, tile, split = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
     steps = gl.cdiv(inputs, STEP)
     share = gl.cdiv(steps, SPLITS)
     first = split * share
@@ -90,16 +105,17 @@ def stream(
     if FP8:
         LANES: gl.constexpr = min(ROWS, 32)
         spread: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
-        group = first + gl.arange(0, GROUPS, gl.SliceLayout(1, spread))
-        column = gl.arange(0, ROWS, gl.SliceLayout(0, spread))
-        scale = gl.load(weight_scales + (tile * OUTPUTS // ROW_BLOCK) * steps + group, mask=group < steps, other=0.0)
+        groups = gl.cdiv(inputs, 128)
+        group = first * 2 + gl.arange(0, GROUPS, gl.SliceLayout(1, spread))
+        column = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread))
+        scale = gl.load(weight_scales + (tile * OUTPUTS // ROW_BLOCK) * groups + group, mask=group < groups, other=0.0)
 
     cuda.gdc_wait()
     for i in gl.static_range(STAGES):
-        copy_in(xs, [0, (first + i) * STEP], filled.index(i), x_stages.index(i), pred=i < count)
+        copy_in(xs, [first_row, (first + i) * STEP], filled.index(i), x_stages.index(i), pred=i < count)
     if FP8:
         place = x_scales + group[:, None].to(gl.int64) * rows + column[None, :]
-        known = (group < steps)[:, None] & (column < rows)[None, :]
+        known = (group < groups)[:, None] & (column < rows)[None, :]
         table = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         table.store(gl.load(place, mask=known, other=0.0) * scale[:, None])
         if HAS_REINTERPRET:
@@ -109,37 +125,47 @@ def stream(
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for i in range(count):
-        stage = i % STAGES
-        full, weight, x = filled.index(stage), weight_stages.index(stage), x_stages.index(stage)
-        mbarrier.wait(full, (i // STAGES) & 1)
+        weight, x = weight_stages.index(i % STAGES), x_stages.index(i % STAGES)
+        mbarrier.wait(filled.index(i % STAGES), (i // STAGES) & 1)
         if FP8:
             none = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-            product = warpgroup_mma(weight, x.permute((1, 0)), none, use_acc=False, is_async=True)
-            factor = factors.index(i).load(gl.SliceLayout(0, layout))
-            product = warpgroup_mma_wait(0, [product])
+            left_x, right_x = x.slice(0, 128, 1).permute((1, 0)), x.slice(128, 128, 1).permute((1, 0))
+            left = warpgroup_mma(weight.slice(0, 128, 1), left_x, none, use_acc=False, is_async=True)
+            right = warpgroup_mma(weight.slice(128, 128, 1), right_x, none, use_acc=False, is_async=True)
+            left_factor, right_factor = factors.index(2 * i).load(by_row), factors.index(2 * i + 1).load(by_row)
+            left = warpgroup_mma_wait(1, [left])
+            acc += left * left_factor[None, :]
+            right = warpgroup_mma_wait(0, [right])
         else:
             acc = warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-        more = i + STAGES < count
+            acc = warpgroup_mma_wait(1, [acc])
+        done = i - BEHIND
+        stage, following = (done + STAGES) % STAGES, done + STAGES
+        more = (done >= 0) & (following < count)
+        full, start = filled.index(stage), (first + following) * STEP
         mbarrier.expect(full, BYTES, pred=more)
-        copy_in(weights, [tile * OUTPUTS, (first + i + STAGES) * STEP], full, weight, pred=more)
-        copy_in(xs, [0, (first + i + STAGES) * STEP], full, x, pred=more)
+        copy_in(weights, [tile * OUTPUTS, start], full, weight_stages.index(stage), pred=more)
+        copy_in(xs, [first_row, start], full, x_stages.index(stage), pred=more)
         if FP8:
-            acc += product * factor[None, :]
+            acc += right * right_factor[None, :]
+    if not FP8:
+        acc = warpgroup_mma_wait(0, [acc])
 
-    inner = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-    output, row = tile * OUTPUTS + inner, gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    inner, across = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout)), gl.arange(0, ROWS, by_row)
+    output, row = tile * OUTPUTS + inner, first_row + across
+    shared_tile = tile * gl.num_programs(0) + gl.program_id(0)
     last = True
     if SPLITS > 1:
-        parts = partial + (tile * SPLITS).to(gl.int64) * (OUTPUTS * ROWS) + inner[:, None] * ROWS + row[None, :]
+        parts = partial + (shared_tile * SPLITS).to(gl.int64) * (OUTPUTS * ROWS)
+        parts += inner[:, None] * ROWS + across[None, :]
         gl.store(parts + split * (OUTPUTS * ROWS), acc)
         all_threads()
-        last = gl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLITS - 1
+        last = gl.atomic_add(counter + shared_tile, 1, sem="acq_rel") == SPLITS - 1
         if last:
             acc = gl.load(parts, cache_modifier=".cg")
             for other in gl.static_range(1, SPLITS):
                 acc += gl.load(parts + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            gl.store(counter + tile, 0)
+            gl.store(counter + shared_tile, 0)
     if last:
         if HAS_BIAS:
             acc += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)[:, None]
@@ -154,14 +180,56 @@ def multiprocessors(device: torch.device) -> int:
     return int(properties.multi_processor_count) if properties.major == 9 else 0
 
 
-def can_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> bool:
-    """Few rows, on a GPU that has the instructions, of matrices that can be copied in bulk, one FP8 scale to a tile."""
-    at_once = multiprocessors(x.device)
-    in_fp8 = x.dtype == torch.float8_e4m3fn
-    most_rows = MOST_FP8_ROWS if in_fp8 and weight.shape[0] <= at_once * OUTPUTS else MOST_ROWS
-    few = x.shape[0] <= most_rows and (in_fp8 or x.dtype in (torch.bfloat16, torch.float16))
+def step_of(in_fp8: bool) -> int:
+    """The inputs of one step, 256 bytes of a row."""
+    return 2 * GROUP if in_fp8 else GROUP
+
+
+class Cut(NamedTuple):
+    """How a product is cut: the rows of a tile, the tiles, how many programs share one, and the inputs of each."""
+
+    rows: int
+    row_tiles: int
+    tiles: int
+    splits: int
+    inputs: int
+
+    @property
+    def programs(self) -> int:
+        return self.row_tiles * self.tiles * self.splits
+
+
+def cut(rows: int, outputs: int, inputs: int, in_fp8: bool, tile_rows: int, at_once: int) -> Cut:
+    """Split over the inputs, in steps, as long as all programs run at once, or until the factors fit."""
+    step = step_of(in_fp8)
+    row_tiles, tiles, steps = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, OUTPUTS), triton.cdiv(inputs, step)
+    splits = max(1, min(at_once // (row_tiles * tiles), inputs // LEAST_INPUTS))
+    if in_fp8:
+        splits = max(splits, triton.cdiv(inputs * tile_rows, GROUP * MOST_FACTORS))
+    share = triton.cdiv(steps, splits)
+    return Cut(tile_rows, row_tiles, tiles, triton.cdiv(steps, share), share * step)  # no share is empty
+
+
+def best_cut(rows: int, outputs: int, inputs: int, in_fp8: bool, at_once: int) -> Cut | None:
+    """None where the library is faster."""
+    if rows <= FEW_ROWS:
+        return cut(rows, outputs, inputs, in_fp8, max(8, triton.next_power_of_2(rows)), at_once)
+    if rows > (MOST_FP8_ROWS if in_fp8 else MOST_ROWS):
+        return None
+    cuts = (cut(rows, outputs, inputs, in_fp8, tile_rows, at_once) for tile_rows in TILE_ROWS)
+    found = next((each for each in cuts if each.row_tiles * each.tiles <= at_once), None)
+    return found if found is not None and (in_fp8 or found.rows * found.inputs <= MOST_READ) else None
+
+
+def way_to_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> Cut | None:
+    """On a GPU that has the instructions, of matrices that can be copied in bulk, one FP8 scale to a tile."""
+    at_once, in_fp8 = multiprocessors(x.device), x.dtype == torch.float8_e4m3fn
+    known = in_fp8 or x.dtype in (torch.bfloat16, torch.float16)
     aligned = weight.shape[1] * weight.itemsize % LEAST_BYTES == 0 and weight.data_ptr() % LEAST_BYTES == 0
-    return few and aligned and row_block % OUTPUTS == 0 and at_once > 0
+    if not (known and aligned and row_block % OUTPUTS == 0 and at_once > 0):
+        return None
+    outputs, inputs = weight.shape
+    return best_cut(x.shape[0], outputs, inputs, in_fp8, at_once)
 
 
 def is_alone(programs: int, at_once: int, weight_bytes: int) -> bool:
@@ -173,42 +241,44 @@ def is_alone(programs: int, at_once: int, weight_bytes: int) -> bool:
     return programs <= (2 * at_once if weight_bytes >= LONG_BYTES else at_once)
 
 
-def stages_of(stage_bytes: int, table_bytes: int, alone: bool) -> int:
-    """How many copies a program has in flight."""
+def stages_of(stage_bytes: int, table_bytes: int, alone: bool, in_fp8: bool) -> int:
+    """How many copies a program has room for. In half precision one is still multiplied when the next could come."""
     if not alone:
         return max(2, (SHARED_BYTES // 2 - SYSTEM_BYTES - table_bytes) // stage_bytes)
-    enough = triton.cdiv(SHARED_BYTES // 2, stage_bytes)  # and no room is left for another
-    return min(MOST_STAGES, enough, (SHARED_BYTES - 2 * SYSTEM_BYTES - table_bytes) // stage_bytes)
+    enough = triton.cdiv(SHARED_BYTES // 2, stage_bytes)  # and no room is left for another program
+    most = (SHARED_BYTES - 2 * SYSTEM_BYTES - table_bytes) // stage_bytes
+    return min(MOST_STAGES, most, enough if in_fp8 else enough + 1)
 
 
-def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
+def tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
-    return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, GROUP], layout)
+    return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, columns], layout)
 
 
 def stream_product(
-    x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, dtype: torch.dtype, counter: Tensor
+    x: Tensor | Quantised,
+    weight: Tensor | Fp8Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    counter: Tensor,
+    way: Cut,
 ) -> Tensor:
     """x @ weight.T + bias. `counter` holds zeros, and does so again afterwards."""
     values, x_scales = x if isinstance(x, Quantised) else (x, None)
-    scales, row_block = (weight.scales, weight.row_block) if isinstance(weight, Fp8Weight) else (None, OUTPUTS)
     rows, (outputs, inputs) = values.shape[0], weight.shape
-    tile_rows = max(8, triton.next_power_of_2(rows))
-    tiles, steps = triton.cdiv(outputs, OUTPUTS), triton.cdiv(inputs, GROUP)
-    at_once = multiprocessors(values.device)
-    splits = max(1, min(at_once // tiles, steps // LEAST_STEPS), triton.cdiv(steps, MOST_STEPS))
-    share = triton.cdiv(steps, splits)
-    splits = triton.cdiv(steps, share)  # no share is empty
-    groups = 0 if scales is None else triton.next_power_of_2(share)
-    step_bytes = GROUP * values.itemsize
-    alone = is_alone(tiles * splits, at_once, OUTPUTS * share * step_bytes)
-    stages = stages_of((OUTPUTS + tile_rows) * step_bytes, 4 * groups * tile_rows, alone)
+    if isinstance(weight, Fp8Weight):
+        matrix, scales, row_block = weight.values, weight.scales, weight.row_block
+        groups = triton.next_power_of_2(way.inputs // GROUP)
+    else:
+        matrix, scales, row_block, groups = weight, None, OUTPUTS, 0
+    step = step_of(groups > 0)
+    alone = is_alone(way.programs, multiprocessors(values.device), OUTPUTS * way.inputs * values.itemsize)
+    stages = stages_of((OUTPUTS + way.rows) * step * values.itemsize, 4 * groups * way.rows, alone, groups > 0)
     out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
-    partial = out.new_empty(tiles * splits * OUTPUTS * tile_rows, dtype=torch.float32) if splits > 1 else None
-    stream[(tiles, splits)](
-        tiles_of(weight.values if isinstance(weight, Fp8Weight) else weight, OUTPUTS), tiles_of(values, tile_rows),
-        scales, x_scales, bias, out, partial, counter, rows, outputs, inputs,
-        GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None, SPLITS=splits, STAGES=stages, num_warps=4,
-        launch_pdl=True,
+    partial = out.new_empty(way.programs * OUTPUTS * way.rows, dtype=torch.float32) if way.splits > 1 else None
+    stream[(way.row_tiles, way.tiles, way.splits)](
+        tiles_of(matrix, OUTPUTS, step), tiles_of(values, way.rows, step), scales, x_scales, bias, out, partial,
+        counter, rows, outputs, inputs, GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None,
+        SPLITS=way.splits, STAGES=stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out
