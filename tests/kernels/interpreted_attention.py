@@ -1,12 +1,23 @@
-"""Attention of prompts by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
+"""Attention by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
+
+from unittest.mock import patch
 
 import torch
 from triton.language.extra import cuda
 
-from phalanx.kernels.attention import PrefillTiles, prefill_attention_torch, tile_prompt
-from phalanx.kernels.gpu import attention
+from phalanx.kernels import attention
+from phalanx.kernels.attention import (
+    AttentionBatch,
+    DecodeRows,
+    Masks,
+    PrefillTiles,
+    decode_attention_torch,
+    prefill_attention_torch,
+    tile_prompt,
+)
+from phalanx.kernels.gpu import attention as gpu
 
 PAGE = 8
 
@@ -26,14 +37,32 @@ def check_prompts(heads: int, kv_heads: int, head_dim: int, window: int | None, 
         first += count
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), any(start for start, _ in spans))
     found, wanted = (torch.full((tokens, heads, head_dim), float("nan")) for _ in range(2))
-    attention.prefill_attention(qkv, heads, cache, cut, window, 0.2, found)
+    gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found)
     prefill_attention_torch(qkv[:, :heads], cache, cut, window, 0.2, wanted)
     torch.testing.assert_close(found, wanted)
+
+
+def check_decode(heads: int, kv_heads: int, lengths: list[int], window: int | None, uneven: bool = False) -> None:
+    rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
+    q, cache = torch.randn(rows, heads, head_dim), torch.randn(rows * width, PAGE, 2, kv_heads, head_dim)
+    decode = DecodeRows(torch.randperm(len(cache)).view(rows, width), positions, uneven)
+    found = torch.full((rows, heads, head_dim), float("nan"))
+    with patch.object(gpu, "splits_of", wraps=attention.splits_of) as asked:
+        gpu.decode_attention(q, cache, decode, window, 0.2, found)
+    asked.assert_called_once_with(rows, kv_heads, uneven)
+    mask = Masks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(window)
+    torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2))
 
 
 def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     torch.manual_seed(0)
+    attention.SPLIT_TARGET, gpu.MANY_PROGRAMS = 12, 18
+    for window in (None, 150):
+        check_decode(2, 2, [300], window)
+        check_decode(4, 2, [1, 700, 130], window)
+        check_decode(4, 4, [1, 200, 3, 4, 5], window)
+        check_decode(4, 2, [2000, 1, 3, 130], window, uneven=True)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])

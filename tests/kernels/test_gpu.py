@@ -133,9 +133,10 @@ def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [2, 8, 9, 33, 64, 65])
+@pytest.mark.parametrize("rows", [2, 8, 9, 33, 64, 65, 128, 129, 250])
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(4096, 4096), (1, 8), (200, 40000), (1030, 96), (7, 1001), (9000, 1000)]
+    ("outputs", "inputs"),
+    [(4096, 4096), (4096, 1000), (1000, 3000), (1, 8), (200, 40000), (1030, 96), (7, 1001), (9000, 1000)],
 )
 def test_products_of_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """Split over the inputs or not, tiles cut short on every side, and inputs that no bulk copy takes."""
@@ -148,7 +149,7 @@ def test_products_of_few_rows(rows: int, outputs: int, inputs: int, dtype: torch
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("rows", [4, 32, 60])
+@pytest.mark.parametrize("rows", [4, 32, 60, 100])
 def test_products_wait_for_what_the_kernel_ahead_writes(rows: int, fp8: bool) -> None:
     """Norms and products in a graph, each launched before the one ahead has ended: the same as one after the other."""
     sizes = [(2560, 2048), (2048, 2560), (14336, 2048), (2048, 14336)] * 4
@@ -179,15 +180,17 @@ def test_products_wait_for_what_the_kernel_ahead_writes(rows: int, fp8: bool) ->
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("rows", [64, 96, 128])
-def test_decode_attention_of_many_sequences(rows: int) -> None:
-    """As many programs as fill the GPU, so that a sequence is split into few stretches or none."""
-    heads, kv_heads, head_dim, width = 32, 8, 128, 80
+@pytest.mark.parametrize("rows", [1, 5, 32, 64, 65, 128])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_decode_attention_of_few_and_of_many_sequences(rows: int, kv_heads: int, uneven: bool) -> None:
+    """Of all lengths, so few that each is split over its tokens and so many that none is, if they are not uneven."""
+    heads, head_dim, width = 32, 128, 300
     positions = torch.randint(0, width * 16, (rows,), device="cuda")
     cache = randn(rows * width + 3, 16, 2, kv_heads, head_dim, dtype=torch.bfloat16)
     table = torch.randperm(len(cache), device="cuda")[: rows * width].view(rows, width)
     qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
-    decode = DecodeRows(table, positions)
+    decode = DecodeRows(table, positions, uneven)
     masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float32)
     out = torch.full((rows, heads, head_dim), float("nan"), dtype=torch.bfloat16, device="cuda")
     decode_attention(qkv[:, :heads], cache, decode, masks, None, 0.1, out)
@@ -251,7 +254,15 @@ def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 50, 64, 100, 130, 600])
 @pytest.mark.parametrize(
     ("parts", "inputs"),
-    [([512, 128, 128], 4096), ([600, 600], 200), ([57 * 128], 1024), ([3], 5), ([2048], 768), ([320], 33008)],
+    [
+        ([512, 128, 128], 4096),
+        ([600, 600], 200),
+        ([57 * 128], 1024),
+        ([3], 5),
+        ([2048], 768),
+        ([320], 33008),
+        ([256], 2432),
+    ],
 )
 def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
     """Whole tiles, tiles cut short where projections are stacked, and shares of 57 tiles."""

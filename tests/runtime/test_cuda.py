@@ -9,6 +9,7 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.kernels.fp8 import quantise_blocks
+from phalanx.runtime import graphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
@@ -49,6 +50,15 @@ def test_many_sequences_of_many_lengths_run_in_padded_graphs(reference: Referenc
         answers = llm.generate(reference.prompts * 2, greedy + [noise] * len(reference.prompts))
     for answer, wanted, length in zip(answers, reference.continuations, lengths, strict=False):
         assert answer.token_ids == wanted[:length]
+
+
+def test_batches_of_uneven_lengths_give_the_same_tokens(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence in as many parts as can be, most of them empty."""
+    monkeypatch.setattr(graphs, "is_uneven", lambda lengths, kv_heads: True)
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", **TIGHT) as llm:
+        answers = llm.generate(reference.prompts, greedy)
+    assert [answer.token_ids for answer in answers] == reference.continuations
 
 
 FP8: Config = COMMON | {

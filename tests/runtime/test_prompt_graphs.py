@@ -5,25 +5,23 @@ Graphs need a GPU; what is in them does not. Here every step runs padded, comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.plan import StepPlan
 from phalanx.kernels.attention import PROMPT_TILE
-from phalanx.runtime.graphs import Recorded, Recorder
 from phalanx.runtime.prompt_graphs import DECODES, MOST_PROMPTS, TOKENS, GraphSize, PromptGraphs, lay_out, size_for
 from phalanx.runtime.prompt_graphs import longest_step as longest_step_of
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
+from tests.runtime.replays import Repeater
 from tests.weights.conftest import COMMON
 
 SPARE = 999
@@ -152,24 +150,6 @@ def test_graphs_go_as_far_as_launching_takes_longer_than_computing() -> None:
     assert 512 <= longest_step_of(spec, 1) < 768
     assert longest_step_of(spec, 4) >= 2048
     assert longest_step_of(small, 1) > longest_step_of(spec, 1)
-
-
-class Rerun:
-    """Stands where a graph would: a replay computes all anew and leaves it in the same places."""
-
-    def __init__(self, run: Callable[[], tuple[Tensor, Tensor]], places: tuple[Tensor, Tensor]) -> None:
-        self._run = run
-        self._places = places
-
-    def replay(self) -> None:
-        for place, result in zip(self._places, self._run(), strict=True):
-            place.copy_(result)
-
-
-class Repeater(Recorder):
-    def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
-        places = run()
-        return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), *places)
 
 
 @contextmanager

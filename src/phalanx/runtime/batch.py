@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,6 +20,11 @@ from phalanx.kernels.attention import (
     tile_prompt,
 )
 from phalanx.kernels.sampling import PARAMETERS, pack
+
+
+def tensor_of(values: list[int]) -> Tensor:
+    """torch.tensor, which for a list takes seven times as long."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,8 @@ class Batch:
 
     def update(self, plan: StepPlan) -> None:
         """Take in new requests and new blocks."""
-        for admission in plan.admissions:
-            self._admit(admission)
+        if plan.admissions:
+            self._admit(plan.admissions)
         rows: list[int] = []
         columns: list[int] = []
         added: list[int] = []
@@ -104,16 +111,16 @@ class Batch:
                 added += blocks
                 self._table_lengths[slot] = length + len(blocks)
         if added:
-            where, at, values = self.send(torch.tensor(rows), torch.tensor(columns), torch.tensor(added))
+            where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
             self._tables[where, at] = values
 
-    def decode_inputs(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, AttentionBatch]:
+    def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
         tables = self._tables[slots]
         block = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
         attention = AttentionBatch(
             write_to=block * self.block_size + positions % self.block_size,
-            decode=DecodeRows(tables, positions),
+            decode=DecodeRows(tables, positions, uneven),
             prefills=[],
         )
         return self.tokens[slots, positions], attention
@@ -131,14 +138,23 @@ class Batch:
         )
         return self.tokens[slots, positions], attention
 
-    def _admit(self, admission: Admission) -> None:
-        params = admission.params
-        asked = pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
-        tokens, asked = self.send(torch.tensor(admission.tokens), asked)
-        self.tokens[admission.slot, : len(tokens)] = tokens
-        self.sampling[admission.slot] = asked
-        self._table_lengths[admission.slot] = 0
-        self.occupants[admission.slot] = Occupant(params, admission.prompt_length)
+    def _admit(self, admissions: list[Admission]) -> None:
+        """All of them in one copy and two writes: a step may admit as many as the batch holds."""
+        lengths = torch.tensor([len(admission.tokens) for admission in admissions])
+        end, slots = lengths.cumsum(0), torch.tensor([admission.slot for admission in admissions])
+        asked = [pack(a.params.temperature, a.params.top_k, a.params.top_p, a.params.min_p, a.seed) for a in admissions]
+        admitted, slot_of, positions, tokens, parameters = self.send(
+            slots,
+            slots.repeat_interleave(lengths),
+            torch.arange(int(end[-1])) - (end - lengths).repeat_interleave(lengths),
+            tensor_of(list(chain.from_iterable(admission.tokens for admission in admissions))),
+            torch.cat(asked),
+        )
+        self.tokens[slot_of, positions] = tokens
+        self.sampling[admitted] = parameters.view(-1, PARAMETERS)
+        for admission in admissions:
+            self._table_lengths[admission.slot] = 0
+            self.occupants[admission.slot] = Occupant(admission.params, admission.prompt_length)
 
     def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
         width = max(plan.starts[: len(slots)]) // self.block_size + 1
@@ -150,7 +166,7 @@ class Batch:
             if count > 1:
                 tiles += tile_prompt(slot, first, count, start)
             first += count
-        (sent,) = self.send(torch.tensor(tiles).flatten())
+        (sent,) = self.send(tensor_of(list(chain.from_iterable(tiles))))
         return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
 
     def _prefill_rows(self, plan: StepPlan) -> list[PrefillRow]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.engine.plan import StepPlan
 from phalanx.fabric.group import Group
+from phalanx.kernels.attention import is_uneven
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.batch import Batch
@@ -68,8 +69,17 @@ def score_and_keep(
     return scores, tokens
 
 
+class _Kind(NamedTuple):
+    size: int
+    drawn: bool
+    uneven: bool
+
+
 class DecodeGraphs:
     """One graph a batch size, captured when first needed; a batch runs in the next larger one.
+
+    Batches of uneven lengths have their own. All ranks must agree on the graph, for to capture one they talk: what a
+    rank holds more than another does not count.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
     leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
@@ -83,7 +93,8 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._graphs: dict[tuple[int, bool], Recorded] = {}
+        self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
+        self._graphs: dict[_Kind, Recorded] = {}
         self.recorder = Recorder(model.place.group)
 
     @staticmethod
@@ -95,27 +106,26 @@ class DecodeGraphs:
         """Scores and tokens of a plan whose rows have one token each; the next run overwrites them."""
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
-        padding = size - rows
-        where = torch.tensor(
-            [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding], pin_memory=True
-        )
-        kind = (size, drawn)
+        slots = plan.slots + [self._batch.spare_slot] * (size - rows)
+        starts = plan.starts + [0] * (size - rows)
+        where = torch.tensor([slots, starts], pin_memory=self._batch.device.type == "cuda")
+        kind = _Kind(size, drawn, is_uneven(starts, self._kv_heads))
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(*kind)
+            self._graphs[kind] = self._capture(kind)
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
         graph, scores, tokens = self._graphs[kind]
         graph.replay()
         return scores[:rows], tokens[:rows]
 
-    def _capture(self, size: int, drawn: bool) -> Recorded:
+    def _capture(self, kind: _Kind) -> Recorded:
         """With rows that touch the spare slot only."""
-        self._slots[:size] = self._batch.spare_slot
-        self._positions[:size] = 0
-        return self.recorder(lambda: self._forward(size, drawn))
+        self._slots[: kind.size] = self._batch.spare_slot
+        self._positions[: kind.size] = 0
+        return self.recorder(lambda: self._forward(kind))
 
-    def _forward(self, size: int, drawn: bool) -> tuple[Tensor, Tensor]:
-        slots, positions = self._slots[:size], self._positions[:size]
-        tokens, attention = self._batch.decode_inputs(slots, positions)
+    def _forward(self, kind: _Kind) -> tuple[Tensor, Tensor]:
+        slots, positions = self._slots[: kind.size], self._positions[: kind.size]
+        tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
         hidden = self._model(tokens, positions, attention)
-        return score_and_keep(self._model, self._batch, hidden, slots, positions, drawn)
+        return score_and_keep(self._model, self._batch, hidden, slots, positions, kind.drawn)

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.engine.plan import StepPlan
 from phalanx.kernels.attention import PROMPT_TILE, tile_prompt
 from phalanx.models.decoder import Decoder
-from phalanx.runtime.batch import Batch
+from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.graphs import Recorded, Recorder, score_and_keep
 from phalanx.spec import ModelSpec
 
@@ -142,9 +142,9 @@ class PromptGraphs:
         """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
         size = size_for(plan, self._most_tokens)
         assert size is not None
-        numbers = torch.tensor(
-            lay_out(plan, size, self._batch.spare_slot), pin_memory=self._batch.device.type == "cuda"
-        )
+        numbers = tensor_of(lay_out(plan, size, self._batch.spare_slot))
+        if self._batch.device.type == "cuda":
+            numbers = numbers.pin_memory()
         scores, tokens = self._replay(size, drawn, numbers)
         sampled = sum(plan.samples)
         return scores[:sampled], tokens[:sampled]

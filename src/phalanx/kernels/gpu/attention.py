@@ -9,12 +9,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.kernels.attention import PROMPT_TILE, PrefillTiles
+from phalanx.kernels.attention import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
-SPLIT_TARGET = 264
-"""Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
-
-MOST_SPLITS = 16
 MANY_PROGRAMS = 512
 """With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""
 
@@ -116,23 +112,22 @@ def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl
 def decode_attention(
     q: Tensor,
     cache: Tensor,
-    table: Tensor,
-    positions: Tensor,
+    decode: DecodeRows,
     window: int | None,
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
 ) -> None:
-    """Split over the sequence when few sequences leave the GPU idle; nothing here depends on lengths on the host."""
+    """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
-    splits = triton.next_power_of_2(max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads))))
+    table, splits = decode.block_table, splits_of(rows, kv_heads, decode.uneven)
     tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
-        q, cache, table, positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0, scale,
-        value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        q, cache, table, decode.positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0,
+        scale, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
         num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip

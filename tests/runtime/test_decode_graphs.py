@@ -1,0 +1,56 @@
+"""Steps of single tokens in graphs: batches are padded, those of uneven lengths have graphs of their own.
+
+Graphs need a GPU; what is in them does not. `test_cuda.py` runs real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.plan import StepPlan
+from phalanx.runtime import graphs
+from phalanx.runtime.graphs import DecodeGraphs, graph_sizes
+from phalanx.runtime.runner import TorchRunner
+from tests.conftest import Reference
+from tests.runtime.replays import Repeater
+
+LENGTHS = (40, 7, 64, 23, 50, 3, 31)
+
+
+def test_sizes_end_with_the_largest_batch() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(40) == [1, 2, 4, 8, 16, 32, 40]
+
+
+def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows beyond a batch point at the spare slot, whatever was there before."""
+    monkeypatch.setattr(graphs, "is_uneven", lambda lengths, kv_heads: max(lengths) > 100)
+    greedy = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in LENGTHS]
+    paddings = set()
+    with LLM(reference.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, TorchRunner)
+        used = runner.graphs = DecodeGraphs(runner.model, runner.batch)
+        used.recorder = Repeater(runner.model.place.group)
+        run = used.run
+
+        def run_and_look(plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+            results = run(plan, drawn)
+            size = next(size for size in (1, 2, 4, 6) if size >= len(plan.slots))
+            padding = [runner.batch.spare_slot] * (size - len(plan.slots))
+            assert used._slots[:size].tolist() == plan.slots + padding
+            assert used._positions[:size].tolist() == plan.starts + [0] * len(padding)
+            paddings.add(len(padding))
+            return results
+
+        monkeypatch.setattr(used, "run", run_and_look)
+        answers = llm.generate(reference.prompts, greedy)
+    for answer, wanted, length in zip(answers, reference.continuations, LENGTHS, strict=False):
+        assert answer.token_ids == wanted[:length]
+    assert paddings == {0, 1}
+    assert {kind.uneven for kind in used._graphs} == {False, True}
