@@ -113,3 +113,10 @@ def test_too_little_memory_for_files_means_a_temporary_one(tmp_path: Path, monke
 
 def test_the_file_has_no_name_once_all_have_come(groups: list[HostGroup], tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"rendezvous"}
+
+
+def test_a_rank_that_waits_long_leaves_the_core_to_others() -> None:
+    flags = torch.zeros(2 * host._LINE_BYTES, dtype=torch.uint8)
+    began, worked = time.perf_counter(), time.thread_time()
+    assert not cpu.meet(flags, 0, 2, 1, host._LOOKS)
+    assert time.thread_time() - worked < (time.perf_counter() - began) / 2
