@@ -20,7 +20,7 @@ from phalanx.server import engine_client, mailbox
 from phalanx.server.engine_client import EngineClient, Launch
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
-from phalanx.server.messages import Books, Cancel, Loading, NewToken, Pulses, Refused, Stepped, Submit
+from phalanx.server.messages import Books, Cancel, Death, Loading, NewToken, Pulses, Refused, Stepped, Submit
 
 STUB = """
 import os, signal, sys, time
@@ -330,14 +330,20 @@ def test_after_a_pause_of_this_process_a_live_engine_is_not_given_up(
         try:
             await client.start()
             client.submit([1], SamplingParams(), Mailbox(), 0)
-            client._take(Pulses([Beat(0, 1, 0.0)]))
-            dying = asyncio.create_task(client.death())
-            await asyncio.sleep(0.01)
             client._beats = {0: (Beat(0, 1, 0.0), time.monotonic() - 100)}
-            await asyncio.sleep(0.06)
-            client._take(Pulses([Beat(0, 1, 0.0)]))
-            await asyncio.sleep(0.2)
+            look, verdicts = client._hanging, list[Death | None]()
+
+            def look_and_then_read() -> Death | None:
+                verdicts.append(look())
+                client._take(Pulses([Beat(0, 1, 0.0)]))
+                return verdicts[-1]
+
+            monkeypatch.setattr(client, "_hanging", look_and_then_read)
+            dying = asyncio.create_task(client.death())
+            while len(verdicts) < 3 and not dying.done():
+                await asyncio.sleep(0.01)
             assert not dying.done()
+            assert [verdict is not None for verdict in verdicts[:3]] == [True, False, False]
             dying.cancel()
         finally:
             await client.stop()

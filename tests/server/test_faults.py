@@ -199,7 +199,7 @@ def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int
             read = 0
             while read < after_bytes:
                 read += len(connection.recv(4096))
-    assert eventually(lambda: books_balance(lasting), within=10)
+    assert eventually(lambda: books_balance(lasting))
     assert "client_gone" in lasting.text
 
 
@@ -232,11 +232,11 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(tiny_ch
 
 
 def test_a_request_that_takes_too_long_is_ended(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path, "--request-timeout", "1") as server:
-        late = httpx.post(server.url + "/v1/completions", json=LONG | {"n": 64}, timeout=60)
+    with running(tiny_chat, tmp_path, "--request-timeout", "2") as server:
+        late = httpx.post(server.url + "/v1/completions", json=LONG | {"n": 128}, timeout=60)
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "request_timeout"
-        events = stream(server, LONG | {"n": 64})
+        events = stream(server, LONG | {"n": 128})
         assert json.loads(events[-2])["error"]["code"] == "request_timeout"
         assert eventually(lambda: books_balance(server))
         assert server.health().status_code == 200

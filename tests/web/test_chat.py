@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from tests.server.running import eventually
 from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
 from tests.web.scripted import HOSTILE_NAME, Script, ScriptedServer, says, scripted_server
 
@@ -322,7 +323,7 @@ def test_a_long_answer_is_followed_until_the_reader_scrolls(page: Page, server: 
     expect(page.locator(".md p")).to_have_count(3001)
     log = page.get_by_role("log")
     to_end = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
-    assert log.evaluate(to_end) < 50
+    assert eventually(lambda: log.evaluate(to_end) < 50)
 
     server.go_on.clear()
     server.scripts.append(Script([{"content": "more\n\n" * 200}], waits=True))
@@ -335,7 +336,7 @@ def test_a_long_answer_is_followed_until_the_reader_scrolls(page: Page, server: 
     assert log.evaluate("e => e.scrollTop") == 100
     button(page, "↓ Latest").click()
     expect(button(page, "↓ Latest")).to_have_count(0)
-    assert log.evaluate(to_end) < 50
+    assert eventually(lambda: log.evaluate(to_end) < 50)
 
 
 def test_a_servers_hostile_name_prompt_and_address_stay_text(new_page: NewPage) -> None:

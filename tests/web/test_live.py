@@ -137,7 +137,7 @@ def test_a_reload_shows_what_was_before_it(server: Server, new_page: NewPage) ->
     page.reload()
     expect(status(page)).to_contain_text("Ready", timeout=PATIENT_MS)
     assert eventually(lambda: int(page.get_by_label("Figures of").get_attribute("max") or 0) >= known - 1)
-    assert drawn(page, "Output") > 20
+    assert eventually(lambda: drawn(page, "Output") > 20)
 
 
 def test_every_rank_tells_where_its_time_goes(server: Server) -> None:

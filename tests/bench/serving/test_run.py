@@ -170,9 +170,9 @@ def test_when_all_fail_the_exit_code_says_so(server: FakeServer) -> None:
 def test_a_request_that_takes_too_long_fails_alone(server: FakeServer) -> None:
     slow: list[list[Step]] = [[text("a"), 30.0]]
     server.answer = lambda body: slow.pop() if slow else plain_answer(body)
-    result = command(server, timeout=1)
+    result = command(server, timeout=3)
     assert "5 ok, 1 failed" in result.output
-    assert "no complete answer within 1 s" in result.output
+    assert "no complete answer within 3 s" in result.output
 
 
 def test_a_connection_that_drops_is_a_failure(server: FakeServer) -> None:
@@ -298,13 +298,13 @@ def test_ctrl_c_ends_with_the_results_so_far(server: FakeServer, tmp_path: Path)
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while server.in_flight != 3 or len(server.bodies) < 6:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "Interrupted: 3 of 6 requests were finished and count." in " ".join(output.split())
     assert json.loads(file.read_text())["completed"] == 3
