@@ -125,6 +125,34 @@ def test_stop_ends_the_process_and_leaves_no_folder(engine: Callable[..., Engine
     asyncio.run(run())
 
 
+def test_a_start_broken_off_while_the_process_is_made_leaves_none(
+    engine: Callable[..., EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[asyncio.subprocess.Process] = []
+    make = asyncio.create_subprocess_exec
+
+    async def make_slowly(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        made.append(await make(*words, **options))
+        await asyncio.sleep(0.1)
+        return made[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", make_slowly)
+
+    async def run() -> None:
+        client = engine("ignores everything")
+        starting = asyncio.create_task(client.start())
+        while not made:
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await client.stop()
+        assert made[0].returncode is not None
+        assert not client._folder.exists()
+
+    asyncio.run(run())
+
+
 def test_a_handler_that_comes_after_the_end_finds_nothing_to_cancel(engine: Callable[..., EngineClient]) -> None:
     """One that was held up by a client who does not read. The sockets are gone by then, the cause is told."""
     complaints: list[dict[str, Any]] = []

@@ -107,9 +107,10 @@ class EngineClient:
             socket.set_hwm(0)
         self._reports.bind(reports_address(self._folder))
         self._orders.connect(orders_address(self._folder))
-        self._process = await self._spawn()
         ready = asyncio.get_running_loop().create_future()
         self._receiving = asyncio.create_task(self._receive(ready))
+        self._spawning = asyncio.create_task(self._spawn())
+        self._process = await asyncio.shield(self._spawning)
         exited = asyncio.create_task(self._process.wait())
         await asyncio.wait({ready, exited}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
@@ -269,16 +270,23 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process and all its ranks, and clean up behind them. There is nothing left to cancel then."""
         self._mailboxes.clear()
-        if hasattr(self, "_process"):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
-            self._kill()
-            await self._process.wait()
-            self._receiving.cancel()
-            self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if hasattr(self, "_spawning"):
+                await self._end()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self) -> None:
+        """A start that was broken off makes its process all the same."""
+        self._process = await self._spawning
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
+        self._kill()
+        await self._process.wait()
+        self._receiving.cancel()
+        self._context.destroy(linger=0)
 
     def _kill(self) -> None:
         """The engine and its ranks are one process group; whoever of it is left ends here."""
