@@ -87,4 +87,4 @@ def test_it_imports_no_torch_and_without_gpus_no_checks() -> None:
         "preflight(2, read=lambda: Facts('', System('box'), Software('', ''))); "
         "assert not {'torch', 'phalanx.doctor.checks', 'phalanx.plan.choose'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)

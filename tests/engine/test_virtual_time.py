@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -103,10 +102,8 @@ def light_load() -> Run:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_thousands_of_requests_take_seconds(depth: int) -> None:
-    started = time.perf_counter()
+def test_thousands_of_requests_get_all_their_tokens(depth: int) -> None:
     result = simulate(poisson(100.0), depth=depth)
-    assert time.perf_counter() - started < 15.0
     assert result.answered == [arrival.answer for arrival in poisson(100.0)]
 
 

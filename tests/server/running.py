@@ -33,7 +33,7 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=timeout)
 
     def health(self) -> httpx.Response:
-        return httpx.get(self.url + "/health", timeout=10)
+        return httpx.get(self.url + "/health", timeout=60)
 
     def engine(self) -> psutil.Process:
         """The engine process: scheduler and rank 0."""
@@ -89,7 +89,7 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(f"the server did not start:\n{log.read_text()}")
 
 
-def eventually(condition, within: float = 20.0) -> bool:  # type: ignore[no-untyped-def]
+def eventually(condition, within: float = 60.0) -> bool:  # type: ignore[no-untyped-def]
     """Whether it comes true in time."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:

@@ -167,13 +167,13 @@ def test_a_real_one_outlives_signals_but_not_its_parent_and_leaves_no_folder() -
             box = Mailbox()
             client.submit([5, 6], params(3), box, 0)
             taken = []
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while len(taken) < 3:
                     taken += await box.take()
             assert taken[-1][1].finish_reason == "length"
             assert client._process.stdin is not None
             client._process.stdin.close()
-            assert await asyncio.wait_for(client._process.wait(), 20) == 0
+            assert await asyncio.wait_for(client._process.wait(), 60) == 0
             assert not client._folder.exists()
         finally:
             await client.stop()

@@ -184,10 +184,10 @@ def test_too_large_a_constraint_does_not_even_reach_the_process(compiler: Compil
 
 def test_a_slow_grammar_ends_at_the_limit_and_those_behind_it_are_served(compiler: Compiler) -> None:
     async def behind_each_other() -> tuple[Any, Any, float]:
+        started = time.monotonic()
         slow = asyncio.create_task(compiler.real.compile(SLOW))
         await asyncio.sleep(0.1)
         small = asyncio.create_task(compiler.real.compile(SMALL))
-        started = time.monotonic()
         (error,) = await asyncio.gather(slow, return_exceptions=True)
         return error, await small, time.monotonic() - started
 
@@ -198,7 +198,7 @@ def test_a_slow_grammar_ends_at_the_limit_and_those_behind_it_are_served(compile
     assert grammar
     assert not before.is_running()
     assert compiler.process().pid != before.pid
-    assert took >= LIMIT_S - 0.2
+    assert took >= LIMIT_S
 
 
 def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: Compiler) -> None:
@@ -206,7 +206,7 @@ def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: Compiler
 
     async def killed_at_work() -> Any:
         work = asyncio.create_task(compiler.real.compile(Constraint(SLOW.kind, SLOW.source + " ")))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         process.kill()
         return (await asyncio.gather(work, return_exceptions=True))[0]
 
@@ -215,10 +215,12 @@ def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: Compiler
 
 
 def test_a_process_that_dies_at_rest_is_replaced_unnoticed(compiler: Compiler) -> None:
-    process = compiler.process()
-    process.kill()
-    process.wait()
-    compiler.run(asyncio.sleep(0.1))
+    async def killed_at_rest() -> None:
+        process = await compiler.real._started()
+        process.kill()
+        await process.wait()
+
+    compiler.run(killed_at_rest())
     assert compiler.compile(SMALL)
 
 
@@ -304,4 +306,4 @@ def test_the_process_does_not_outlive_a_server_killed_outright(folder: Path) -> 
     process = psutil.Process(int(server.stdout.readline()))
     os.kill(server.pid, signal.SIGKILL)
     server.wait()
-    process.wait(timeout=5)
+    process.wait(timeout=60)
