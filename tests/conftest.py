@@ -71,7 +71,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GPUs are only seen by the tests marked `cuda`, run by `pytest -m cuda`: all others mean the CPU."""
+    """GPUs are only seen by the tests marked `cuda`, run by `pytest -m cuda`: all others mean the CPU.
+
+    A process has one thread to compute with: models are tiny, and on cores that others use too, threads that wait for
+    each other take twenty times as long.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
