@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def poisoned(*shape: int) -> Tensor:
@@ -45,20 +54,21 @@ def test_add_rms_norm(rows: int, width: int) -> None:
     close(add_rms_norm(x, None, weight, 1e-5), add_rms_norm_torch(x.double(), None, weight.double(), 1e-5))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (5, 3), (33, 130)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (5, 3), (33, 130), (33, 1000)])
 def test_silu_and_mul(rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width) * 4
     gate_up[0, 0], gate_up[-1, 1] = 200.0, -200.0
     close(silu_and_mul(gate_up), silu_and_mul_torch(gate_up.double()))
 
 
+@pytest.mark.parametrize("tokens", [5, 300])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 36, 36), (2, 2, 32, 16)])
-def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
-    tokens = 5
+def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int, tokens: int) -> None:
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim)
     cos, sin = torch.randn(tokens, 1, rotary), torch.randn(tokens, 1, rotary)
-    write_to = torch.tensor([3, 0, 17, 9, 23])
-    cache, twin, other = torch.zeros(6, 4, 2, kv_heads, head_dim), qkv.clone(), torch.zeros(6, 4, 2, kv_heads, head_dim)
+    write_to = torch.randperm(4 * tokens)[:tokens]
+    cache, twin = torch.zeros(tokens, 4, 2, kv_heads, head_dim), qkv.clone()
+    other = cache.clone()
     rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads)
     rotate_and_store_torch(twin, cos, sin, write_to, other, heads, kv_heads)
     close(qkv, twin)
