@@ -4,21 +4,29 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: serve test test-cuda lint web clean
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+TWO_WORKERS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+.PHONY: serve test quick test-cuda lint web clean
 
 serve: $(VENV)/.serve
 	$(BIN)/phalanx serve --tp 2
 
 test: $(VENV)/.dev lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(PYTEST) $(TWO_WORKERS)
+
+# What a change needs: all quick tests, and the slow ones of the files it touches.
+quick: $(VENV)/.dev
+	$(PYTEST) $(TWO_WORKERS) --quick
 
 test-cuda: $(VENV)/.dev
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m cuda
+	$(PYTEST) -m cuda
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # The cockpit's pages are committed as built: users need no node. This builds them anew from web/.
 web:

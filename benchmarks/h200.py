@@ -43,11 +43,11 @@ def mixed_lengths() -> list[tuple[int, int]]:
 
 def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> None:
     """Run in a process of its own: print a line for the start, one for the machine, one a case."""
-    from phalanx.bench.machine import measure_ceilings
-    from phalanx.bench.offline import Work, time_requests
+    from phalanx.bench.ceilings import measure_ceilings
+    from phalanx.bench.offline import least_work, time_requests
+    from phalanx.models import read_config
     from phalanx.runtime.config import EngineConfig
     from phalanx.runtime.start import start_engine
-    from phalanx.spec import ModelSpec
 
     stored = checkpoint.is_dir()
     folder = checkpoint if stored else Path(tempfile.mkdtemp())
@@ -71,7 +71,7 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
 
     import torch
 
-    spec, dtype = ModelSpec.from_config(folder), torch.bfloat16
+    spec, dtype = read_config(folder), torch.bfloat16
     ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.stored_fp8 is not None)
     tell(
         metric="machine",
@@ -79,7 +79,7 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
         tb_s=ceilings.bytes_per_s / 1e12,
         tflop_s=ceilings.flops_per_s / 1e12,
     )
-    work = Work(spec, dtype.itemsize, devices=1, fp8=True)
+    work = least_work(spec, config, torch.device("cuda", 0))
     for one_prompt in (False, True) if spec.moe is not None else (False,):
         for case in cases:
             tell(**(run_mix(engine, one_prompt) if case == MIX else run_case(engine, case, work, ceilings, one_prompt)))
@@ -92,7 +92,8 @@ def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool)
     case = Case.parse(name)
     timing = time_case(engine, case, repeats=2, one_prompt=one_prompt)
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
-    (moved, flops), (_, prefill_flops) = work.of_decode_step(case), work.of_prefill(case)
+    moved, flops = work.bytes_of(case.decode_step), work.flops_of(case.decode_step)
+    prefill_flops = work.flops_of(case.prompts)
     if one_prompt:  # how many experts that takes is not counted
         return {
             "case": name,

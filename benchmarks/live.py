@@ -31,8 +31,8 @@ import httpx
 import psutil
 from serving import MODELLED, served, server
 
-from phalanx.engine.plan import Admission, StepPlan, Totals
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Admission, StepPlan, Totals
 from phalanx.server.messages import Books, NewToken, Started, Stepped
 from phalanx.server.metrics import Metrics
 from phalanx.web.expect import Baseline
@@ -126,7 +126,7 @@ def sampling_share() -> float:
         began = time.thread_time()
         for step in range(STEPS_A_SECOND):
             done = second * STEPS_A_SECOND + step
-            totals = Totals(done, done * ROWS, decodes=done * ROWS, context=done * ROWS * 1000, finished=done)
+            totals = Totals(steps=done, decodes=done * ROWS, context=done * ROWS * 1000, finished=done)
             metrics.recent.stepped(Stepped([NewToken(1, 5, None, 0, 0.0)] * ROWS, Books(ROWS, 0, 0, 0, 0, 0, totals)))
             for _ in range(ROWS):
                 metrics.recent.token_gap.append(0.02)
@@ -146,7 +146,7 @@ def books_share() -> float:
         [1000] * ROWS,
         [1] * ROWS,
         [True] * ROWS,
-        [[]] * ROWS,
+        [],
     )
     totals, began = Totals(), time.thread_time()
     for _ in range(1000):

@@ -33,7 +33,7 @@ STREAMS, STREAM_TOKENS = 64, 512
 
 MODELLED = (
     "from phalanx.runtime.config import EngineConfig; from phalanx.server.options import ServeOptions; "
-    "from phalanx.server.serve import serve; "
+    "from phalanx.web.serve import serve; "
     f"serve(EngineConfig(max_num_seqs={STREAMS}), ServeOptions(port=0), 'phalanx.bench.modelled_engine')"
 )
 

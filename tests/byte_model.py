@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from phalanx.runtime.grammar import GrammarMatcher, Grammars
+from phalanx.server.grammar.matcher import GrammarMatcher, Grammars
 from phalanx.text.tokenizer import Tokenizer
 
 _PIECES = [

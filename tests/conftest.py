@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+import sys
+import zlib
+from collections.abc import Callable
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("steady", derandomize=True, database=None)
+from tests.quick import leave_out_slow
+
+settings.register_profile("steady", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", max_examples=1000)
 settings.load_profile("steady")
 
 NEW_TOKENS = 64
 VOCAB = 512
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MLA: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+INDEXER = {"index_topk": 20, "index_head_dim": 24, "index_n_heads": 16}
+"""With few index heads, relu leaves ties at zero that prompts and decodes break differently."""
+
+LOGIT_NOISE = 2.0**12 * 2.0**-23
+"""How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
+four processors, and by other instructions of theirs, it was a tenth of this at most."""
+PROMPTS = {"llama3_rope": 8, "qwen2": 14, "qwen3_moe": 11}
+"""Seeds of the prompts of families, where it is not 7."""
+ONE_AT_A_TIME = ("cluster", "web")
+"""Folders whose tests share what a machine has once: network namespaces and fixed ports, a browser."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 208},
@@ -67,7 +100,91 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 80,
     },
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
+    "phi3": {"num_attention_heads": 8, "num_key_value_heads": 4, "rope_parameters": {"partial_rotary_factor": 0.75}},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "granite": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "gpt_oss": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 160,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
+    "glm4_moe": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "deepseek_v3": MLA | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    "kimi_like": MLA | {"model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": MLA | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+    "deepseek_v32": MLA | INDEXER,
+    "glm_moe_dsa": MLA | INDEXER | {"indexer_types": ["full", "shared", "full", "shared"]},
+    "minimax_m2": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "llama4_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 160,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": True,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+    },
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out slow tests, but for those of changed files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,15 +198,73 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A checkpoint folder, prompts of mixed lengths, and transformers' greedy continuation of each."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers share the tests, those of a group run in one of them, one after the other.
 
-    folder: Path
-    prompts: list[list[int]]
-    continuations: list[list[int]]
-    logits: Any
-    """Of the last prompt, at every position."""
+    Slow ones come first, so that at the end no worker waits for the other.
+    """
+    if config.option.quick:
+        leave_out_slow(config, items)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    """A family's tests share its reference, those of some folders what they run on; else a file is a group."""
+    family = getattr(item, "callspec", None) and item.callspec.params.get("reference")
+    folder = item.path.parent.name
+    return family or (folder if folder in ONE_AT_A_TIME else item.location[0])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Random numbers of a test are its own, whatever ran before it."""
+    seed = zlib.crc32(item.name.encode())
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+class Reference:
+    """A checkpoint folder, prompts of mixed lengths, and what transformers makes of them."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.model = make_checkpoint(name, folder)
+        rng, vocab = random.Random(PROMPTS.get(name, 7)), self.model.config.vocab_size
+        shared = [rng.randrange(vocab) for _ in range(40)]
+        prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (1, 5, 17, 48, 83)]
+        self.prompts = [*prompts, shared + prompts[1], shared + prompts[2]]
+
+    def scores(self, tokens: list[int]) -> Any:
+        """Logits at every position."""
+        import torch
+
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0]
+
+    @cached_property
+    def logits(self) -> Any:
+        """Of the last prompt, at every position."""
+        return self.scores(self.prompts[-1])
+
+    @cached_property
+    def continuations(self) -> list[list[int]]:
+        """The greedy one of each prompt."""
+        found = [_continue(self.model, prompt) for prompt in self.prompts]
+        lead = min(_lead(self.model, *pair) for pair in zip(self.prompts, found, strict=True))
+        assert lead > LOGIT_NOISE, "which token is best must be no matter of last bits: choose other PROMPTS"
+        return found
+
+    def confirms(self, prompt: list[int], output: list[int]) -> bool:
+        """Whether each of these tokens is the likeliest behind those before it, as far as last bits do not decide."""
+        import torch
+
+        scores = self.scores(prompt + output[:-1])[len(prompt) - 1 :]
+        chosen = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
+        return bool((scores.amax(-1) - chosen <= LOGIT_NOISE).all())
 
 
 def make_checkpoint(name: str, folder: Path) -> Any:
@@ -113,26 +288,33 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     config = AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
+    for tensor in model.state_dict().values():
+        torch.nn.init.normal_(tensor, mean=1.0 if tensor.dim() == 1 else 0.0, std=0.15)
     model.save_pretrained(folder)
     return model
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    import torch
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The reference of a family, made when first asked for."""
+    return cache(lambda name: Reference(name, tmp_path_factory.mktemp(name)))
 
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(request.param, folder)
-    rng = random.Random(7)
-    shared = [rng.randrange(model.config.vocab_size) for _ in range(40)]
-    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(length)] for length in (1, 5, 17, 48, 83)]
-    prompts += [shared + prompts[1], shared + prompts[2]]
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompts[-1]])).logits[0]
-        continuations = [_continue(model, prompt) for prompt in prompts]
-    return Reference(folder, prompts, continuations, logits)
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    return references(request.param)
+
+
+@pytest.fixture(scope="session", params=["llama3_rope", "qwen2", "qwen3_moe"])
+def captured(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    """Of families whose steps a GPU captures."""
+    return references(request.param)
+
+
+@pytest.fixture(scope="session", params=["llama3_rope", "qwen3_moe", "deepseek_v32"])
+def some_reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    """For what does not depend on the family."""
+    return references(request.param)
 
 
 def _continue(model: Any, prompt: list[int]) -> list[int]:
@@ -141,6 +323,24 @@ def _continue(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
     return out[0, len(prompt) :].tolist()
+
+
+def _lead(model: Any, prompt: list[int], continuation: list[int]) -> float:
+    """Of the best token over the second, where it is least."""
+    import torch
+
+    scores = model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
+    best, second = scores.topk(2).values.unbind(1)
+    return float((best - second).min())
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of engines in this process start at once: see `tests/forked_ranks.py`."""
+    from phalanx.runtime import child
+    from tests.forked_ranks import ForkedRank
+
+    monkeypatch.setattr(child, "start", ForkedRank)
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
 from phalanx import LLM, PhalanxError, SamplingParams
+from phalanx.engine.scheduler import Output
 from phalanx.errors import CheckpointError, ConfigError, LayoutError, ModelError, RequestError
+from phalanx.server.answer import Choice as ServedChoice
+from phalanx.server.answer import Piece, Question
+from phalanx.server.messages import NewToken
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -134,6 +139,38 @@ def test_a_stop_token_ends_the_answer(tiny: LLM) -> None:
     assert tiny.generate([1, 2, 3], stop).token_ids == free[: free.index(free[4]) + 1]
 
 
+ENDINGS = {
+    "the model's end": ({}, "The capital of France is Paris.", "stop"),
+    "a stop token that is a word": ({"stop_token_ids": [7042]}, "The capital of France is", "stop"),
+    "a stop string": ({"stop": ["France"]}, "The capital of ", "stop"),
+    "a stop string across tokens": ({"stop": ["tal of F"]}, "The capi", "stop"),
+    "no room": ({"max_tokens": 4}, "The capital of France", "length"),
+    "an end token ignored": ({"ignore_eos": True, "max_tokens": 8}, "The capital of France is Paris.", "length"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_server_makes_the_same_answer_of_the_same_tokens(
+    smol: LLM, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert smol.tokenizer is not None
+    options, text, reason = ENDINGS[ending]
+    params = msgspec.structs.replace(GREEDY, **options)
+    ends = sorted(smol.engine.scheduler.eos_token_ids)
+    served, piece = ServedChoice(0, Question([1], params), smol.tokenizer, ends), Piece(0)
+    step = smol.engine.step
+
+    def tapped() -> list[Output]:
+        outputs = step()
+        for output in outputs:
+            served.add(NewToken(0, output.token, output.finish_reason, 0, 0.0), piece)
+        return outputs
+
+    monkeypatch.setattr(smol.engine, "step", tapped)
+    answer = smol.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+    assert (answer.text, answer.finish_reason) == (piece.content, served.finish_reason) == (text, reason)
+
+
 def test_min_tokens_puts_the_end_off(smol: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     longer = SamplingParams(temperature=0, max_tokens=30, min_tokens=20)
@@ -209,6 +246,7 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_only(tiny: LLM) -> None:
             attempt()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_llama: Path, tmp_path: Path, tp: int) -> None:
     broken = tmp_path / "broken"

@@ -10,6 +10,9 @@ import torch
 from phalanx import LLM, SamplingParams
 from phalanx.weights.checkpoint import locate
 
+pytestmark = pytest.mark.slow
+
+TOKENS = 32
 PROMPTS = [
     "Gravity is",
     "def fibonacci(n):\n",
@@ -32,15 +35,16 @@ def continuations() -> list[tuple[list[int], list[int]]]:
         ids = tokenizer.encode(prompt)
         batch = torch.tensor([ids])
         out = model.generate(
-            batch, attention_mask=torch.ones_like(batch), max_new_tokens=64, min_new_tokens=64, do_sample=False
+            batch, attention_mask=torch.ones_like(batch), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
         )
         pairs.append((ids, out[0, len(ids) :].tolist()))
     return pairs
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_smollm2_equals_transformers(continuations: list[tuple[list[int], list[int]]], tp: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=64, min_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS)
     with LLM(tp=tp, progress=False, max_num_batched_tokens=24, max_model_len=256) as llm:
         answers = llm.generate([prompt for prompt, _ in continuations], params)
     assert [answer.token_ids for answer in answers] == [tokens for _, tokens in continuations]

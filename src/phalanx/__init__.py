@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from phalanx.engine.sampling import SamplingParams
     from phalanx.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "PhalanxError", "SamplingParams", "__version__"]
 
 _HOMES = {"LLM": "phalanx.llm", "SamplingParams": "phalanx.engine.sampling"}

@@ -36,5 +36,9 @@ class RequestError(PhalanxError):
     """One request is invalid; the engine and all other requests are unaffected."""
 
 
+class StepMemoryError(PhalanxError):
+    """A step ran out of memory: it has no results, and the steps before it are as they were."""
+
+
 class EngineDeadError(PhalanxError):
     """A rank died, raised or disagreed; the engine has stopped."""

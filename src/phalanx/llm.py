@@ -12,14 +12,14 @@ from typing import Any, overload
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phalanx.engine.plan import TokenLogprobs
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output
+from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
-from phalanx.text.detokenizer import TextStream
+from phalanx.text.answer import AnswerText
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate, model_name
 
@@ -29,7 +29,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer. `finish_reason` is 'stop' (end token, stop token or stop string) or 'length'."""
+    """One answer. `finish_reason` is 'stop' (end token, stop token or stop string) or 'length'.
+
+    The token that ends it is the last of `token_ids` and no part of `text`.
+    """
 
     text: str
     token_ids: list[int]
@@ -71,7 +74,7 @@ class _Answer:
     """An answer in the making."""
 
     request: Request
-    stream: TextStream | None
+    stream: AnswerText | None
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -222,7 +225,8 @@ class LLM:
         answers = []
         for index in range(params.n):
             request = self.engine.add(prompt, params.of_choice(index), salt)
-            stream = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
+            ends = (*self.engine.scheduler.eos_token_ids, *params.stop_token_ids)
+            stream = AnswerText(self.tokenizer, params.stop, ends) if self.tokenizer else None
             self._answers[request.id] = _Answer(request, stream)
             answers.append(self._answers[request.id])
         return answers
@@ -244,19 +248,17 @@ class LLM:
 
     def _take(self, answer: _Answer, output: Output) -> None:
         """Book a token. A stop string may end the answer before the engine would."""
+        if answer.request.error is not None:
+            raise answer.request.error
         if output.logprobs is not None:
             answer.logprobs.append(output.logprobs)
         answer.finish_reason = output.finish_reason
         if answer.stream is None:
             return
-        text, stopped = answer.stream.add(output.token)
+        text, answer.finish_reason = answer.stream.add(output.token, output.finish_reason)
         answer.text.append(text)
-        if not stopped and output.finish_reason is not None:
-            text, stopped = answer.stream.finish()
-            answer.text.append(text)
-        if stopped:
+        if answer.finish_reason is not None:
             self.engine.cancel(output.request_id)
-            answer.finish_reason = "stop"
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -13,16 +13,16 @@ from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import ConfigError, LayoutError
 from phalanx.fabric.emulated import EmulatedGroup
+from phalanx.models import read_config
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
-from phalanx.spec import ModelSpec
 from phalanx.spec.machine import Machine
 from tests.weights.conftest import CONFIGS, random_tensors, save_folder
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    return save_folder(tmp_path, CONFIGS["llama"], random_tensors(ModelSpec.from_config(CONFIGS["llama"])))
+    return save_folder(tmp_path, CONFIGS["llama"], random_tensors(read_config(CONFIGS["llama"])))
 
 
 def run(model: Path, degrees: str = "1,3", **options: object) -> list[dict[str, float]]:
@@ -40,7 +40,7 @@ def test_a_step_waits_for_every_collective_it_has(tiny: Path) -> None:
     engine.step()
     before = group.calls
     engine.step()
-    spec = ModelSpec.from_config(tiny)
+    spec = read_config(tiny)
     assert group.calls - before == step_collectives(spec, 1, 4, lambda size: 1.0)
     engine.close()
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 
-from phalanx.bench.machine import Ceilings
-from phalanx.bench.offline import Case, Work, time_case, time_requests
+from phalanx.bench.ceilings import Ceilings
+from phalanx.bench.offline import Case, least_work, time_case, time_requests
+from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.plan import StepPlan
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import ConfigError
+from phalanx.models import read_config
+from phalanx.runtime.config import EngineConfig
 from phalanx.spec import ModelSpec
 
 SHAPE = {
@@ -33,65 +37,74 @@ def test_what_is_no_case_is_refused(text: str) -> None:
         Case.parse(text)
 
 
+def work_of(spec: ModelSpec, weights: str = "bf16", cache: str = "bf16", tp: int = 1) -> RankWork:
+    return count_work(spec, tp, weights, cache)
+
+
 def test_a_decode_step_reads_the_weights_and_the_cached_tokens() -> None:
     """Per layer: q 64, k and v 32 each, o 64, MLP 3 x 128, norms 16; then a norm of 8 and a head of 800."""
-    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
-    matrices = 2 * (64 + 32 + 32 + 64 + 3 * 128)
-    weights = matrices + 2 * 16 + 8 + 800
-    case = Case.parse("3x10x4")
-    moved, flops = Work(spec, element=2, devices=1).of_decode_step(case)
+    spec = read_config(SHAPE | {"model_type": "llama"})
+    matrices = 2 * (64 + 32 + 32 + 64 + 3 * 128) + 800
+    norms = 2 * 16 + 8
+    step = Case.parse("3x10x4").decode_step
     cached = 3 * 12 * 2 * (2 * 2 * 2)
-    assert moved == (weights + cached) * 2
+    assert work_of(spec).bytes_of(step) == (matrices + norms + cached) * 2
     attention = 4 * 2 * 12 * 8
-    assert flops == 3 * (2 * weights + attention)
-    assert Work(spec, element=2, devices=2).of_decode_step(case) == (moved / 2, flops / 2)
+    assert work_of(spec).flops_of(step) == 3 * (2 * matrices + attention)
+    larger_share = work_of(spec, tp=2)
+    assert work_of(spec).flops_of(step) / 2 <= larger_share.flops_of(step) < work_of(spec).flops_of(step)
 
 
 def test_only_the_last_token_of_a_prompt_passes_what_is_behind_the_last_attention() -> None:
-    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
-    _, flops = Work(spec, element=4, devices=1).of_prefill(Case.parse("2x9x2"))
-    layers = 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 2 * 16 + 8) + 4 * 2 * 5 * 8
+    spec = read_config(SHAPE | {"model_type": "llama"})
+    layers = 2 * 2 * (64 + 32 + 32 + 64 + 3 * 128) + 4 * 2 * 5 * 8
     behind = 2 * (64 + 3 * 128)
-    assert flops == 2 * (9 * (layers - behind) + behind + 1600)
+    assert work_of(spec).flops_of(Case.parse("2x9x2").prompts) == 2 * (9 * (layers - behind) + behind + 1600)
 
 
 def test_of_the_last_experts_too_only_the_last_token_passes_those_it_is_routed_to() -> None:
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    spec = ModelSpec.from_config(SHAPE | {"model_type": "mixtral"} | moe)
-    dense = ModelSpec.from_config(SHAPE | {"model_type": "llama"})
-    saved = [
-        9 * each.flops_per_token(5) - Work(each, element=4, devices=1).of_prefill(Case.parse("1x9x2"))[1]
-        for each in (spec, dense)
-    ]
+    routed = work_of(read_config(SHAPE | {"model_type": "mixtral"} | moe))
+    dense = work_of(read_config(SHAPE | {"model_type": "llama"}))
     router = 8 * 4
-    assert saved[0] - saved[1] == 8 * 2 * (router + 3 * 128)
+    assert routed.last_flops - dense.last_flops == 2 * (router + 3 * 128)
 
 
 def test_of_the_experts_only_those_in_use_are_read() -> None:
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    spec = ModelSpec.from_config(SHAPE | {"model_type": "mixtral"} | moe)
-    one, _ = Work(spec, element=1, devices=1).of_decode_step(Case.parse("1x2x2"))
-    many, _ = Work(spec, element=1, devices=1).of_decode_step(Case.parse("200x2x2"))
+    work = work_of(read_config(SHAPE | {"model_type": "mixtral"} | moe))
+    one, many = (work.bytes_of(Case.parse(case).decode_step) for case in ("1x2x2", "200x2x2"))
     experts = 2 * 4 * 3 * 128
     cached_for_one = 3 * 2 * 8
-    assert many - one == pytest.approx(experts / 2 + 199 * cached_for_one)
+    assert many - one == pytest.approx(2 * (experts / 2 + 199 * cached_for_one))
 
 
 def test_weights_held_in_fp8_are_read_as_such() -> None:
     """The linear layers a byte an element and 4 for each tile, the norms and the head two bytes."""
     quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    spec = ModelSpec.from_config(SHAPE | {"model_type": "llama", "head_dim": 2} | quantised)
-    case = Case.parse("1x2x2")
-    wide, _ = Work(spec, element=2, devices=1).of_decode_step(case)
-    narrow, _ = Work(spec, element=2, devices=1, fp8=True).of_decode_step(case)
-    assert wide - narrow == 2 * (64 + 32 + 32 + 64 + 3 * 128) - 2 * 7 * 4
+    spec = read_config(SHAPE | {"model_type": "llama", "head_dim": 2} | quantised)
+    step = Case.parse("1x2x2").decode_step
+    narrow = work_of(spec, weights="fp8").bytes_of(step)
+    assert work_of(spec).bytes_of(step) - narrow == 2 * (64 + 32 + 32 + 64 + 3 * 128) - 2 * 7 * 4
 
 
 def test_keys_and_values_held_in_fp8_are_read_as_such() -> None:
-    spec, case = ModelSpec.from_config(SHAPE | {"model_type": "llama", "head_dim": 2}), Case.parse("5x6x4")
-    wide, _ = Work(spec, element=2, devices=1).of_decode_step(case)
-    narrow, _ = Work(spec, element=2, devices=1, fp8_cache=True).of_decode_step(case)
-    assert wide - narrow == 5 * (6 + 2) * 2 * spec.layers * spec.kv_heads * spec.head_dim
+    spec = read_config(SHAPE | {"model_type": "llama", "head_dim": 2})
+    step = Case.parse("5x6x4").decode_step
+    narrow = work_of(spec, cache="fp8").bytes_of(step)
+    assert work_of(spec).bytes_of(step) - narrow == 5 * (6 + 2) * 2 * 2 * 2 * 2
+
+
+def test_a_device_is_held_against_what_it_holds() -> None:
+    """On CPUs float32, and one machine for all ranks; on GPUs the checkpoint's FP8 or dtype, and a share for each."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    spec = read_config(SHAPE | {"model_type": "llama", "dtype": "bfloat16"} | quantised)
+    assert least_work(spec, EngineConfig(), gpu) == work_of(spec, "fp8")
+    assert least_work(spec, EngineConfig(), cpu) == work_of(spec, "fp32", "fp32")
+    plain = read_config(SHAPE | {"model_type": "llama", "dtype": "bfloat16"})
+    assert least_work(plain, EngineConfig(tp=2, kv_cache_dtype="fp8"), gpu) == work_of(plain, cache="fp8", tp=2)
+    assert least_work(plain, EngineConfig(tp=2, dtype="half"), cpu) == work_of(plain, "fp16", "fp16")
 
 
 def test_the_limit_is_whichever_takes_longer() -> None:

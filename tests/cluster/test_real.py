@@ -22,7 +22,7 @@ from phalanx.cluster.node import processes_of
 from tests.cluster.sshd import NAME, free_port, private_sshd
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ODD = 'it\'s "odd"; $HOME `id` *'
 """Would not reach Ray whole if a shell on the way read it."""

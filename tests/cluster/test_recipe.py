@@ -16,11 +16,11 @@ import yaml
 from typer.testing import CliRunner
 
 from phalanx.cli import app
-from phalanx.cluster import spark
 from phalanx.cluster.commands import ray_environment, ray_start
 from phalanx.cluster.hosts import Cluster, parse_hosts
 from phalanx.cluster.recipe import Recipe, default_model, recipe
 from phalanx.errors import ConfigError
+from phalanx.plan.recipes import spark
 from phalanx.spec.machine import Machine
 
 HELD_BACK = ("RestartSteps", "RestartMaxDelaySec")

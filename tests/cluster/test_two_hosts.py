@@ -19,7 +19,7 @@ from tests.conftest import make_checkpoint
 from tests.server.conftest import add_tokenizer
 from tests.server.running import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 300
 PROMPT = "abc"
 SHORT = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}

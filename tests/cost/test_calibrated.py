@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
-from phalanx.cost.price import Rates, StepLimits, combine
-from phalanx.cost.step import Step
+from phalanx.cost.price import Rates, Roofline, combine
 from phalanx.cost.work import count_work
-from phalanx.spec import catalog
+from phalanx.engine.step_sums import StepSums
+from phalanx.models import catalog
 from phalanx.spec.calibration import AllReduceTimes, Calibration, GpuShare
 from phalanx.spec.machine import Link, Machine
 from tests.shared_data import shared_file
@@ -144,9 +144,9 @@ def test_all_that_reads_memory_slows_by_the_bandwidth_and_all_that_multiplies_by
 ) -> None:
     """The experts too: their fitted dependence on a GPU's datasheet does not hide a card in bad health."""
     machine = Machine.parse("8xH100-SXM")
-    healthy = StepLimits(count_work(catalog.model(model), 8, weights, "bf16"), machine.gpus[0], NVSWITCH, "vllm")
+    healthy = Roofline(count_work(catalog.model(model), 8, weights, "bf16"), machine.gpus[0], NVSWITCH, "vllm")
     ill = replace(healthy, calibration=calibration(GpuShare(0, "H100-SXM", 0.45, 0.395, 0.325)))
-    step = Step(8, 8000, 512, 512 * 256, 1)
+    step = StepSums(8, 8000, 512, 512 * 256, 1)
     before, after = healthy.of(step), ill.of(step)
     for name in ("linear_read", "expert_read", "head_read", "cache_read", "activations"):
         assert getattr(after, name) == pytest.approx(2 * getattr(before, name))

@@ -11,7 +11,7 @@ from phalanx.cost.correction import Traits, effects, traits_of
 from phalanx.cost.fitted import Quantity, Width, load_fitted
 from phalanx.cost.price import Rates
 from phalanx.cost.profiles import PROFILES, profile
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.workload import Workload
 
 MIDDLE = Workload(2048, 512, 32)

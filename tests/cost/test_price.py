@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from phalanx.cost.price import Limits, Rates, StepLimits, combine
-from phalanx.cost.step import Step
+from phalanx.cost.price import Rates, Roofline, RooflineTimes, combine
 from phalanx.cost.work import count_work
-from phalanx.engine.plan import StepPlan
-from phalanx.spec import catalog
+from phalanx.engine.step_plan import StepPlan
+from phalanx.engine.step_sums import StepSums
+from phalanx.models import catalog
 from phalanx.spec.machine import Machine
 
 PERFECT = Rates(1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 REAL = Rates(0.8, 0.7, 0.9, 0.8, 0.4, 0.5, 0.8, 0.5, 1.2, 2, 30, 10, 20, 50, 0.1, 0.5, 10, 8, 2)
 
 
-def limits(name: str = "Llama-3.3-70B", machine: str = "4xH100-SXM", weights: str = "bf16") -> StepLimits:
+def limits(name: str = "Llama-3.3-70B", machine: str = "4xH100-SXM", weights: str = "bf16") -> Roofline:
     hardware = Machine.parse(machine)
     work = count_work(catalog.model(name), len(hardware), weights, "bf16")
-    return StepLimits(work, hardware.gpus[0], hardware.link(len(hardware)), "vllm")
+    return Roofline(work, hardware.gpus[0], hardware.link(len(hardware)), "vllm")
 
 
-def seconds(step: Step, of: StepLimits, rates: Rates = PERFECT) -> float:
+def seconds(step: StepSums, of: Roofline, rates: Rates = PERFECT) -> float:
     return float(combine(of.of(step), rates).total)
 
 
 def test_a_lone_decode_at_the_limits_reads_every_weight_once() -> None:
     """Llama 70B in bf16 over one H100's 3.35 TB/s, embedding left out: 139.0 GB / 3.35 TB/s."""
-    assert seconds(Step(1, 1), limits(machine="1xH100-SXM")) == pytest.approx(139.0e9 / 3.35e12, rel=0.005)
+    assert seconds(StepSums(1, 1), limits(machine="1xH100-SXM")) == pytest.approx(139.0e9 / 3.35e12, rel=0.005)
 
 
 def test_a_long_prompt_at_the_limits_computes_every_product() -> None:
     one = limits("Llama-3.1-8B", "1xH100-SXM")
     dense = 2 * 6.98e9 * 8192 / 989e12
     attention = 4 * 32 * 32 * 128 * (8192 * 8193 / 2) / 989e12
-    assert seconds(Step(0, 0, 8192, 8192 * 8193 / 2, 1), one) == pytest.approx(dense + attention, rel=0.01)
+    assert seconds(StepSums(0, 0, 8192, 8192 * 8193 / 2, 1), one) == pytest.approx(dense + attention, rel=0.01)
 
 
 def test_context_costs_its_bytes() -> None:
     one = limits("Llama-3.1-8B", "1xH200")
-    added = seconds(Step(8, 8 * 9192), one) - seconds(Step(8, 8 * 1000), one)
+    added = seconds(StepSums(8, 8 * 9192), one) - seconds(StepSums(8, 8 * 1000), one)
     assert added == pytest.approx(8 * 8192 * 131_072 / 4.8e12, rel=1e-6)
 
 
 def test_sliding_layers_read_no_further_than_their_window() -> None:
     one = limits("gpt-oss-120b", "1xH200", "mxfp4")
-    added = seconds(Step(1, 8192), one) - seconds(Step(1, 4096), one)
+    added = seconds(StepSums(1, 8192), one) - seconds(StepSums(1, 4096), one)
     assert added == pytest.approx(4096 * 36_864 / 4.8e12, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    "more",
-    [Step(16, 8000), Step(8, 16_000), Step(8, 8000, 1024, 1024 * 512, 1), Step(8, 8000, 2048, 2048 * 1024, 2)],
+    "step",
+    [
+        StepSums(8, 8000),
+        StepSums(16, 8000),
+        StepSums(8, 16_000),
+        StepSums(8, 8000, 1024, 1024 * 512, 1),
+        StepSums(8, 8000, 2048, 2048 * 1024, 2),
+    ],
 )
-def test_more_work_costs_more(more: Step) -> None:
-    assert seconds(more, limits(), REAL) > seconds(Step(8, 8000), limits(), REAL)
+def test_a_step_of_a_real_engine_is_the_sum_of_its_parts(step: StepSums) -> None:
+    """Llama 70B over four H100s, by hand: 855.6M weights a layer, 1.05G in the head, 320 KiB of cache a token."""
+    found = limits().of(step)
+    bandwidth, flops, tokens = 3.35e12, 989e12, step.decodes + step.prompt_tokens
+
+    def product(weights: float, rows: int) -> float:
+        reading, computing = 2 * weights / 4 / bandwidth / 0.8, 2 * rows * weights / 4 / flops / 0.7
+        return (reading**3 + computing**3) ** (1 / 3)
+
+    weights = product(80 * 855.6e6, tokens) + product(128_256 * 8192, step.decodes + step.prompts)
+    cache = step.context * 80 * 4096 / 4 / bandwidth / 0.8
+    pairs = step.prompt_pairs * 80 * 4 * 64 * 128 / 4 / flops / 0.5
+    prompt = step.prompts > 0
+    layers = 80 * (30e-6 + prompt * 50e-6)
+    passes = 2 * 80 * tokens * 8192 * 2 / bandwidth
+    overhead = layers + step.decodes * 10e-6 + 0.1e-3 + prompt * 0.5e-3 + passes
+    wanted = weights + cache + pairs + 1.2 * found.all_reduce + overhead
+    assert float(combine(found, REAL).total) == pytest.approx(wanted, rel=0.002)
 
 
 def test_fp8_halves_what_is_read() -> None:
-    half, whole = limits(weights="fp8").of(Step(1, 1)), limits().of(Step(1, 1))
+    half, whole = limits(weights="fp8").of(StepSums(1, 1)), limits().of(StepSums(1, 1))
     assert half.linear_read == pytest.approx(whole.linear_read / 2, rel=0.01)
     assert half.linear_compute == pytest.approx(whole.linear_compute / 2, rel=0.01)
 
 
 def test_experts_are_read_as_far_as_tokens_touch_them() -> None:
     moe = limits("Qwen3-235B-A22B", "4xH200", "fp8")
-    one, two, many = (moe.of(Step(rows, rows)).expert_read for rows in (1, 2, 512))
+    one, two, many = (moe.of(StepSums(rows, rows)).expert_read for rows in (1, 2, 512))
     assert one < two < 2 * one
     assert many == pytest.approx(one * 128 / 8, rel=0.001)
 
 
 def test_only_rows_that_sample_pass_the_head() -> None:
-    decodes, with_prompts = limits().of(Step(8, 8000)), limits().of(Step(8, 8000, 4096, 4096 * 1024, 4))
+    decodes, with_prompts = limits().of(StepSums(8, 8000)), limits().of(StepSums(8, 8000, 4096, 4096 * 1024, 4))
     assert decodes.head_compute == pytest.approx(8 * 2 * 128256 / 4 * 8192 / 989e12)
     assert with_prompts.head_compute == pytest.approx(decodes.head_compute * 12 / 8)
     assert with_prompts.head_read == decodes.head_read
@@ -82,7 +102,7 @@ def test_only_rows_that_sample_pass_the_head() -> None:
 
 def test_experts_may_gain_less_from_bandwidth_than_it_grows() -> None:
     def seconds_of(machine: str, power: float) -> float:
-        found = limits("Qwen3-235B-A22B", machine, "fp8").of(Step(1, 1))
+        found = limits("Qwen3-235B-A22B", machine, "fp8").of(StepSums(1, 1))
         return float(combine(found, PERFECT._replace(expert_bandwidth_power=power)).experts)
 
     assert seconds_of("4xH100-SXM", 1) / seconds_of("4xH200", 1) == pytest.approx(4.8 / 3.35, rel=0.001)
@@ -90,25 +110,30 @@ def test_experts_may_gain_less_from_bandwidth_than_it_grows() -> None:
 
 
 def test_two_all_reduces_a_layer() -> None:
-    found = limits().of(Step(8, 8))
+    found = limits().of(StepSums(8, 8))
     assert found.all_reduce == pytest.approx(2 * 80 * 5.8e-6, rel=0.01)  # 8 x 8192 x 2 B = 128 KiB over TP4
-    assert limits(machine="1xH100-SXM").of(Step(8, 8)).all_reduce == 0
+    assert limits(machine="1xH100-SXM").of(StepSums(8, 8)).all_reduce == 0
 
 
 def test_overheads_count_layers_rows_and_prompts() -> None:
-    step, prompt = limits().of(Step(8, 8000)), limits().of(Step(8, 8000, 64, 64 * 32, 1))
+    step, prompt = limits().of(StepSums(8, 8000)), limits().of(StepSums(8, 8000, 64, 64 * 32, 1))
     added = combine(step, PERFECT._replace(layer_us=10, row_us=5, step_ms=2)).overhead
     assert added == pytest.approx(80 * 10e-6 + 8 * 5e-6 + 2e-3)
     assert combine(step, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1, fp8_layer_us=3)).overhead == 0
     assert combine(prompt, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1)).overhead == pytest.approx(1.8e-3)
-    quantised = limits(weights="fp8").of(Step(8, 8000))
+    quantised = limits(weights="fp8").of(StepSums(8, 8000))
     assert combine(quantised, PERFECT._replace(fp8_layer_us=3)).overhead == pytest.approx(80 * 3e-6)
 
 
 def test_a_step_priced_in_an_array_costs_the_same() -> None:
-    steps = [Step(8, 8000), Step(1, 10), Step(8, 8000, 512, 512 * 256, 1), Step(0, 0, 2048, 2048 * 1024, 2)]
+    steps = [
+        StepSums(8, 8000),
+        StepSums(1, 10),
+        StepSums(8, 8000, 512, 512 * 256, 1),
+        StepSums(0, 0, 2048, 2048 * 1024, 2),
+    ]
     found = [limits("Qwen3-235B-A22B", "4xH200", "fp8").of(step) for step in steps]
-    together = combine(Limits(*np.array(found).T), REAL).total
+    together = combine(RooflineTimes(*np.array(found).T), REAL).total
     assert together.tolist() == pytest.approx([float(combine(one, REAL).total) for one in found])
 
 
@@ -120,8 +145,8 @@ def test_a_step_is_read_off_its_plan() -> None:
         starts=[99, 49, 0, 100],
         counts=[1, 1, 30, 20],
         samples=[True, True, False, True],
-        new_blocks=[[], [], [], []],
+        new_blocks=[],
     )
     pairs = sum(range(1, 31)) + sum(range(101, 121))
-    assert Step.of(plan) == Step(2, 150, 50, pairs, 2)
-    assert replace(Step.of(plan), repeats=3).tokens == 52
+    assert plan.sums() == StepSums(2, 150, 50, pairs, 2)
+    assert plan.sums().tokens == 52

@@ -1,11 +1,11 @@
-"""Work is counted from the model's own tensors and caches, and agrees with what others count."""
+"""RankWork is counted from the model's own tensors and caches, and agrees with what others count."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.cost.work import count_work
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.layout import Layout
 
 MODELS = ["Llama-3.3-70B", "Qwen3-235B-A22B", "gpt-oss-120b", "DeepSeek-R1", "Qwen3.5-397B-A17B"]

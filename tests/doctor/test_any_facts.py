@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx.doctor.checks import Deployment, judge, judge_together
 from phalanx.doctor.facts import Corruption, Facts, Gpu, Measured, RemappedRows
 from phalanx.doctor.finding import Finding
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.machine import Machine
 from tests.doctor.build_machines import MACHINES, change
 

@@ -20,6 +20,8 @@ from phalanx.doctor.measure import measure, ranks
 from phalanx.doctor.measure.rates import _cpu_best, fp8_product
 from phalanx.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LAPTOP = Facts("2026-11-15T10:00:00Z", System("laptop", cpu="A CPU"), Software("3.11", "0", torch_sees_gpus=0))
 ROOT = Path(__file__).parents[2]
 INTS, FLOATS, HALVES = range(4), range(4, 8), range(8, 12)

@@ -134,12 +134,14 @@ def check_empty(scheduler: Scheduler) -> None:
 
 
 def _check_places(scheduler: Scheduler) -> None:
-    """Each request is in one place; those that run are older than those that wait; each slot has one owner or none."""
-    running, waiting = scheduler.running, list(scheduler.waiting)
-    ids = [request.id for request in running + waiting]
-    assert ids == sorted(set(ids)), f"not in order of arrival: {ids}"
-    assert sorted(scheduler.requests) == ids
+    """Each request is in one place, in order of priority and arrival; each slot has one owner or none."""
+    running, waiting = scheduler.running, scheduler.waiting
+    for requests in (running, waiting):
+        orders = [(request.params.priority, request.id) for request in requests]
+        assert orders == sorted(set(orders)), f"not in order: {orders}"
+    assert sorted(scheduler.requests) == sorted(request.id for request in running + waiting)
     assert all(request.phase is Phase.RUNNING for request in running)
+    _check_stages(scheduler)
     for request in waiting:
         assert request.phase is Phase.WAITING
         assert request.slot is None
@@ -147,6 +149,18 @@ def _check_places(scheduler: Scheduler) -> None:
     assert len(running) <= scheduler.limits.max_num_seqs
     slots = [request.slot for request in running] + scheduler._free_slots
     assert sorted(slot for slot in slots if slot is not None) == list(range(scheduler.limits.max_num_seqs))
+
+
+def _check_stages(scheduler: Scheduler) -> None:
+    """Who runs is a prompt, is ready for its next token, or waits for one to be read."""
+    for request in scheduler.running:
+        is_prompt, is_ready = request.id in scheduler._prompts, request.id in scheduler._ready
+        assert is_prompt == (request.rest > 1)
+        assert is_ready <= (request.rest == 1)
+        assert request.pending or is_prompt or is_ready, "nobody will come back to it"
+        size = scheduler.pool.block_size
+        assert request.room == min(len(request.blocks) * size, request.longest - 1) >= request.computed
+    assert {*scheduler._prompts, *scheduler._ready} <= {request.id for request in scheduler.running}
 
 
 def _check_blocks(scheduler: Scheduler) -> None:

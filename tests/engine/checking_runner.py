@@ -14,10 +14,11 @@ from zlib import crc32
 
 import msgspec
 
+from phalanx.engine.masks import places_for, unpack
 from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.plan import Admission, StepPlan, StepResult
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits
+from phalanx.engine.step_plan import Admission, StepPlan, StepResult
 
 
 def next_token(history: Sequence[int], seed: int, vocab: int, mask: bytes | None = None) -> int:
@@ -44,7 +45,6 @@ class Row:
     start: int
     count: int
     sampled: bool
-    new_blocks: list[int]
 
     @property
     def end(self) -> int:
@@ -72,6 +72,7 @@ class CheckingRunner:
         self._inner = ModelledRunner(price, lambda slot, position: self._sampled[0][slot, position], depth)
         self._sampled: deque[dict[tuple[int, int], int]] = deque()
         self._prefix_numbers: dict[tuple[int, int], int] = {}
+        self.masks: dict[int, bytes] = {}
         self._kv: dict[tuple[int, int], int] = {}
 
     @property
@@ -84,12 +85,15 @@ class CheckingRunner:
         assert plan.step == len(self.plans) + 1, f"step {plan.step} after step {len(self.plans)}"
         rows = self._rows(plan)
         self._admit(plan.admissions, rows)
+        self._extend(plan.new_blocks)
         for row in rows:
             self._take(row, fresh=any(row.slot == admission.slot for admission in plan.admissions))
         self._write(rows)
         for row in rows:
             self._read(row)
-        masks = dict(plan.masks)
+        assert all(0 <= place < places_for(self.limits.max_num_seqs) for place, _ in plan.new_masks)
+        self.masks |= {place: unpack(packed) for place, packed in plan.new_masks}
+        masks = {index: self.masks[place] for index, place in plan.masks}
         assert all(rows[index].sampled for index in masks), "a mask for a row that yields no token"
         self._sampled.append(
             {
@@ -113,7 +117,7 @@ class CheckingRunner:
         self._inner.close()
 
     def _rows(self, plan: StepPlan) -> list[Row]:
-        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, plan.new_blocks, strict=True)
+        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
         rows = [Row(*column) for column in columns]
         singles = [row.count == 1 for row in rows]
         assert rows, "an empty step"
@@ -138,11 +142,17 @@ class CheckingRunner:
                 admission.prompt_length, tokens, admission.seed, admission.params, [], row.start
             )
 
+    def _extend(self, new_blocks: list[tuple[int, list[int]]]) -> None:
+        assert len({number for number, _ in new_blocks}) == len(new_blocks), f"a slot is named twice: {new_blocks}"
+        for number, blocks in new_blocks:
+            table = self.slots[number].table
+            table += blocks
+            assert blocks, f"slot {number} is named for no block"
+            assert all(0 <= block < self.num_blocks for block in blocks), f"no such block: {blocks}"
+            assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
+
     def _take(self, row: Row, fresh: bool) -> None:
         slot = self.slots[row.slot]
-        slot.table += row.new_blocks
-        assert all(0 <= block < self.num_blocks for block in row.new_blocks), f"no such block: {row.new_blocks}"
-        assert len(set(slot.table)) == len(slot.table), f"slot {row.slot} has a block twice: {slot.table}"
         assert row.start == slot.computed, f"slot {row.slot} starts at {row.start}, {slot.computed} are computed"
         assert row.end <= len(slot.tokens), f"slot {row.slot} computes to {row.end} of {len(slot.tokens)} tokens"
         assert row.end <= self.limits.max_model_len, f"slot {row.slot} computes beyond the context"

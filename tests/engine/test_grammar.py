@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phalanx.engine.plan import StepPlan
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import StepPlan
 
 from .books import VOCAB, ToyMatcher, answer_alone, check_answer, check_empty, greedy, make_engine, run
 
@@ -136,5 +136,5 @@ def test_steps_without_a_grammar_carry_nothing_for_it() -> None:
     engine.add(PROMPT, greedy(2))
     run(engine)
     assert all(plan.masks == [] for plan in runner.plans)
-    with_masks = msgspec.structs.replace(runner.plans[0], masks=[(0, b"\x07")])
+    with_masks = msgspec.structs.replace(runner.plans[0], masks=[(0, 5)], new_masks=[(5, b"\x07")])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(with_masks), type=StepPlan) == with_masks

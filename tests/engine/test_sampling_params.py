@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx.engine.plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.engine.sampling import (
+    COUNT_LIMIT,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -17,6 +17,7 @@ from phalanx.engine.sampling import (
     SEED_LIMIT,
     SamplingParams,
 )
+from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.errors import RequestError
 
 from .books import VOCAB, check_answer, check_books, check_empty, greedy, make_engine, run
@@ -28,6 +29,7 @@ WHOLE_NUMBERS: dict[str, tuple[int, int | None]] = {
     "top_k": (0, None),
     "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
     "logprobs": (0, MAX_LOGPROBS),
+    "priority": (-COUNT_LIMIT, COUNT_LIMIT),
 }
 NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -237,7 +239,7 @@ def test_plans_and_results_survive_the_wire() -> None:
         ignore_eos=True,
     )
     admission = Admission(1, 2, [5, 6, 7], SEED_LIMIT - 1, params)
-    plan = StepPlan(7, [admission], [0, 1], [9, 0], [1, 3], [True, False], [[], [4]])
+    plan = StepPlan(7, [admission], [0, 1], [9, 0], [1, 3], [True, False], [(1, [4])])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
     assert plan.num_tokens == 4
     result = StepResult(7, [3], [TokenLogprobs(-0.25, [(3, -0.25), (4, -1.5)])])

@@ -6,10 +6,10 @@ import pytest
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
-from phalanx.engine.plan import StepPlan
 from phalanx.engine.request import Phase
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import ConfigError
 
 from .books import answer_alone, check_answer, check_books, check_empty, greedy, make_engine, run
@@ -43,7 +43,8 @@ def test_an_admitted_request_gets_the_blocks_of_its_prompt_at_once_and_later_one
     engine, runner = make_engine(budget=8, block_size=4, prefix_caching=False)
     engine.add(TEXT[:16], greedy(6))
     run(engine)
-    assert [len(plan.new_blocks[0]) for plan in runner.plans] == [4, 0, 1, 0, 0, 0, 1]
+    added = [[(slot, len(blocks)) for slot, blocks in plan.new_blocks] for plan in runner.plans]
+    assert added == [[(0, 4)], [], [(0, 1)], [], [], [], [(0, 1)]]
 
 
 def test_decodes_are_not_delayed_by_a_long_prompt() -> None:
@@ -108,13 +109,13 @@ def test_no_more_run_at_once_than_max_num_seqs() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preemption_takes_the_youngest_and_the_answers_stay_the_same(depth: int, prefix_caching: bool) -> None:
     engine, _ = make_engine(
-        block_size=4, num_blocks=6, max_model_len=24, budget=32, depth=depth, prefix_caching=prefix_caching
+        block_size=4, num_blocks=7, max_model_len=24, budget=32, depth=depth, prefix_caching=prefix_caching
     )
     requests = [engine.add(TEXT[length : 2 * length], greedy(12, seed=length)) for length in (6, 7, 5)]
     while not any(request.preemptions for request in requests):
         engine.step()
         check_books(engine.scheduler)
-    assert [request.preemptions for request in requests] == [0, 0, 1], "the second is the first to need a block"
+    assert [request.preemptions for request in requests] == [0, 0, 1], "the second takes the last block"
     assert engine.scheduler.waiting[0] is requests[2], "it is the next to run again"
     run(engine)
     assert requests[0].preemptions == 0, "the oldest is never preempted"

@@ -33,6 +33,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         seed=draw(st.integers(0, 3)),
         stop_token_ids=draw(st.lists(token_ids, max_size=1)),
         ignore_eos=draw(st.sampled_from([True, True, False])),
+        priority=draw(st.sampled_from([0, 0, 0, -1, 1])),
     )
 
 
@@ -52,7 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_model_len=st.integers(8, 28),
         spare_blocks=st.integers(0, 5),
         max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 20),
+        budget=st.integers(1, 22),
         depth=st.integers(1, 3),
         prefix_caching=st.booleans(),
     )

@@ -12,7 +12,6 @@ from phalanx.fabric.host import HostGroup
 from phalanx.fabric.nccl import NcclGroup, interface_of
 from phalanx.fabric.peer import TWO_SHOT_BYTES, PeerGroup, one_shot_bytes
 from phalanx.kernels import cpu
-from phalanx.runtime import rank as rank_module
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Spot, local_spots, pick_device
 
@@ -83,27 +82,6 @@ def test_ranks_do_not_share_a_gpu_unasked(monkeypatch: pytest.MonkeyPatch) -> No
     assert local_spots(config) == [Spot(0, 2), Spot(1, 2)]
     with pytest.raises(ConfigError, match="TP=2, but 1 GPUs are visible"):
         pick_device(config, 0)
-
-
-def test_ranks_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what is left below nine tenths, for two."""
-
-    class Model:
-        class place:
-            device = GPU
-
-            class spec:
-                max_positions = 10**9
-
-        cache_bytes_per_token = 1
-
-    monkeypatch.setattr(rank_module.torch.cuda, "mem_get_info", lambda device: (60_000, 100_000))
-    config = EngineConfig(tp=2, block_size=10)
-    alone, shared = (
-        rank_module.blocks_that_fit(config, Model, Spot(0, 2, ranks))  # type: ignore[arg-type]
-        for ranks in (1, 2)
-    )
-    assert (alone, shared) == (5_000, 2_500)
 
 
 def test_sharing_is_for_one_machine() -> None:

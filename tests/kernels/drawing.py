@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.kernels.sampling import pack
+from phalanx.kernels.sampling_table import pack
 
 
 class Asked(NamedTuple):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from triton.language.extra import cuda
 
-from phalanx.kernels import attention
-from phalanx.kernels.attention import (
-    AttentionBatch,
-    DecodeRows,
-    Masks,
-    PrefillTiles,
-    decode_attention_torch,
-    prefill_attention_torch,
-    tile_prompt,
-)
+from phalanx.kernels import tiling
+from phalanx.kernels.attention import AttentionBatch, Masks, Sight, decode_attention_torch, prefill_attention_torch
 from phalanx.kernels.gpu import attention as gpu
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
 PAGE = 8
 
@@ -38,31 +32,46 @@ def check_prompts(heads: int, kv_heads: int, head_dim: int, window: int | None, 
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), any(start for start, _ in spans))
     found, wanted = (torch.full((tokens, heads, head_dim), float("nan")) for _ in range(2))
     gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found)
-    prefill_attention_torch(qkv[:, :heads], cache, cut, window, 0.2, wanted)
+    prefill_attention_torch(qkv[:, :heads], cache, cut, Sight(window), 0.2, wanted)
     torch.testing.assert_close(found, wanted)
 
 
-def check_decode(heads: int, kv_heads: int, lengths: list[int], window: int | None, uneven: bool = False) -> None:
+class Launches:
+    """A kernel that keeps the grids it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return self._kernel[grid]
+
+
+def check_decode(
+    heads: int, kv_heads: int, lengths: list[int], window: int | None, parts: int, uneven: bool = False
+) -> None:
+    """Every sequence in as many parts, each a program for every KV head."""
     rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
     q, cache = torch.randn(rows, heads, head_dim), torch.randn(rows * width, PAGE, 2, kv_heads, head_dim)
     decode = DecodeRows(torch.randperm(len(cache)).view(rows, width), positions, uneven)
     found = torch.full((rows, heads, head_dim), float("nan"))
-    with patch.object(gpu, "splits_of", wraps=attention.splits_of) as asked:
+    with patch.object(gpu, "_decode", Launches(gpu._decode)) as launches:
         gpu.decode_attention(q, cache, decode, window, 0.2, found)
-    asked.assert_called_once_with(rows, kv_heads, uneven)
-    mask = Masks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(window)
+    assert launches.grids == [(kv_heads, rows, parts)]
+    mask = Masks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
     torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2))
 
 
 def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     torch.manual_seed(0)
-    attention.SPLIT_TARGET, gpu.MANY_PROGRAMS = 12, 18
+    tiling.SPLIT_TARGET, gpu.MANY_PROGRAMS = 12, 18
     for window in (None, 150):
-        check_decode(2, 2, [300], window)
-        check_decode(4, 2, [1, 700, 130], window)
-        check_decode(4, 4, [1, 200, 3, 4, 5], window)
-        check_decode(4, 2, [2000, 1, 3, 130], window, uneven=True)
+        check_decode(2, 2, [300], window, parts=8)
+        check_decode(4, 2, [1, 700, 130], window, parts=2)
+        check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1)
+        check_decode(4, 2, [2000, 1, 3, 130], window, parts=16, uneven=True)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])

@@ -15,10 +15,11 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 assert triton.knobs.runtime.interpret
 
-from phalanx.kernels.fp8 import Quantised, dequantise, quantise_torch  # noqa: E402
+from phalanx.kernels.fp8 import Quantised, dequantise  # noqa: E402
 from phalanx.kernels.gpu import all_reduce  # noqa: E402
 from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
 from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
+from phalanx.kernels.quantise import quantise_torch  # noqa: E402
 
 PROGRAMS = 2
 """Far fewer than on a GPU, so that small calls already need several rounds and several pieces."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
-from phalanx.kernels.attention import AttentionBatch, DecodeRows, Masks, decode_attention, decode_attention_torch
+from phalanx.kernels.attention import AttentionBatch, Masks, Sight, decode_attention, decode_attention_torch
 from phalanx.kernels.gemm import SKINNY, Gemm, skinny_gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.tiling import DecodeRows
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 pytestmark = needs_compiler
@@ -88,8 +89,8 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: 
     decode = DecodeRows(table, lengths)
     masks = Masks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
     out, scale = poisoned(rows, heads, head_dim), head_dim**-0.5
-    decode_attention(qkv[:, :heads], cache, decode, masks, window, scale, out)
-    wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(window), scale)
+    decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)
+    wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(Sight(window)), scale)
     close(out, wanted)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.kernels.attention import MOST_SPLITS, is_uneven, splits_of
+from phalanx.kernels.tiling import MOST_SPLITS, is_uneven, splits_of
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_kernels_sort_as_defined() -> None:
     """In Triton's interpreter; on a GPU `test_gpu.py` says more."""

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised
-from phalanx.kernels.fp8 import Fp8Weight, dequantise, quantise, quantise_blocks, row_block_of
+from phalanx.kernels.fp8 import Fp8Weight, dequantise, quantise_blocks, row_block_of
 from phalanx.kernels.gemm import Fp8Gemm, fp8_product_torch
-from phalanx.kernels.moe import fused_experts, fused_experts_torch, route
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
+from phalanx.kernels.quantise import quantise
 from phalanx.kernels.sampling import likeliest
+from phalanx.spec.ffn import SILU, Router
 
 CPU = torch.device("cpu")
 STEP = 2.0**-4
@@ -116,10 +118,10 @@ def test_experts_in_fp8_are_the_widened_ones_on_a_cpu() -> None:
             part.fill(*quantise_blocks(torch.randn(inner, hidden)))
         down[expert].fill(*quantise_blocks(torch.randn(hidden, inner)))
     x = torch.randn(6, hidden)
-    weights, chosen = route(torch.randn(6, experts), 2, renormalise=True)
+    weights, chosen = route(torch.randn(6, experts), Router(experts, 2, renormalise=True))
     wide = gate_up.dequantised(torch.float32), down.dequantised(torch.float32)
-    wanted = fused_experts_torch(x, *wide, weights, chosen)
-    assert torch.equal(fused_experts(x, gate_up, down, weights, chosen), wanted)
+    wanted = fused_experts_torch(x, ExpertWeights(*wide), weights, chosen, SILU, False)
+    assert torch.equal(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted)
     assert wide[0].shape == (experts, 2 * inner, hidden)
 
 

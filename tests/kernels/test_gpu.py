@@ -10,29 +10,23 @@ from torch import Tensor
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised, silu_and_mul_torch
 from phalanx.kernels.attention import (
     AttentionBatch,
-    DecodeRows,
     Masks,
     PrefillRow,
-    PrefillTiles,
+    Sight,
     decode_attention,
     decode_attention_torch,
     paged_attention,
-    tile_prompt,
 )
-from phalanx.kernels.fp8 import (
-    Fp8Weight,
-    Quantised,
-    dequantise,
-    quantise,
-    quantise_blocks,
-    quantise_torch,
-    row_block_of,
-)
+from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise, quantise_blocks, row_block_of
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
-from phalanx.kernels.moe import fused_experts, fused_experts_torch, route, route_torch
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised, add_rms_norm_torch
-from phalanx.kernels.rotary import HeadNorms, norm_heads, rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.quantise import quantise, quantise_torch
+from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from phalanx.spec.ffn import SILU, Router
 
 pytestmark = [
     pytest.mark.cuda,
@@ -118,8 +112,8 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, window: int 
     decode = DecodeRows(table, positions)
     masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float64)
     out, scale = torch.full((rows, heads, head_dim), float("nan"), dtype=dtype, device="cuda"), head_dim**-0.5
-    decode_attention(qkv[:, :heads], cache, decode, masks, window, scale, out)
-    wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(window), scale)
+    decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)
+    wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(Sight(window)), scale)
     close(out, wanted)
 
 
@@ -193,8 +187,8 @@ def test_decode_attention_of_few_and_of_many_sequences(rows: int, kv_heads: int,
     decode = DecodeRows(table, positions, uneven)
     masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float32)
     out = torch.full((rows, heads, head_dim), float("nan"), dtype=torch.bfloat16, device="cuda")
-    decode_attention(qkv[:, :heads], cache, decode, masks, None, 0.1, out)
-    close(out, decode_attention_torch(qkv[:, :heads].float(), cache.float(), decode, masks.decode(None), 0.1))
+    decode_attention(qkv[:, :heads], cache, decode, masks, Sight(), 0.1, out)
+    close(out, decode_attention_torch(qkv[:, :heads].float(), cache.float(), decode, masks.decode(Sight()), 0.1))
 
 
 @DTYPES
@@ -222,8 +216,8 @@ def test_prefill_attention(
     fast = AttentionBatch(tables, None, [], cut)
     plain = AttentionBatch(tables, None, rows)
     masks = Masks(plain, page, torch.float64)
-    wanted = paged_attention(qkv.double(), heads, cache.double(), plain, masks, window, head_dim**-0.5)
-    close(paged_attention(qkv, heads, cache, fast, masks, window, head_dim**-0.5), wanted)
+    wanted = paged_attention(qkv.double(), heads, cache.double(), plain, masks, Sight(window), head_dim**-0.5)
+    close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), head_dim**-0.5), wanted)
 
 
 def close_quantised(found: Quantised, wanted: Tensor) -> None:
@@ -290,8 +284,8 @@ def test_likeliest(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_route(experts: int, top: int, renormalise: bool, dtype: torch.dtype) -> None:
     logits = torch.stack([torch.randperm(experts, device="cuda") for _ in range(33)]).to(dtype) / experts * 4
-    weights, chosen = route(logits, top, renormalise)
-    wanted, best = route_torch(logits.double(), top, renormalise)
+    weights, chosen = route(logits, Router(experts, top, renormalise=renormalise))
+    wanted, best = route_torch(logits.double(), Router(experts, top, renormalise=renormalise))
     assert chosen.tolist() == best.tolist()
     close(weights, wanted)
 
@@ -304,9 +298,11 @@ def test_route(experts: int, top: int, renormalise: bool, dtype: torch.dtype) ->
 def test_fused_experts(rows: int, experts: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     x = randn(rows, hidden, dtype=dtype)
     gate_up, down = randn(experts, 2 * inner, hidden, dtype=dtype) / 8, randn(experts, hidden, inner, dtype=dtype) / 8
-    weights, chosen = route(randn(rows, experts, dtype=dtype), top, renormalise=True)
-    wanted = fused_experts_torch(x.double(), gate_up.double(), down.double(), weights.double(), chosen.long())
-    close(fused_experts(x, gate_up, down, weights, chosen), wanted)
+    weights, chosen = route(randn(rows, experts, dtype=dtype), Router(experts, top, renormalise=True))
+    wanted = fused_experts_torch(
+        x.double(), ExpertWeights(gate_up.double(), down.double()), weights.double(), chosen.long(), SILU, False
+    )
+    close(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 128, 700])
@@ -326,13 +322,13 @@ def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, in
             part.fill(*quantise_blocks(torch.randn(inner, hidden, device="cuda") / 8))
         down[expert].fill(*quantise_blocks(torch.randn(hidden, inner, device="cuda") / 8))
     x = randn(rows, hidden, dtype=torch.bfloat16)
-    weights, chosen = route(randn(rows, experts, dtype=torch.bfloat16), top, renormalise=True)
+    weights, chosen = route(randn(rows, experts, dtype=torch.bfloat16), Router(experts, top, renormalise=True))
     wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
     for expert in range(experts):
         entered = fp8_product_torch(quantise(x), gate_up[expert], None, torch.float64).bfloat16()
         left = fp8_product_torch(silu_and_mul_quantised(entered), down[expert], None, torch.float64)
         wanted += left * (weights * (chosen == expert)).sum(-1, keepdim=True)
-    close(fused_experts(x, gate_up, down, weights, chosen), wanted, tolerance=3e-2)
+    close(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted, tolerance=3e-2)
 
 
 def test_a_cache_of_more_than_two_billion_elements() -> None:
@@ -346,5 +342,5 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     decode, out = DecodeRows(table, positions), torch.empty(rows, heads, head_dim, device="cuda").bfloat16()
     masks = Masks(AttentionBatch(positions, decode, []), 16, torch.bfloat16)
-    decode_attention(qkv[:, :heads], cache, decode, masks, None, 1.0, out)
+    decode_attention(qkv[:, :heads], cache, decode, masks, Sight(), 1.0, out)
     close(out, qkv[:, heads + kv_heads :].repeat_interleave(2, dim=1))

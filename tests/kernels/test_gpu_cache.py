@@ -8,18 +8,17 @@ from torch import Tensor
 
 from phalanx.kernels.attention import (
     AttentionBatch,
-    DecodeRows,
     Masks,
     PrefillRow,
-    PrefillTiles,
+    Sight,
     decode_attention,
     decode_attention_torch,
     paged_attention,
-    tile_prompt,
 )
-from phalanx.kernels.cache import CacheScales, in_fp8
+from phalanx.kernels.cache import CacheScales, HeadNorms, in_fp8
 from phalanx.kernels.fp8 import E4M3
-from phalanx.kernels.rotary import HeadNorms, rotate_and_store
+from phalanx.kernels.rotary import rotate_and_store
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 from tests.kernels.test_gpu import DTYPES, close, randn
 
 pytestmark = [
@@ -93,8 +92,8 @@ def decode_equals_definition(
     masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float64)
     out = torch.full((rows, heads, head_dim), float("nan"), dtype=dtype, device="cuda")
     scale, q = head_dim**-0.5 * SCALES.key, qkv[:, :heads]
-    decode_attention(q, cache, decode, masks, window, scale, out, SCALES.value)
-    close(out, decode_attention_torch(q.double(), cache, decode, masks.decode(window), scale, SCALES.value))
+    decode_attention(q, cache, decode, masks, Sight(window), scale, out, SCALES.value)
+    close(out, decode_attention_torch(q.double(), cache, decode, masks.decode(Sight(window)), scale, SCALES.value))
 
 
 @DTYPES
@@ -115,8 +114,8 @@ def test_prefill_attention(heads: int, kv_heads: int, head_dim: int, window: int
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"), True)
     fast, plain = AttentionBatch(tables, None, [], cut), AttentionBatch(tables, None, rows)
     masks, scale = Masks(plain, page, torch.float64), head_dim**-0.5 * SCALES.key
-    wanted = paged_attention(qkv.double(), heads, cache, plain, masks, window, scale, SCALES.value)
-    close(paged_attention(qkv, heads, cache, fast, masks, window, scale, SCALES.value), wanted)
+    wanted = paged_attention(qkv.double(), heads, cache, plain, masks, Sight(window), scale, SCALES.value)
+    close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), scale, SCALES.value), wanted)
 
 
 def test_queries_beyond_float16_do_not_break_attention() -> None:
@@ -126,5 +125,5 @@ def test_queries_beyond_float16_do_not_break_attention() -> None:
     decode = DecodeRows(torch.tensor([[0, 1, 2]], device="cuda"), torch.tensor([40], device="cuda"))
     masks = Masks(AttentionBatch(decode.positions, decode, []), 16, torch.float32)
     out = torch.full((1, 1, 64), float("nan"), dtype=torch.bfloat16, device="cuda")
-    decode_attention(q, cache, decode, masks, None, 0.1, out, 1.0)
+    decode_attention(q, cache, decode, masks, Sight(), 0.1, out, 1.0)
     assert out.isfinite().all()

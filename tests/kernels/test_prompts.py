@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.kernels.attention import (
-    PROMPT_TILE,
-    AttentionBatch,
-    Masks,
-    PrefillRow,
-    PrefillTiles,
-    paged_attention,
-    tile_prompt,
-)
+from phalanx.kernels.attention import AttentionBatch, Masks, PrefillRow, Sight, paged_attention
+from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles, tile_prompt
 
 
 @pytest.mark.parametrize("count", [2, PROMPT_TILE - 1, PROMPT_TILE, PROMPT_TILE + 1, 5 * PROMPT_TILE + 17])
@@ -53,8 +46,8 @@ def test_attention_over_tiles_is_that_over_whole_prompts(window: int | None) -> 
     plain = AttentionBatch(tables, None, rows)
     cut = AttentionBatch(tables, None, [], PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), True))
     masks = Masks(plain, page, torch.float64)
-    wanted = paged_attention(qkv, heads, cache, plain, masks, window, 0.25)
-    torch.testing.assert_close(paged_attention(qkv, heads, cache, cut, masks, window, 0.25), wanted)
+    wanted = paged_attention(qkv, heads, cache, plain, masks, Sight(window), 0.25)
+    torch.testing.assert_close(paged_attention(qkv, heads, cache, cut, masks, Sight(window), 0.25), wanted)
 
 
 def test_the_kernels_attend_as_defined() -> None:

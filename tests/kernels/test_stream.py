@@ -36,7 +36,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_products_of_few_rows_are_streamed(taken: list[str]) -> None:
-    from phalanx.kernels.gpu import product
+    from phalanx.kernels.gpu.gemm import product
 
     def ask(rows: int, inputs: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
         product(torch.empty(rows, inputs, dtype=dtype), torch.empty(8, inputs, dtype=dtype), None)
@@ -92,7 +92,7 @@ def test_tiles_cover_a_product_and_no_program_is_idle(rows: int, in_fp8: bool) -
 
 
 def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken: list[str]) -> None:
-    from phalanx.kernels.gpu import fp8_product
+    from phalanx.kernels.gpu.gemm import fp8_product
 
     def ask(rows: int, outputs: int = 256, row_block: int = 128) -> None:
         weight = Fp8Weight.empty(outputs, 128, row_block=row_block, device=torch.device("cpu"))
@@ -110,7 +110,8 @@ def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken:
 
 
 def test_other_gpus_than_hopper_do_not_stream(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.kernels.gpu import product, stream
+    from phalanx.kernels.gpu import stream
+    from phalanx.kernels.gpu.gemm import product
 
     monkeypatch.setattr(stream, "multiprocessors", lambda device: 0)
     product(torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(8, 64, dtype=torch.bfloat16), None)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import Admission, StepPlan
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import Quantised, dequantise
+from phalanx.models import read_config
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.weights.checkpoint import Checkpoint
@@ -32,30 +33,30 @@ class CountingGroup(Solo):
         return tensor
 
 
-def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(reference: Reference) -> None:
+def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(captured: Reference) -> None:
     group, config = CountingGroup(), EngineConfig(max_num_seqs=2)
-    model = load_model(config, Checkpoint(reference.folder), group, progress=lambda done, total: None)
+    model = load_model(config, Checkpoint(captured.folder), group, progress=lambda done, total: None)
     runner = make_runner(config, model, Sizes(num_blocks=8, max_model_len=64))
-    prompt = reference.prompts[2]
+    prompt = captured.prompts[2]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams(temperature=0))
-    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [True], [[0, 1]]))
+    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [True], [(0, [0, 1])]))
     spec = model.place.spec
     behind_the_last_attention = [(1, spec.hidden)] * 2
-    assert group.reduced == [(len(prompt), spec.hidden)] * (2 * spec.layers - 2) + behind_the_last_attention
+    assert group.reduced == [(len(prompt), spec.hidden)] * (2 * len(spec.layers) - 2) + behind_the_last_attention
     assert group.gathered == 1
-    runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [True], [[]]))
-    assert len(group.reduced) == 4 * spec.layers
-    assert runner.collect().tokens == reference.continuations[2][:1]
-    assert runner.collect().tokens == reference.continuations[2][1:2]
+    runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [True], []))
+    assert len(group.reduced) == 4 * len(spec.layers)
+    assert runner.collect().tokens == captured.continuations[2][:1]
+    assert runner.collect().tokens == captured.continuations[2][1:2]
 
 
 def test_the_bias_after_a_row_parallel_product_counts_once() -> None:
     """Two ranks' partial products with a bias: the sum has it once, not twice."""
     from phalanx.layers.linear import RowParallelLinear
     from phalanx.layers.place import Place
-    from phalanx.spec import Layout, ModelSpec
+    from phalanx.spec import Layout
 
-    spec = ModelSpec.from_config(
+    spec = read_config(
         {
             "model_type": "llama",
             "hidden_size": 8,
@@ -77,9 +78,8 @@ def test_the_bias_after_a_row_parallel_product_counts_once() -> None:
 
     layout, parts = Layout(spec, 2), []
     for rank in range(2):
-        layer = RowParallelLinear(
-            Place(layout, Half(rank), torch.float32, torch.device("cpu")), "model.layers.0.mlp.down_proj", bias=True
-        )
+        place = Place(layout, Half(rank), torch.float32, torch.device("cpu"))
+        layer = RowParallelLinear(place, "model.layers.0.mlp.down_proj")
         owned = layout.owned("ffn", rank)
         layer.product.weight.copy_(weight[:, owned.start : owned.stop])
         assert layer.bias is not None

@@ -10,7 +10,7 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from phalanx.cost.fitted import load_fitted, write_fitted  # noqa: E402
-from phalanx.cost.step import Step  # noqa: E402
+from phalanx.engine.step_sums import StepSums  # noqa: E402
 from phalanx.plan import calibrate as calibration  # noqa: E402
 from phalanx.plan.calibrate import Data, calibrate, cross_validate, fold_of, load_data, summarise, to_fitted  # noqa: E402
 from phalanx.plan.measurements import Case, Measurement, prepare  # noqa: E402
@@ -106,7 +106,7 @@ def test_a_summary_weighs_as_the_trace_does() -> None:
     case = cases()[1]
     trace = simulate(*case.trace_key)
 
-    def price(step: Step) -> float:
+    def price(step: StepSums) -> float:
         return 0.01 + 1e-4 * step.prompt_tokens + 1e-3 * step.decodes + 1e-6 * step.context
 
     times, steps = trace.times(price), summarise(trace)

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from phalanx.cli import app
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.cost.fitted import load_fitted
-from phalanx.plan.ask import Question, ask
+from phalanx.models import catalog
+from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.choose import Plan
 from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.record import to_dict
-from phalanx.spec import catalog
 from phalanx.spec.calibration import AllReduceTimes, Calibration, CalibrationError, GpuShare
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -48,7 +48,7 @@ def predicted(calibration: Calibration | None, tp: int = 4, engine: str = "phala
 
 
 def planned(calibration: Calibration | Path | None, machine: str = "4xH100-SXM", engines: str = "phalanx") -> Plan:
-    question = Question(
+    question = PlanQuestion(
         "Llama-3.3-70B", machine, engines=engines, formats="fp8", requests=32, calibration=calibration, tps="1,2,4"
     )
     return ask(question)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli import app
-from phalanx.spec import catalog
+from phalanx.models import catalog
 
 run = CliRunner().invoke
 PLAN = ["plan", "Llama-3.3-70B", "--machine", "8xH100-SXM"]

@@ -7,16 +7,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.rules import Admission, Rules
-from phalanx.cost.step import Step
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan.counted import CountedBatch
 from phalanx.plan.scheduled import ScheduledBatch
 from phalanx.plan.simulate import Trace, _Simulation
 from phalanx.spec.workload import Workload
 
-admissions = st.sampled_from(["mixed", "whole", "first"])
+admissions = st.sampled_from(["fair", "mixed", "whole", "first"])
 
 
-def price(step: Step) -> float:
+def price(step: StepSums) -> float:
     return 0.01 + 1e-4 * step.prompt_tokens + 1e-3 * step.decodes + 1e-6 * step.context
 
 
@@ -67,7 +67,7 @@ def test_arrivals_by_the_clock(
     check(Workload(trace=tuple(trace)), Rules(admission, step_tokens, max_sequences=16), kv_tokens)
 
 
-@pytest.mark.parametrize("admission", ["mixed", "whole", "first"])
+@pytest.mark.parametrize("admission", ["fair", "mixed", "whole", "first"])
 @pytest.mark.parametrize(("clients", "kv_tokens"), [(12, 700), (60, 4800)])
 def test_sequences_that_give_up_their_blocks(admission: Admission, clients: int, kv_tokens: int) -> None:
     """A cache too short for what was admitted: the youngest are computed again. A large one keeps some blocks free."""

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError
+from phalanx.models import catalog, read_config
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.fit import Fit, activation_bytes, fit
-from phalanx.spec import Layout, ModelSpec, catalog
+from phalanx.spec import Layout
 from phalanx.spec.machine import Machine
 
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -21,7 +22,7 @@ RANK_OF_FOUR = {"num_attention_heads": 16, "num_key_value_heads": 2, "intermedia
 
 
 def one_h200(config: dict[str, Any], **options: Any) -> Fit:
-    return fit(ModelSpec.from_config(config), Machine.parse("H200"), 1, ENGINES["vllm"], **options)
+    return fit(read_config(config), Machine.parse("H200"), 1, ENGINES["vllm"], **options)
 
 
 @pytest.mark.parametrize("batched_tokens", [16384, None], ids=["as-measured", "server-default"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.models import catalog
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.shapes import Shape, shape
-from phalanx.spec import catalog
 
 
 def judged(model: str, number_format: str, tp: int, engine: str) -> Shape:

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from phalanx.cost.rules import Admission, Rules
-from phalanx.cost.step import Step
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan import simulate as simulation
 from phalanx.plan.simulate import Trace, simulate
 from phalanx.spec.workload import Workload
@@ -16,7 +16,7 @@ ADMISSIONS: list[Admission] = ["mixed", "whole", "first"]
 LOAD = Workload(input_tokens=300, output_tokens=40, concurrency=6, spread=0.2, requests=30)
 
 
-def price(step: Step) -> float:
+def price(step: StepSums) -> float:
     return 0.01 + 1e-4 * step.prompt_tokens + 1e-3 * step.decodes + 1e-6 * step.context
 
 
@@ -31,11 +31,10 @@ def test_every_token_is_computed_once(admission: Admission) -> None:
     lengths = [(prompt, output) for _, prompt, output in LOAD.lengths()]
     assert [(passage.input_tokens, passage.output_tokens) for passage in trace.passages] == lengths
     assert sum(step.prompt_tokens for step in trace.steps) == sum(prompt for prompt, _ in lengths)
-    decoded = sum(step.decodes * step.repeats for step in trace.steps)
+    decoded = sum(step.decodes * repeats for step, repeats in zip(trace.steps, trace.repeats, strict=True))
     assert decoded == sum(output - 1 for _, output in lengths)
-    assert sum(step.context * step.repeats for step in trace.steps) == pytest.approx(
-        sum(prompt + token for prompt, output in lengths for token in range(1, output))
-    )
+    context = sum(step.context * repeats for step, repeats in zip(trace.steps, trace.repeats, strict=True))
+    assert context == pytest.approx(sum(prompt + token for prompt, output in lengths for token in range(1, output)))
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -44,7 +43,7 @@ def test_leaps_change_nothing(admission: Admission, request: pytest.FixtureReque
     request.getfixturevalue("no_leaps")
     walked_trace = simulate(LOAD, Rules(admission, 512))
     walked = walked_trace.times(price)
-    assert all(step.repeats == 1 for step in walked_trace.steps)
+    assert all(repeats == 1 for repeats in walked_trace.repeats)
     assert leapt.ttft == pytest.approx(walked.ttft)
     assert leapt.tpot == pytest.approx(walked.tpot)
     assert leapt.seconds == pytest.approx(walked.seconds)
@@ -132,13 +131,13 @@ def test_requests_wait_for_the_clock() -> None:
     load = Workload(trace=((0.0, 100, 10), (100.0, 100, 10)))
     trace = simulate(load, Rules(), price=price)
     times = trace.times(price)
-    assert times.ttft == pytest.approx([price(Step(0, 0, 100, 0, 1))] * 2)
+    assert times.ttft == pytest.approx([price(StepSums(0, 0, 100, 0, 1))] * 2)
     assert times.seconds == pytest.approx(100 + times.ttft[1] + 9 * times.tpot[1])
 
 
 def test_a_request_that_arrives_within_a_step_waits_for_its_end() -> None:
     load = Workload(trace=((0.0, 1000, 10), (0.05, 100, 10)))
-    first = price(Step(0, 0, 1000, 0, 1))
+    first = price(StepSums(0, 0, 1000, 0, 1))
     waited = simulate(load, Rules(), price=price).times(price).ttft[1]
     assert waited > first - 0.05
 

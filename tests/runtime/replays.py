@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from phalanx.runtime.graphs import Recorded, Recorder
+from phalanx.runtime.graphs import Recorded, Recorder, Run
 
 
 class Rerun:
     """Stands where a graph would: a replay computes all anew and leaves it in the same places."""
 
-    def __init__(self, run: Callable[[], tuple[Tensor, Tensor]], places: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, run: Run, places: tuple[Tensor, Tensor]) -> None:
         self._run = run
         self._places = places
 
@@ -24,6 +23,7 @@ class Rerun:
 
 
 class Repeater(Recorder):
-    def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
+    def __call__(self, rehearse: Run, run: Run) -> Recorded:
+        rehearse()
         places = run()
         return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), *places)

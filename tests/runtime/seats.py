@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.engine.plan import Admission, StepPlan
+from phalanx.engine.masks import pack
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.runtime.batch import Batch
-from phalanx.runtime.sampler import SamplingRow
+from phalanx.runtime.sampler import SamplingRows
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,28 @@ class Seat:
     mask: bytes | None = None
 
 
-def seated(seats: Sequence[Seat], device: str = "cpu") -> tuple[Batch, list[SamplingRow]]:
+def seated(
+    seats: Sequence[Seat], device: str = "cpu", order: Sequence[int] | None = None
+) -> tuple[Batch, SamplingRows]:
+    """Each in the slot of its number, with rows in this order of slots."""
     length = max(max(seat.position, len(seat.history)) for seat in seats)
     batch = Batch(len(seats), length, 8, 0, torch.device(device))
     admissions = [
         Admission(slot, seat.prompt_length, list(seat.history), seat.seed, seat.params)
         for slot, seat in enumerate(seats)
     ]
-    batch.update(StepPlan(1, admissions, [], [], [], [], []))
-    rows = []
-    for slot, seat in enumerate(seats):
-        occupant = batch.occupants[slot]
-        assert occupant is not None
-        rows.append(SamplingRow(occupant, slot, seat.position, seat.mask))
-    return batch, rows
+    slots = list(range(len(seats)) if order is None else order)
+    masks = {slot: seat.mask for slot, seat in enumerate(seats) if seat.mask is not None}
+    plan = StepPlan(
+        1,
+        admissions,
+        slots=slots,
+        starts=[seats[slot].position - 1 for slot in slots],
+        counts=[1] * len(seats),
+        samples=[True] * len(seats),
+        new_blocks=[],
+        masks=[(row, slot) for row, slot in enumerate(slots) if slot in masks],
+        new_masks=[(slot, pack(mask)) for slot, mask in masks.items()],
+    )
+    batch.update(plan)
+    return batch, SamplingRows.of(plan, batch)

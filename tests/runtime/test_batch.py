@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.engine.plan import Admission, StepPlan
 from phalanx.engine.sampling import SamplingParams
-from phalanx.kernels.sampling import pack
+from phalanx.engine.step_plan import Admission, StepPlan
+from phalanx.kernels.sampling_table import pack
 from phalanx.runtime.batch import Batch, tensor_of
 
 ASKED = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
@@ -27,7 +27,7 @@ def test_who_takes_a_slot_over_starts_with_an_empty_table() -> None:
     batch = Batch(2, 8, 2, 9, torch.device("cpu"))
     for blocks in ([4, 5], [6]):
         admission = Admission(1, 2, [1, 2], 0, ASKED)
-        batch.update(StepPlan(1, [admission], [1], [0], [2], [True], [blocks]))
+        batch.update(StepPlan(1, [admission], [1], [0], [2], [True], [(1, blocks)]))
     inputs, attention = batch.decode_inputs(torch.tensor([1]), torch.tensor([1]), uneven=True)
     assert inputs.tolist() == [2]
     assert attention.write_to.tolist() == [6 * 2 + 1]

@@ -9,9 +9,9 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.kernels.fp8 import quantise_blocks
+from phalanx.models import read_config
 from phalanx.runtime import graphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
-from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
 from tests.runtime.test_fp8_cache import NAMES, some_prompts, with_scales
 from tests.weights.conftest import COMMON, Config, save_folder
@@ -31,34 +31,34 @@ def test_greedy_tokens_on_a_gpu_equal_transformers(reference: Reference) -> None
     assert [answer.token_ids for answer in answers] == reference.continuations
 
 
-def test_seeded_sampling_works_on_a_gpu(reference: Reference) -> None:
+def test_seeded_sampling_works_on_a_gpu(captured: Reference) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=3, max_tokens=16, logprobs=2)
     penalties = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, logit_bias={3: 1.0}, max_tokens=8)
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", **TIGHT) as llm:
-        first, second = (llm.generate(reference.prompts[2], params).token_ids for _ in range(2))
+    with LLM(captured.folder, progress=False, device="cuda", dtype="fp32", **TIGHT) as llm:
+        first, second = (llm.generate(captured.prompts[2], params).token_ids for _ in range(2))
         assert first == second
-        assert len(llm.generate(reference.prompts, penalties)) == len(reference.prompts)
+        assert len(llm.generate(captured.prompts, penalties)) == len(captured.prompts)
 
 
-def test_many_sequences_of_many_lengths_run_in_padded_graphs(reference: Reference) -> None:
+def test_many_sequences_of_many_lengths_run_in_padded_graphs(captured: Reference) -> None:
     """Batches between the captured sizes, shrinking as requests end, beside sampled ones: tokens as when alone."""
     lengths = (40, 7, 64, 23, 50, 3, 31)
     greedy = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in lengths]
     noise = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     limits = {"max_model_len": 160, "max_num_seqs": 24, "num_blocks": 400}
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", **limits) as llm:
-        answers = llm.generate(reference.prompts * 2, greedy + [noise] * len(reference.prompts))
-    for answer, wanted, length in zip(answers, reference.continuations, lengths, strict=False):
+    with LLM(captured.folder, progress=False, device="cuda", dtype="fp32", **limits) as llm:
+        answers = llm.generate(captured.prompts * 2, greedy + [noise] * len(captured.prompts))
+    for answer, wanted, length in zip(answers, captured.continuations, lengths, strict=False):
         assert answer.token_ids == wanted[:length]
 
 
-def test_batches_of_uneven_lengths_give_the_same_tokens(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_uneven_lengths_give_the_same_tokens(captured: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence in as many parts as can be, most of them empty."""
     monkeypatch.setattr(graphs, "is_uneven", lambda lengths, kv_heads: True)
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", **TIGHT) as llm:
-        answers = llm.generate(reference.prompts, greedy)
-    assert [answer.token_ids for answer in answers] == reference.continuations
+    with LLM(captured.folder, progress=False, device="cuda", dtype="fp32", **TIGHT) as llm:
+        answers = llm.generate(captured.prompts, greedy)
+    assert [answer.token_ids for answer in answers] == captured.continuations
 
 
 FP8: Config = COMMON | {
@@ -81,7 +81,7 @@ def fp8_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = FP8 | FAMILIES[request.param]
     random = torch.Generator().manual_seed(3)
     tensors = {}
-    for name, tensor in ModelSpec.from_config(config).tensors.items():
+    for name, tensor in read_config(config).tensors.items():
         values = torch.randn(tensor.shape, generator=random) * 0.15 + (1 if len(tensor.shape) == 1 else 0)
         if tensor.is_linear:
             values, tensors[f"{name}_scale_inv"] = quantise_blocks(values)

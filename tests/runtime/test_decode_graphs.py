@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.plan import StepPlan
+from phalanx.engine.step_plan import StepPlan
 from phalanx.runtime import graphs
 from phalanx.runtime.graphs import DecodeGraphs, graph_sizes
 from phalanx.runtime.runner import TorchRunner
@@ -26,13 +26,13 @@ def test_sizes_end_with_the_largest_batch() -> None:
 
 
 def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch
+    captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows beyond a batch point at the spare slot, whatever was there before."""
     monkeypatch.setattr(graphs, "is_uneven", lambda lengths, kv_heads: max(lengths) > 100)
     greedy = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in LENGTHS]
     paddings = set()
-    with LLM(reference.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
+    with LLM(captured.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
         used = runner.graphs = DecodeGraphs(runner.model, runner.batch)
@@ -49,8 +49,8 @@ def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
             return results
 
         monkeypatch.setattr(used, "run", run_and_look)
-        answers = llm.generate(reference.prompts, greedy)
-    for answer, wanted, length in zip(answers, reference.continuations, LENGTHS, strict=False):
+        answers = llm.generate(captured.prompts, greedy)
+    for answer, wanted, length in zip(answers, captured.continuations, LENGTHS, strict=False):
         assert answer.token_ids == wanted[:length]
     assert paddings == {0, 1}
     assert {kind.uneven for kind in used._graphs} == {False, True}

@@ -13,15 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.plan import Admission, StepPlan
+from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.fabric.group import Solo
 from phalanx.runtime import rank
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, blocks_that_fit, load_model, make_runner
 from phalanx.weights.checkpoint import Checkpoint
-from tests.conftest import make_checkpoint
+from tests.conftest import LOGIT_NOISE, make_checkpoint
 
+HALFWAY = 1e-4
+"""Far above the last bits of a key or value, far below a step of the format for most of them."""
 FAMILIES = ("llama", "qwen2", "qwen3")
 LAYERS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -35,18 +37,31 @@ NAMES = (
 )
 
 
-class RoundingCache(DynamicCache):
-    """What transformers caches, and so attends to, went through e4m3."""
+Held = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer as an engine holds them in FP8, by token, widened and scaled."""
 
-    def __init__(self, scales: list[tuple[float, float]]) -> None:
+
+class RoundingCache(DynamicCache):
+    """What transformers caches, and so attends to, went through e4m3.
+
+    Where a number lies halfway between two of the format, its last bits decide, and they are each processor's own. A
+    number that was rounded the other way moves all that follows. So there, and only there, it is rounded as `held` is.
+    """
+
+    def __init__(self, scales: list[tuple[float, float]], held: Held | None = None) -> None:
         super().__init__()
         self._scales = scales
+        self._held = held
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **rest: Any) -> Any:
-        rounded = (
-            (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(states.dtype) * scale
-            for states, scale in zip((key_states, value_states), self._scales[layer_idx], strict=True)
-        )
+        rounded = []
+        for part, (states, scale) in enumerate(zip((key_states, value_states), self._scales[layer_idx], strict=True)):
+            found = (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(states.dtype) * scale
+            if self._held is not None:
+                other = self._held[layer_idx][part].transpose(0, 1)[None]
+                halfway = (other - states).abs() <= (found - states).abs() + HALFWAY
+                found = torch.where(halfway, other, found)
+            rounded.append(found)
         return super().update(*rounded, layer_idx, *more, **rest)
 
 
@@ -82,68 +97,70 @@ def some_prompts(vocab: int) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(length)] for length in (1, 5, 17, 48, 83)]
 
 
-def logits(folder: Path, prompt: list[int], chunks: list[int], kv_cache_dtype: str = "fp8") -> Tensor:
-    """At every position of a prompt that is computed in these chunks."""
-    config = EngineConfig(max_num_seqs=4, kv_cache_dtype=kv_cache_dtype)
+def logits(folder: Path, prompt: list[int], chunks: list[int]) -> tuple[Tensor, Held]:
+    """At every position of a prompt that is computed in these chunks, and the cache behind it."""
+    config = EngineConfig(max_num_seqs=4, kv_cache_dtype="fp8")
     model = load_model(config, Checkpoint(folder), Solo(), progress=lambda done, total: None)
     runner = make_runner(config, model, Sizes(num_blocks=64, max_model_len=256))
     rows, start = [], 0
     for step, count in enumerate(chunks, 1):
         admissions = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
-        blocks = [list(range(10, 20))] if start == 0 else [[]]
+        blocks = [(0, list(range(10, 20)))] if start == 0 else []
         plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
             rows.append(model.scores(model(inputs.tokens, inputs.positions, inputs.attention)))
         start += count
-    return torch.cat(rows)
+    held = []
+    for attention in (layer.mixer for layer in model.layers):
+        tokens = attention.cache[10:20].float().flatten(0, 1)[: len(prompt)]
+        held.append((tokens[:, 0] * attention.cache_scales.key, tokens[:, 1] * attention.cache_scales.value))
+    return torch.cat(rows), held
 
 
-def reference_logits(folder: Path, prompt: list[int], scales: list[tuple[float, float]]) -> Tensor:
+def reference_logits(folder: Path, prompt: list[int], cache: DynamicCache) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        return model(torch.tensor([prompt]), past_key_values=RoundingCache(scales), use_cache=True).logits[0]
+        return model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_logits_are_those_of_transformers_with_a_rounding_cache(folder: Path, tmp_path: Path, scaled: bool) -> None:
-    """However the prompt is cut, from its first token on. A last bit may send a number to the next step of the format,
-    so the distance is measured by what rounding does in all."""
+    """However the prompt is cut, from its first token on."""
     prompt = some_prompts(500)[-1][:57]
     ours = with_scales(folder, tmp_path, NAMES[0]) if scaled else folder
-    wanted = reference_logits(folder, prompt, SCALES if scaled else [(1.0, 1.0)] * LAYERS)
-    moved = (logits(folder, prompt, [57], "auto") - wanted).norm()
+    scales = SCALES if scaled else [(1.0, 1.0)] * LAYERS
     for chunks in ([57], [1, 20, 36]):
-        off = logits(ours, prompt, chunks) - wanted
-        assert off.norm() < 0.05 * moved
-        assert off.abs().median() < 1e-3
+        found, held = logits(ours, prompt, chunks)
+        wanted = reference_logits(folder, prompt, RoundingCache(scales, held))
+        torch.testing.assert_close(found, wanted, atol=LOGIT_NOISE, rtol=0)
+    unrounded = reference_logits(folder, prompt, DynamicCache())
+    assert (wanted - unrounded).abs().median() > 100 * LOGIT_NOISE, "rounding shows"
 
 
-@pytest.fixture(scope="module")
-def rounded_tokens(llama: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
-    tokens = []
-    for prompt in some_prompts(512):
-        ids, cache = torch.tensor([prompt]), RoundingCache(SCALES)
-        more = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "past_key_values": cache}
-        tokens.append(model.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, len(prompt) :].tolist())
-    return tokens
+def shortfall(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """How far behind the best each token of an answer is, by transformers with a rounding cache."""
+    with torch.inference_mode():
+        told = model(torch.tensor([prompt + answer]), past_key_values=RoundingCache(SCALES), use_cache=True)
+    scores = told.logits[0, len(prompt) - 1 : -1]
+    return scores.max(1).values - scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_tokens_equal_those_of_transformers_with_a_rounding_cache(
-    llama: Path, rounded_tokens: list[list[int]], tmp_path: Path, tp: int
-) -> None:
+def test_greedy_tokens_are_those_of_transformers_with_a_rounding_cache(llama: Path, tmp_path: Path, tp: int) -> None:
     """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache.
 
-    One answer may go another way where a last bit rounds a number up in one place and down in the other.
+    Where a last bit rounds a number up in one place and down in the other, logits move by less than a tenth.
     """
-    checkpoint = with_scales(llama, tmp_path, NAMES[1])
-    with LLM(checkpoint, tp=tp, progress=False, kv_cache_dtype="fp8", **TIGHT) as llm:
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    with LLM(with_scales(llama, tmp_path, NAMES[1]), tp=tp, progress=False, kv_cache_dtype="fp8", **TIGHT) as llm:
         for _ in range(2):
             answers = llm.generate(some_prompts(512), GREEDY)
-            equal = [answer.token_ids == each for answer, each in zip(answers, rounded_tokens, strict=True)]
-            assert sum(equal) >= len(equal) - 1
+            told = zip(some_prompts(512), answers, strict=True)
+            behind = torch.cat([shortfall(model, prompt, answer.token_ids) for prompt, answer in told])
+            assert behind.max() < 0.1
+            assert (behind > 0).float().mean() < 0.05
         assert answers[-1].cached_tokens == 80
 
 
@@ -152,7 +169,7 @@ def test_scales_are_found_under_each_of_their_names(llama: Path, tmp_path: Path,
     checkpoint = Checkpoint(with_scales(llama, tmp_path, name))
     for dtype, wanted in {"fp8": SCALES, "auto": [(1.0, 1.0)] * LAYERS}.items():
         model = load_model(EngineConfig(kv_cache_dtype=dtype), checkpoint, Solo(), lambda done, total: None)
-        assert [layer.attention.cache_scales for layer in model.layers] == [pytest.approx(pair) for pair in wanted]
+        assert [layer.mixer.cache_scales for layer in model.layers] == [pytest.approx(pair) for pair in wanted]
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [0.1, 0.2, 0.3]])
@@ -172,8 +189,8 @@ def test_twice_the_tokens_of_bf16_fit_into_the_same_memory(llama: Path) -> None:
         model = load_model(config, Checkpoint(llama), Solo(), lambda done, total: None)
         fitting[dtype] = blocks_that_fit(config, model)
         make_runner(config, model, Sizes(fitting[dtype], max_model_len=64))
-        block = model.layers[0].attention.cache[0].nbytes
-        taken[dtype] = sum(layer.attention.cache.nbytes - block for layer in model.layers)
+        block = model.layers[0].mixer.cache[0].nbytes
+        taken[dtype] = sum(layer.mixer.cache.nbytes - block for layer in model.layers)
     assert fitting["fp8"] == 2 * fitting["auto"] == 120
     assert taken["fp8"] == taken["auto"] == 60 * 12288
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.plan import StepPlan
-from phalanx.kernels.attention import PROMPT_TILE
+from phalanx.engine.step_plan import StepPlan
+from phalanx.kernels.tiling import PROMPT_TILE
+from phalanx.models import read_config
 from phalanx.runtime.prompt_graphs import DECODES, MOST_PROMPTS, TOKENS, GraphSize, PromptGraphs, lay_out, size_for
 from phalanx.runtime.prompt_graphs import longest_step as longest_step_of
 from phalanx.runtime.runner import TorchRunner
-from phalanx.spec import ModelSpec
 from tests.conftest import NEW_TOKENS, Reference
 from tests.runtime.replays import Repeater
 from tests.weights.conftest import COMMON
@@ -33,7 +33,7 @@ def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
     """A plan of (start, count, samples), the slots counted down from 500."""
     starts, counts, samples = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
     slots = [500 - index for index in range(len(rows))]
-    return StepPlan(1, [], slots, starts, counts, samples, [[] for _ in rows])
+    return StepPlan(1, [], slots, starts, counts, samples, [])
 
 
 @st.composite
@@ -145,56 +145,58 @@ def test_graphs_go_as_far_as_launching_takes_longer_than_computing() -> None:
         "head_dim": 128,
         "vocab_size": 128256,
     }
-    spec = ModelSpec.from_config(dense)
-    small = ModelSpec.from_config(dense | {"intermediate_size": 1024})
+    spec = read_config(dense)
+    small = read_config(dense | {"intermediate_size": 1024})
     assert 512 <= longest_step_of(spec, 1) < 768
     assert longest_step_of(spec, 4) >= 2048
     assert longest_step_of(small, 1) > longest_step_of(spec, 1)
 
 
 @contextmanager
-def padded(reference: Reference, monkeypatch: pytest.MonkeyPatch, **options: object) -> Iterator[LLM]:
+def padded(captured: Reference, monkeypatch: pytest.MonkeyPatch, **options: object) -> Iterator[LLM]:
     """An engine whose every step runs padded: the plain way is closed."""
     monkeypatch.setattr(TorchRunner, "_forward", lambda *_: pytest.fail("a step was not padded"))
-    with LLM(reference.folder, progress=False, **options) as llm:
+    with LLM(captured.folder, progress=False, **options) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
-        runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater(runner.model.place.group))
+        runner.prompt_graphs = PromptGraphs(
+            runner.model, runner.batch, Repeater(runner.model.place.group), runner.limits[1]
+        )
         yield llm
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-def test_padded_steps_give_the_tokens_of_transformers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_steps_give_the_tokens_of_transformers(captured: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under pressure: prompts cut into chunks, cached prefixes, preemption, decodes beside them."""
-    with padded(reference, monkeypatch, **TIGHT) as llm:
-        answers = llm.generate(reference.prompts, GREEDY)
-        assert [answer.token_ids for answer in answers] == reference.continuations
-        again = llm.generate(reference.prompts[-1], GREEDY)
+    with padded(captured, monkeypatch, **TIGHT) as llm:
+        answers = llm.generate(captured.prompts, GREEDY)
+        assert [answer.token_ids for answer in answers] == captured.continuations
+        again = llm.generate(captured.prompts[-1], GREEDY)
         assert again.cached_tokens == 56
-        assert again.token_ids == reference.continuations[-1]
+        assert again.token_ids == captured.continuations[-1]
 
 
 def test_rows_sampled_beside_greedy_ones_get_their_own_tokens(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch
+    captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
-    with LLM(reference.folder, progress=False, max_num_seqs=16) as llm:
-        alone = llm.generate(reference.prompts, noise)
-    with padded(reference, monkeypatch, max_num_seqs=16) as llm:
-        answers = llm.generate(reference.prompts * 2, [GREEDY, noise] * len(reference.prompts))
-    prompts = len(reference.prompts)
+    with LLM(captured.folder, progress=False, max_num_seqs=16) as llm:
+        alone = llm.generate(captured.prompts, noise)
+    with padded(captured, monkeypatch, max_num_seqs=16) as llm:
+        answers = llm.generate(captured.prompts * 2, [GREEDY, noise] * len(captured.prompts))
+    prompts = len(captured.prompts)
     for index, answer in enumerate(answers):
         if index % 2:
             assert answer.token_ids == alone[index % prompts].token_ids
         else:
-            assert answer.token_ids == reference.continuations[index % prompts]
+            assert answer.token_ids == captured.continuations[index % prompts]
 
 
-def test_a_context_shorter_than_a_tile(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_shorter_than_a_tile(captured: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill up are still a whole tile."""
-    with padded(reference, monkeypatch, max_model_len=72, block_size=8, max_num_seqs=4) as llm:
-        prompts = [reference.prompts[index] for index in (3, 1, 2)]
+    with padded(captured, monkeypatch, max_model_len=72, block_size=8, max_num_seqs=4) as llm:
+        prompts = [captured.prompts[index] for index in (3, 1, 2)]
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    assert [answer.token_ids for answer in answers] == [reference.continuations[index][:24] for index in (3, 1, 2)]
+    assert [answer.token_ids for answer in answers] == [captured.continuations[index][:24] for index in (3, 1, 2)]

@@ -15,7 +15,7 @@ from phalanx import LLM
 from phalanx.errors import ConfigError
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.messages import Assignment, Meeting
+from phalanx.runtime.messages import Meeting, RankAssignment
 from phalanx.runtime.placement import Node
 from phalanx.runtime.rank import Spot
 from phalanx.runtime.ray_cluster import RayCluster
@@ -98,14 +98,14 @@ def test_a_gpu_that_is_hidden_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
         visible_index("3")
 
 
-def assignment(model: str, **config: object) -> Assignment:
+def assignment(model: str, **config: object) -> RankAssignment:
     nobody = "tcp://127.0.0.1:9"
     meeting = Meeting("tcp://127.0.0.1:*", nobody, nobody, "tcp://127.0.0.1:9", "127.0.0.1", beacon=nobody)
     options = EngineConfig(tp=2, executor="ray", device="cpu", **config)  # type: ignore[arg-type]
-    return Assignment(options, model, 1, Spot(), meeting, "token", engine_key=Keys.make().public)
+    return RankAssignment(options, model, 1, Spot(), meeting, "token", engine_key=Keys.make().public)
 
 
-def run_in_seat(posted: Assignment) -> Ended:
+def run_in_seat(posted: RankAssignment) -> Ended:
     posting = msgspec.json.encode(Posting(posted, {}))
     return msgspec.json.decode(Seat().run(posting), type=Ended)
 

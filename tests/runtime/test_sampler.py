@@ -21,7 +21,9 @@ from transformers import (
 from phalanx.engine.sampling import SamplingParams
 from phalanx.kernels import sampling
 from phalanx.kernels.sampling import uniform
-from phalanx.runtime.sampler import Sampled, Sampler
+from phalanx.kernels.sampling_table import TOKEN
+from phalanx.runtime import sampler
+from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
 from tests.runtime.seats import Seat, seated
 
 VOCAB = 24
@@ -185,9 +187,30 @@ def test_repetition_penalty_counts_a_token_once_and_never_looks_past_the_present
 def test_penalties_use_the_history_of_the_rows_own_slot() -> None:
     logits = torch.zeros(2, VOCAB).index_fill_(1, torch.tensor([4, 5]), 9.0)
     params = SamplingParams(temperature=0, presence_penalty=2.0)
-    batch, rows = seated([Seat(params, 1, 0, 0, history=[token]) for token in (4, 5)])
-    assert Sampler([])(logits, rows[::-1], batch).tokens.tolist() == [4, 5]
+    batch, rows = seated([Seat(params, 1, 0, 0, history=[token]) for token in (4, 5)], order=[1, 0])
+    assert Sampler([])(logits, rows, batch).tokens.tolist() == [4, 5]
     assert batch.tokens[:2, 1].tolist() == [5, 4], "tokens are kept in the pool of their slots"
+
+
+def test_rows_penalised_together_have_each_their_own_penalties_and_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, seats = random.Random(4), []
+    for _ in range(60):
+        length = rng.randint(2, 30)
+        params = SamplingParams(
+            temperature=0,
+            repetition_penalty=rng.choice([1.0, 1.3, 3.0]),
+            presence_penalty=rng.choice([0.0, 0.4, -1.5]),
+            frequency_penalty=rng.choice([0.0, 0.2, 1.9]),
+        )
+        past = [rng.randrange(VOCAB) for _ in range(length)]
+        seats.append(Seat(params, length, prompt_length=rng.randint(0, length), history=past))
+    logits = torch.stack([bell_logits(seed=seed) for seed in range(60)])
+    batch, rows = seated(seats)
+    together = Sampler([])(logits.clone(), rows, batch).tokens.tolist()
+    monkeypatch.setattr(sampler, "_PENALTY_BYTES", 3000)
+    assert Sampler([])(logits.clone(), rows, batch).tokens.tolist() == together, "or a few of them at a time"
+    assert together == [draw(row, seat, list(seat.history)) for row, seat in zip(logits, seats, strict=True)]
+    assert together != logits.argmax(-1).tolist()
 
 
 def test_bias_is_added_and_a_hundred_forces_and_bans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +247,7 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     expected = torch.log_softmax(logits, -1)
     _, read = sampled.read(rows)
     assert read[1] is None
-    assert sample(logits[1], seats[1:2]).read(rows[1:2])[1] == [None]
+    assert sample(logits[1], seats[1:2]).read(seated(seats[1:2])[1])[1] == [None]
     for index, count in ((0, 5), (2, 0), (3, 20)):
         found, best = read[index], expected[index].topk(count)
         assert found is not None
@@ -245,12 +268,12 @@ def test_rows_with_wishes_leave_the_tokens_of_plain_rows_as_they_were_chosen() -
     ]
     seats = [a_row(seed=index, **wish) for index, wish in enumerate(wishes)]
     batch, rows = seated(seats)
-    chosen = torch.tensor([20, 21, 22, 23, 19])
+    chosen = torch.tensor([20, 21, 22, 23, 19], dtype=TOKEN)
     sampled = Sampler([EOS])(logits.clone(), rows, batch, chosen)
     alone = [draw(row, seat) for row, seat in zip(logits, seats, strict=True)]
     assert sampled.tokens.tolist() == [20, alone[1], 22, 6, alone[4]]
     assert chosen.tolist() == [20, 21, 22, 23, 19]
-    pool = [int(batch.tokens[row.slot, row.position]) for row in rows]
+    pool = batch.tokens[rows.slots, rows.positions].tolist()
     assert [pool[index] for index in (1, 3, 4)] == [alone[1], 6, alone[4]]
     _, read = sampled.read(rows)
     expected = torch.log_softmax(logits, -1)
@@ -262,8 +285,9 @@ def test_rows_with_wishes_leave_the_tokens_of_plain_rows_as_they_were_chosen() -
 
 def test_a_graph_whose_rows_yield_no_token_leaves_nothing_to_sample() -> None:
     batch, _ = seated([a_row()])
-    sampled = Sampler([EOS])(torch.zeros(0, VOCAB), [], batch, torch.zeros(0, dtype=torch.int64))
-    assert sampled.read([]) == ([], [])
+    nobody = SamplingRows([], [], [], drawn=False)
+    sampled = Sampler([EOS])(torch.zeros(0, VOCAB), nobody, batch, torch.zeros(0, dtype=torch.int64))
+    assert sampled.read(nobody) == ([], [])
 
 
 COMPANY: dict[str, dict[str, Any]] = {

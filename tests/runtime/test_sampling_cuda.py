@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.plan import StepPlan
+from phalanx.engine.step_plan import StepPlan
 from phalanx.runtime.runner import TorchRunner
 from tests.conftest import Reference
 
@@ -40,9 +40,9 @@ def params_of(kinds: list[dict[str, Any]], tokens: int = 32) -> list[SamplingPar
     ]
 
 
-def answers(reference: Reference, params: list[SamplingParams], device: str = "cuda") -> list[list[int]]:
-    prompts = [reference.prompts[index % len(reference.prompts)] for index in range(len(params))]
-    with LLM(reference.folder, progress=False, device=device, dtype="fp32", num_blocks=200, **LIMITS) as llm:
+def answers(captured: Reference, params: list[SamplingParams], device: str = "cuda") -> list[list[int]]:
+    prompts = [captured.prompts[index % len(captured.prompts)] for index in range(len(params))]
+    with LLM(captured.folder, progress=False, device=device, dtype="fp32", num_blocks=200, **LIMITS) as llm:
         return [answer.token_ids for answer in llm.generate(prompts, params)]
 
 
@@ -52,24 +52,24 @@ def check_same(found: list[list[int]], wanted: list[list[int]]) -> None:
     assert sum(ours != theirs for ours, theirs in zip(found, wanted, strict=True)) <= 1, (found, wanted)
 
 
-def test_seeded_tokens_are_those_of_the_cpu(reference: Reference) -> None:
+def test_seeded_tokens_are_those_of_the_cpu(captured: Reference) -> None:
     params = params_of(KINDS + SLOW)
-    check_same(answers(reference, params), answers(reference, params, "cpu"))
+    check_same(answers(captured, params), answers(captured, params, "cpu"))
 
 
-def test_seeded_tokens_are_the_same_alone_and_in_any_company(reference: Reference) -> None:
+def test_seeded_tokens_are_the_same_alone_and_in_any_company(captured: Reference) -> None:
     params = params_of(KINDS)
-    together, beside = answers(reference, params), answers(reference, params + params_of(SLOW))
+    together, beside = answers(captured, params), answers(captured, params + params_of(SLOW))
     check_same(beside[: len(params)], together)
-    prompts = [reference.prompts[index % len(reference.prompts)] for index in range(len(params))]
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", num_blocks=200, **LIMITS) as llm:
+    prompts = [captured.prompts[index % len(captured.prompts)] for index in range(len(params))]
+    with LLM(captured.folder, progress=False, device="cuda", dtype="fp32", num_blocks=200, **LIMITS) as llm:
         alone = [llm.generate(prompt, one).token_ids for prompt, one in zip(prompts, params, strict=True)]
     check_same(alone, together)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, KINDS + SLOW], ids=["in the graph", "behind the graph"])
 def test_no_step_waits_for_the_gpu(
-    reference: Reference, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    captured: Reference, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and decodes, once their graphs are captured: torch raises where the host would wait."""
     params, launch = params_of(kinds, tokens=24), TorchRunner.launch
@@ -81,8 +81,8 @@ def test_no_step_waits_for_the_gpu(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    prompts = [reference.prompts[index % len(reference.prompts)] for index in range(len(params))]
-    with LLM(reference.folder, progress=False, device="cuda", dtype="fp32", num_blocks=200, **LIMITS) as llm:
+    prompts = [captured.prompts[index % len(captured.prompts)] for index in range(len(params))]
+    with LLM(captured.folder, progress=False, device="cuda", dtype="fp32", num_blocks=200, **LIMITS) as llm:
         first, _ = ([answer.token_ids for answer in llm.generate(prompts, params)] for _ in range(2))
         monkeypatch.setattr(TorchRunner, "launch", strict)
         check_same([answer.token_ids for answer in llm.generate(prompts, params)], first)

@@ -44,7 +44,7 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that leave it as they found it: two ranks, small KV cache, hermes tools."""
     options = ("--tp", "2", "--served-model-name", "tiny", "--tool-call-parser", "hermes", "--max-num-seqs", "16")

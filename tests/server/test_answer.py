@@ -11,11 +11,12 @@ import pytest
 from phalanx.engine.sampling import SamplingParams
 from phalanx.server import mailbox
 from phalanx.server.answer import Answer, Piece, Question
-from phalanx.server.chat import ChatFormat, thinking_in
+from phalanx.server.chat import ChatFormat
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
 from phalanx.server.parsers import OutputParser, ToolSchema
+from phalanx.server.prompts import thinking_in
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
 

@@ -11,19 +11,21 @@ from typing import Any
 import httpx
 import pytest
 
-from phalanx.engine.plan import TokenLogprobs
+from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.app import create_app
 from phalanx.server.engine_client import Launch, RankHealth
 from phalanx.server.errors import ApiError
 from phalanx.server.grammar.compiler import GrammarCompiler
+from phalanx.server.guard import Guard
 from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
+from phalanx.server.places import Places
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.web.live import Live
 from phalanx.weights.checkpoint import Checkpoint, locate
+from tests.server.inline import InlinePreparer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 STARTED = Started(vocab=49152, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[2])
@@ -65,7 +67,7 @@ class Engine:
 class Place:
     """A server without a network."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, share_prefixes: bool = False) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
         self.supervisor = SimpleNamespace(
             state="ready",
@@ -77,20 +79,24 @@ class Place:
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
         self.metrics = Metrics("tiny", False)
-        self.app = create_app(
-            Service(
-                name="tiny",
-                spec=Checkpoint(locate(None)).spec,
-                tokenizer=tokenizer,
-                supervisor=supervisor,
-                metrics=self.metrics,
-                grammars=GrammarCompiler(Path(), vocab=49152, eos_token_ids=[2]),
-                reasoning_parser=None,
-                tool_parser=None,
-                request_timeout_s=5,
-            ),
-            Live(supervisor, self.metrics.recent),
+        preparer: Any = InlinePreparer()
+        service = Service(
+            name="tiny",
+            spec=Checkpoint(locate(None)).spec,
+            context=8192,
+            tokenizer=tokenizer,
+            supervisor=supervisor,
+            metrics=self.metrics,
+            places=Places(supervisor, shared=False),
+            preparer=preparer,
+            grammars=GrammarCompiler(Path(), vocab=49152, eos_token_ids=[2]),
+            reasoning_parser=None,
+            tool_parser=None,
+            request_timeout_s=5,
+            share_prefixes=share_prefixes,
         )
+        asyncio.run(preparer.start(service.assignment))
+        self.app = create_app(service)
 
     def admit(self, choices: int) -> Engine:
         self.admitted.append(choices)
@@ -247,6 +253,7 @@ def test_sampling_fields_reach_the_engine(place: Place) -> None:
         "max_tokens": 5,
         "stop_token_ids": [9],
         "ignore_eos": True,
+        "priority": -2,
     }
     body = {"prompt": "a", "stop": "zzz", "logit_bias": {"5": -100}, "cache_salt": "s"} | given
     assert place.ask("POST", "/v1/completions", body).status_code == 200
@@ -338,3 +345,32 @@ def test_echoed_prompts_stand_before_each_of_their_choices(place: Place) -> None
     choices = place.ask("POST", "/v1/completions", body).json()["choices"]
     assert [choice["text"] for choice in choices] == ["abc one two"] * 2 + ["xyz one two"] * 2
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+
+
+def test_what_a_key_leaves_in_the_cache_is_found_by_that_key_alone(place: Place) -> None:
+    """Else one could ask, by `cached_tokens` or by the time it takes, whether another has sent a prompt."""
+
+    def salt_of(key: str, **more: str) -> str | None:
+        place.ask("POST", "/v1/completions", {"prompt": "a"} | more, {"authorization": f"Bearer {key}"})
+        return place.engine.asked[-1].salt
+
+    app, place.app = place.app, Guard(place.app, ["one", "two"], max_body=10_000)  # type: ignore[assignment]
+    salts = [salt_of("one"), salt_of("two"), salt_of("one", cache_salt="s"), salt_of("two", cache_salt="s")]
+    assert len(set(salts)) == 4
+    assert None not in salts
+    assert salt_of("one") == salts[0]
+    assert salt_of("two", cache_salt=str(salts[0])) not in salts
+    assert not any("one" in str(salt) or "two" in str(salt) for salt in salts)
+    place.app = app
+    assert salt_of("") is None
+
+
+def test_keys_share_prefixes_where_the_operator_says_so(tokenizer: Tokenizer) -> None:
+    place = Place(tokenizer, share_prefixes=True)
+    place.app = Guard(place.app, ["one", "two"], max_body=10_000)  # type: ignore[assignment]
+    for key in ("one", "two"):
+        for salt in (None, "s"):
+            place.ask(
+                "POST", "/v1/completions", {"prompt": "a", "cache_salt": salt}, {"authorization": f"Bearer {key}"}
+            )
+            assert place.engine.asked[-1].salt == salt

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from phalanx.engine.core import Totals
-from phalanx.engine.plan import Beat
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Beat
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_client, mailbox
@@ -27,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 import msgspec, zmq
 from phalanx.engine.core import Totals
-from phalanx.engine.plan import Beat
+from phalanx.engine.step_plan import Beat
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.server.messages import *
 
@@ -328,11 +328,11 @@ def test_a_rank_is_stuck_if_it_is_silent_while_requests_run(clock: Clock) -> Non
 
 def test_what_a_rank_has_done_is_told_with_when_it_said_so(clock: Clock) -> None:
     client = Alone()
-    client._take(Pulses([Beat(1, 3, 0.0, Totals(3)), Beat(0, 3, 0.5, Totals(2))]))
+    client._take(Pulses([Beat(1, 3, 0.0, Totals(steps=3)), Beat(0, 3, 0.5, Totals(steps=2))]))
     before = clock.now
     clock.now += 1
-    client._take(Pulses([Beat(1, 4, 0.0, Totals(4))]))
-    assert list(client.totals().items()) == [(0, (Totals(2), before)), (1, (Totals(4), clock.now))]
+    client._take(Pulses([Beat(1, 4, 0.0, Totals(steps=4))]))
+    assert list(client.totals().items()) == [(0, (Totals(steps=2), before)), (1, (Totals(steps=4), clock.now))]
 
 
 def test_a_rank_is_stuck_if_it_beats_but_its_step_takes_too_long(clock: Clock) -> None:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.plan import Beat
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.errors import ConfigError, EngineDeadError
+from phalanx.engine.step_plan import Beat, StepPlan
+from phalanx.errors import ConfigError, EngineDeadError, RequestError, StepMemoryError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_process
 from phalanx.server.engine_client import EngineClient, Launch
 from phalanx.server.engine_process import EngineLoop
+from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Cancel,
+    Death,
     Loading,
     Order,
     Pulses,
@@ -33,6 +37,7 @@ from phalanx.server.messages import (
     Started,
     Stepped,
     Submit,
+    death_file,
     decode_report,
     encode,
 )
@@ -131,6 +136,46 @@ def test_what_cannot_be_run_is_refused_by_name_and_others_go_on(monkeypatch: pyt
     assert tokens(reports) == [[(2, 41, "length")]]
 
 
+def test_a_step_without_memory_refuses_its_youngest_request_and_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch = ModelledRunner.launch
+
+    def short(runner: ModelledRunner, plan: StepPlan) -> None:
+        if plan.step == 2:
+            raise StepMemoryError("out_of_memory", "GPU 0 of this secret machine is full.", "Lower a limit.")
+        launch(runner, plan)
+
+    monkeypatch.setattr(ModelledRunner, "launch", short)
+    reports, _ = run(monkeypatch, Submit(1, [5], params(3)), Submit(2, [5], params(3)))
+    (refused,) = [report for report in reports if isinstance(report, Refused)]
+    assert (refused.id, refused.code) == (2, "out_of_memory")
+    assert "secret" not in refused.found, "the operator hears what the client need not"
+    assert ApiError.of(RequestError(refused.code, refused.found, refused.fix)).status_code == 503
+    assert [token for step in tokens(reports) for token in step if token[0] == 1][-1] == (1, 43, "length")
+
+
+def test_what_was_put_off_is_done_while_no_request_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece by piece, so that a request that comes meanwhile is heard, and never beside one that runs."""
+    done: list[str] = []
+    pieces = ["one", "two", "three"]
+    launch = ModelledRunner.launch
+
+    def tend(runner: ModelledRunner) -> bool:
+        if pieces:
+            done.append(pieces.pop(0))
+        return bool(pieces)
+
+    def launched(runner: ModelledRunner, plan: StepPlan) -> None:
+        done.append("step")
+        launch(runner, plan)
+
+    monkeypatch.setattr(ModelledRunner, "tend", tend)
+    monkeypatch.setattr(ModelledRunner, "launch", launched)
+    run(monkeypatch, None, Submit(1, [5], params(3)))
+    assert done == ["one", "step", "step", "step", "two", "three"]
+
+
 def test_progress_is_told_in_steps_of_a_few_percent() -> None:
     told: Any = Told()
     tell = engine_process._telling(told)
@@ -152,6 +197,40 @@ def test_a_cause_is_told_in_the_words_of_the_error_or_with_its_trace() -> None:
     assert unknown.code == "engine_failed"
     assert "KeyError: 'oops'" in unknown.found
     assert "test_engine_process.py" in unknown.found
+
+
+@pytest.mark.parametrize("room", ["reserved", "none"])
+def test_the_cause_of_a_death_is_told_though_the_disk_is_full(
+    tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Room for it is set aside at the start; where there was none even then, it goes to the log."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def no_room(*_: object) -> None:
+        raise full
+
+    class Ended(Exception):
+        pass
+
+    def ended(status: int) -> None:
+        assert status == 1
+        raise Ended
+
+    monkeypatch.setattr(engine_process.os, "_exit", ended)
+    if room == "reserved":
+        engine_process._reserve_last_words(tmp_path)
+        assert engine_process._last_words(tmp_path).stat().st_size >= 64 * 1024
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    if room == "none":
+        monkeypatch.setattr(Path, "open", no_room)
+    with pytest.raises(Ended):
+        engine_process._die(tmp_path, EngineDeadError("rank_died", "Rank 1 was killed by signal 9.", "See dmesg."))
+    monkeypatch.undo()
+    if room == "reserved":
+        told = msgspec.json.decode(death_file(tmp_path).read_bytes(), type=Death)
+        assert told == Death("rank_died", "Rank 1 was killed by signal 9.", "See dmesg.")
+    else:
+        assert "Rank 1 was killed by signal 9." in capfd.readouterr().err
 
 
 def test_a_real_one_outlives_signals_but_not_its_parent_and_leaves_no_folder() -> None:

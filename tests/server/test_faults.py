@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +19,8 @@ import psutil
 import pytest
 
 from tests.server.running import Server, eventually, running
+
+pytestmark = pytest.mark.slow
 
 LONG = {"prompt": "abc", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
@@ -43,6 +49,20 @@ def streaming(server: Server, pool: ThreadPoolExecutor, count: int = 1) -> list[
 def books_balance(server: Server) -> bool:
     body = server.health().json()
     return body["requests"] == 0 and body["kv_blocks"]["free"] == body["kv_blocks"]["total"]
+
+
+@contextmanager
+def few_files(count: int) -> Iterator[None]:
+    """Processes started here may open so many files and no more."""
+    real = subprocess.Popen.__init__
+
+    def limited(self: object, *args: object, **options: object) -> None:
+        limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))  # noqa: E731
+        real(self, *args, preexec_fn=limit, **options)  # type: ignore[arg-type, call-overload]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", limited)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +141,14 @@ def is_refused(server: Server) -> bool:
         return True
 
 
-def test_sigterm_lets_a_stream_finish_and_takes_no_more(tiny_chat: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_a_stream_finish_and_takes_no_more(
+    tiny_chat: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
     with running(tiny_chat, tmp_path) as server, ThreadPoolExecutor(1) as pool, server.client() as kept_open:
         assert kept_open.get("/live").status_code == 200
         (events,) = streaming(server, pool)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signum)
         assert eventually(lambda: "stopping" in server.text)
         assert is_refused(server)
         finished = events.result(60)
@@ -172,6 +195,46 @@ def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path
     assert not list(temporary.iterdir())
 
 
+def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:
+    """What the engine made meanwhile is sent, and the pause is not taken for the death of a rank."""
+    with ThreadPoolExecutor(1) as pool:
+        (events,) = streaming(lasting, pool)
+        api = psutil.Process(lasting.process.pid)
+        api.suspend()
+        time.sleep(7)
+        api.resume()
+        assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
+        assert lasting.health().status_code == 200
+    assert eventually(lambda: books_balance(lasting))
+
+
+def test_a_stopped_engine_process_shows_in_health_and_live_still_answers(lasting: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        (events,) = streaming(lasting, pool)
+        engine = lasting.engine()
+        engine.suspend()
+        assert eventually(lambda: lasting.health().status_code == 503)
+        assert httpx.get(lasting.url + "/live", timeout=60).status_code == 200
+        engine.resume()
+        assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
+    assert eventually(lambda: books_balance(lasting))
+
+
+def test_connections_that_do_nothing_leave_room_for_others(tiny_chat: Path, tmp_path: Path) -> None:
+    """With 256 file descriptors, 300 connections that have each sent a little."""
+    begun = (b"", b"G", b"GET /live HTTP/1.1\r\ncontent-length: 10\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n\r\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(1024, hard)), hard))
+    with few_files(256), running(tiny_chat, tmp_path) as server, ExitStack() as held:
+        host, port = server.url.removeprefix("http://").split(":")
+        for number in range(300):
+            connection = held.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            with suppress(OSError):
+                connection.sendall(begun[number % len(begun)])
+        assert httpx.get(server.url + "/live", timeout=60).status_code == 200
+        assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
+
+
 def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
         running_now = [pool.submit(stream, lasting) for _ in range(6)]
@@ -191,7 +254,7 @@ def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int
     body = json.dumps(LONG | {"stream": streamed, "n": 2}).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body
         )
         if after_bytes:
@@ -207,7 +270,7 @@ def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int
 def test_half_a_body_and_then_nothing_leaves_nothing_behind(lasting: Server) -> None:
     host, port = lasting.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert lasting.health().status_code == 200
     assert eventually(lambda: books_balance(lasting))
 
@@ -221,7 +284,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(tiny_ch
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n" % len(body) + body
             )
             assert eventually(lambda: server.health().json()["requests"] > 0)

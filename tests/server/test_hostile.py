@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.running import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -133,6 +137,23 @@ def test_a_body_larger_than_allowed_is_refused_whether_it_says_so_or_not(client:
     except httpx.WriteError:
         pass  # the server closed the connection before all of it was sent
     assert client.get("/live").status_code == 200
+
+
+def test_the_largest_bodies_leave_the_server_as_small_as_it_was(server: Server, client: httpx.Client) -> None:
+    """Text of two million words, and lists of which every item is wrong, which once took gigabytes."""
+
+    def most_memory() -> int:
+        return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text())[1]) * 1024  # type: ignore[index]
+
+    size, before = 4 * 2**20 - 100, most_memory()
+    for path, body in (
+        ("/tokenize", b'{"prompt": "' + b"1 " * (size // 2) + b'"}'),
+        (COMPLETIONS, b'{"prompt": "' + b"1 " * (size // 2) + b'"}'),
+        ("/detokenize", b'{"tokens": [' + b'"",' * (size // 3) + b'""]}'),
+        (COMPLETIONS, b'{"prompt": [[' + b'"",' * (size // 3) + b'""]]}'),
+    ):
+        assert client.post(path, content=body, headers={"content-type": "application/json"}).status_code == 400
+    assert most_memory() - before < 300 * 2**20
 
 
 def exchange(server: Server, *parts: bytes) -> bytes:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from phalanx.server import http
+from phalanx.server.door import Door
 from phalanx.server.http import BoundedHttp
 from tests import timeless
 
@@ -62,13 +63,29 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def talk(*parts: bytes, wait_s: float = 0.0, app: Callable[..., Any] = echo, can_end: bool = False) -> Wire:
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    """Does not look at the body, as `/live`."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(10**6)
+
+
+def talk(
+    *parts: bytes,
+    wait_s: float = 0.0,
+    app: Callable[..., Any] = echo,
+    can_end: bool = False,
+    door: Door | None = None,
+) -> Wire:
     """What the server writes to a client that sends these parts."""
 
     async def run() -> Wire:
         config = uvicorn.Config(app, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
         config.load()
-        wire, server = Wire(), BoundedHttp(config, ServerState(), {})
+        wire, server = Wire(), BoundedHttp(config, ServerState(), {}, door=door)
         wire.can_end = can_end
         server.connection_made(wire)
         for part in parts:
@@ -203,3 +220,136 @@ def test_chunked_bodies_and_pipelined_requests_are_taken() -> None:
     assert statuses(wire) == [200, 200]
     assert b"/a 5" in wire.written
     assert wire.written.endswith(b"/b 1")
+
+
+OFFER = post(b"/a", b"12345", b"Connection: Upgrade", b"Upgrade: h2c")
+CHUNKED = b"POST /c HTTP/1.1\r\nhost: x\r\n%sTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+CONVERSATIONS = {
+    "an offer with a body, then another request": OFFER + post(b"/b", b"xyz"),
+    "an offer without a body": b"GET /a HTTP/1.1\r\nConnection: upgrade\r\nUPGRADE: websocket\r\n\r\n"
+    + post(b"/b", b""),
+    "an offer with a chunked body": CHUNKED % b"Upgrade: h2c\r\nConnection: Upgrade\r\n" + post(b"/b", b"x"),
+    "a body that looks like an offer": post(b"/a", b"1\r\nUpgrade: h2c\r\n\r\n2") + post(b"/b", b"x"),
+    "a body that looks like a request": post(b"/a", OFFER) + CHUNKED % b"" + post(b"/b", OFFER),
+    "a body behind an offer that looks like one": post(b"/a", OFFER, b"Connection: Upgrade", b"Upgrade: h2c") * 2,
+    "line ends between requests": post(b"/a", b"x") + b"\r\n\r\n" + post(b"/b", b"y"),
+    "a wrong request behind a good one": post(b"/a", b"x") + b"NONSENSE\r\n\r\n" + post(b"/b", b"y"),
+    "a wrong chunk": CHUNKED.replace(b"2\r\nde", b"zz\r\nde") % b"" + post(b"/b", b"y"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_what_is_said_does_not_depend_on_how_it_is_cut_into_packets(name: str) -> None:
+    whole = CONVERSATIONS[name]
+    meant = talk(whole, wait_s=1).written
+    assert talk(*pieces(whole, 1), wait_s=1).written == meant
+    for cut in range(1, len(whole)):
+        assert talk(whole[:cut], whole[cut:], wait_s=1).written == meant, (whole[:cut], whole[cut:])
+
+
+def test_offers_are_answered_as_if_they_had_not_been_made() -> None:
+    wire = talk(CONVERSATIONS["an offer with a body, then another request"])
+    assert [part.rpartition(b"\r\n")[2] for part in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"/a 5", b"/b 3"]
+    assert statuses(talk(CONVERSATIONS["an offer with a chunked body"])) == [200, 200]
+
+
+@pytest.mark.parametrize("idle", [(b"\r\n",), (b"\r\n", b"\r\n", b"\r"), (b"G",)])
+def test_a_connection_that_says_nothing_more_after_an_answer_is_not_kept(idle: tuple[bytes, ...]) -> None:
+    wire = talk(post(b"/a", b""), *idle, wait_s=http.HEAD_TIMEOUT_S + 1)
+    assert statuses(wire) == [200, 408]
+    assert wire.closed
+
+
+def test_a_body_that_is_announced_where_nobody_reads_it_does_not_keep_the_connection() -> None:
+    for begun in (b"", b"12345"):
+        wire = talk(post(b"/live", b"x" * 100)[:-100] + begun, app=hello, wait_s=1, can_end=True)
+        assert statuses(wire) == [200]
+        assert wire.ended
+        wire = talk(post(b"/live", b"x" * 100)[:-100] + begun, app=hello, wait_s=http.LINGER_S + 1, can_end=True)
+        assert wire.closed
+
+
+def test_a_connection_kept_open_ends_with_its_time() -> None:
+    assert not talk(post(b"/a", b""), wait_s=http.KEEP_ALIVE_S - 1).closed
+    assert talk(post(b"/a", b""), wait_s=http.KEEP_ALIVE_S + 1).closed
+
+
+class Stuck(Wire):
+    """A client that does not read: what is written stays, and the connection cannot be closed, only cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = False
+
+    def abort(self) -> None:
+        self.cut = True
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_client_that_does_not_read_is_cut_off(paused: bool) -> None:
+    async def run() -> Stuck:
+        config = uvicorn.Config(echo, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        wire, server = Stuck(), BoundedHttp(config, ServerState(), {})
+        server.connection_made(wire)
+        server.data_received(post(b"/a", b"", *([] if paused else [b"connection: close"])))
+        if paused:
+            server.pause_writing()
+        await asyncio.sleep(http.STUCK_WRITE_S + 1)
+        server.connection_lost(ConnectionError())
+        return wire
+
+    assert timeless.run(run()).cut
+
+
+def test_an_error_waits_for_the_answers_to_earlier_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """Thirty-seven bytes once made the server write into a connection that it had ended, and log a traceback."""
+    small = b"GET / HTTP/1.1\r\n\r\n" * 2 + b"\x00"
+    assert len(small) == 37
+    wire = talk(small, app=hello, can_end=True, wait_s=http.LINGER_S + 1)
+    assert statuses(wire) == [200, 200, 400]
+    assert wire.closed
+    assert not caplog.records
+
+
+def test_only_so_many_requests_wait_behind_one() -> None:
+    wire = talk(b"GET / HTTP/1.1\r\n\r\n" * 1000, app=hello, wait_s=1)
+    assert statuses(wire) == [200] * (http.MAX_PIPELINED + 1) + [400]
+    assert wire.closed
+
+
+def test_with_all_places_taken_only_live_is_answered() -> None:
+    def full() -> Door:
+        door = Door(1)
+
+        class Busy:
+            address = ""
+
+            def turn_out(self) -> None:
+                raise AssertionError("it is at work")
+
+        busy = Busy()
+        assert door.enter(busy)
+        door.work(busy)
+        return door
+
+    assert statuses(talk(b"GET /live HTTP/1.1\r\n\r\n", app=hello, door=full())) == [200]
+    wire = talk(b"GET /v1/models HTTP/1.1\r\n\r\n", app=hello, door=full())
+    assert statuses(wire) == [503]
+    assert b"too_many_connections" in wire.written
+    assert wire.closed
+
+
+def test_a_newcomer_takes_the_place_of_an_idle_connection() -> None:
+    async def run() -> list[bool]:
+        config = uvicorn.Config(never, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        door, wires = Door(2), [Wire() for _ in range(3)]
+        servers = [BoundedHttp(config, ServerState(), {}, door=door) for _ in wires]
+        for number, (server, wire) in enumerate(zip(servers, wires, strict=True)):
+            server.connection_made(wire)
+            if number == 0:
+                server.data_received(post(b"/", b""))
+        return [wire.closed for wire in wires]
+
+    assert timeless.run(run()) == [False, True, False]

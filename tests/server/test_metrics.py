@@ -37,8 +37,22 @@ def metrics() -> Metrics:
 
 
 def test_a_step_is_told_as_counts_by_how_much_they_grew(metrics: Metrics) -> None:
-    step(metrics, 2, preemptions=1, prefix_queries=40, prefix_hits=32, totals=Totals(1, 40, 1, 2, 3, 4, 5))
-    step(metrics, 3, preemptions=1, prefix_queries=50, prefix_hits=32, totals=Totals(3, 46, 2, 4, 6, 8, 10))
+    step(
+        metrics,
+        2,
+        preemptions=1,
+        prefix_queries=40,
+        prefix_hits=32,
+        totals=Totals(steps=1, prompt_tokens=40, schedule_s=1, launch_s=2, device_s=3, all_reduce_s=4, sample_s=5),
+    )
+    step(
+        metrics,
+        3,
+        preemptions=1,
+        prefix_queries=50,
+        prefix_hits=32,
+        totals=Totals(steps=3, prompt_tokens=46, schedule_s=2, launch_s=4, device_s=6, all_reduce_s=8, sample_s=10),
+    )
     after = told(metrics)
     assert after["phalanx:generation_tokens_total"] == 5
     assert after["phalanx:num_preemptions_total"] == 1
@@ -62,19 +76,33 @@ def test_gauges_tell_how_it_is_now(metrics: Metrics) -> None:
 
 
 def test_books_without_a_step_are_no_step(metrics: Metrics) -> None:
-    step(metrics, totals=Totals(1, 4))
-    step(metrics, 0, totals=Totals(1, 4))
+    step(metrics, totals=Totals(steps=1, prompt_tokens=4))
+    step(metrics, 0, totals=Totals(steps=1, prompt_tokens=4))
     assert told(metrics)["phalanx:iteration_tokens_total_count"] == 1
 
 
 def test_after_a_restart_counts_go_on_and_gauges_are_empty(metrics: Metrics) -> None:
-    step(metrics, 2, running=4, waiting=1, free_blocks=0, prefix_queries=40, totals=Totals(9, 9, 9, 9, 9, 9, 9))
+    step(
+        metrics,
+        2,
+        running=4,
+        waiting=1,
+        free_blocks=0,
+        prefix_queries=40,
+        totals=Totals(steps=9, prompt_tokens=9, schedule_s=9, launch_s=9, device_s=9, all_reduce_s=9, sample_s=9),
+    )
     metrics.engine_started(num_blocks=4)
     between = told(metrics)
     assert between["phalanx:num_requests_running"] == between["phalanx:num_requests_waiting"] == 0
     assert between["phalanx:kv_cache_usage_perc"] == 0
     assert between["phalanx:generation_tokens_total"] == 2
-    step(metrics, 1, free_blocks=2, prefix_queries=10, totals=Totals(1, 1, 1, 1, 1, 1, 1))
+    step(
+        metrics,
+        1,
+        free_blocks=2,
+        prefix_queries=10,
+        totals=Totals(steps=1, prompt_tokens=1, schedule_s=1, launch_s=1, device_s=1, all_reduce_s=1, sample_s=1),
+    )
     after = told(metrics)
     assert after["phalanx:steps_total"] == 10
     assert after["phalanx:prefix_cache_queries_total"] == 50

@@ -11,6 +11,8 @@ from openai import OpenAI
 
 from tests.server.running import Server
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 

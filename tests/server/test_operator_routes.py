@@ -13,6 +13,8 @@ from schemathesis import GenerationMode
 from phalanx import __version__
 from tests.server.running import Server
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+
 TEXT = "Grüße from the 🌍!"
 
 

@@ -98,6 +98,10 @@ class Client:
         return [event.removeprefix("data: ") for event in self.body.split("\n\n")[:-1]]
 
 
+async def given() -> str:
+    return "engine"
+
+
 def exchange(
     answer: Spoken,
     client: Callable[[], Client] = Client,
@@ -105,7 +109,7 @@ def exchange(
     stream: bool = True,
     include_usage: bool = False,
     format: Any = None,
-    engine: Callable[[], Any] = lambda: "engine",
+    engine: Callable[[], Any] = given,
 ) -> tuple[Client, ApiError | None]:
     """What the client got, and how the answer is said to have ended."""
     ends: list[ApiError | None] = []
@@ -160,7 +164,7 @@ def test_a_whole_answer_is_one_body_of_its_length() -> None:
 def test_what_cannot_be_taken_is_told_by_its_status_and_headers(stream: bool) -> None:
     full = ApiError(429, "Full.", "queue_full", headers={"retry-after": "1"})
 
-    def refuse() -> None:
+    async def refuse() -> None:
         raise full
 
     client, end = exchange(Spoken("a"), stream=stream, engine=refuse)
@@ -169,6 +173,27 @@ def test_what_cannot_be_taken_is_told_by_its_status_and_headers(stream: bool) ->
     assert client.headers["x-request-id"] == "mine"
     assert json.loads(client.body) == full.body
     assert end is full
+
+
+def test_a_client_that_leaves_while_it_waits_for_the_engine_waits_no_longer() -> None:
+    waited: list[BaseException] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(10**6)
+        except asyncio.CancelledError as gone:
+            waited.append(gone)
+            raise
+
+    class Impatient(Client):
+        async def receive(self) -> Message:
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+    _, end = exchange(Spoken("a"), Impatient, engine=wait)
+    assert end is not None
+    assert end.status_code == 499
+    assert waited
 
 
 def test_an_error_after_the_first_event_is_the_last_event() -> None:
@@ -238,7 +263,7 @@ def test_a_client_that_leaves_ends_its_answer(leaves_after: int) -> None:
     _, end = exchange(answer, lambda: Client(leaves_after=leaves_after))
     assert end is not None
     assert end.body["error"]["code"] == "client_gone"
-    assert answer.left
+    assert answer.left or not leaves_after, "what has begun is ended"
 
 
 def test_nothing_of_a_client_that_left_is_kept() -> None:
@@ -248,7 +273,7 @@ def test_nothing_of_a_client_that_left_is_kept() -> None:
         answer = Spoken(then_waits=True)
         told: Any = answer
         to = Client(leaves_after=0)
-        sent = Reply(told, lambda: "engine", Plain(), True, False, 10, {}, lambda *_: None)  # type: ignore[arg-type, return-value]
+        sent = Reply(told, given, Plain(), True, False, 10, {}, lambda *_: None)  # type: ignore[arg-type]
         await sent({"extensions": {}}, to.receive, to.send)
         return weakref.ref(answer)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
@@ -22,6 +23,8 @@ from phalanx.server.options import ServeOptions
 from phalanx.server.serve import serve
 from tests import timeless
 from tests.server.running import Server, running
+
+pytestmark = pytest.mark.xdist_group("server")
 
 ROUTES = [
     "/ready",
@@ -54,7 +57,8 @@ async def status_of(keys: list[str], path: str, *headers: tuple[bytes, bytes]) -
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    scope = {"type": "http", "path": path, "method": "GET", "headers": list(headers)}
+    host = (b"host", b"localhost:8000")
+    scope = {"type": "http", "path": path, "method": "GET", "headers": [host, *headers], "server": ("10.1.2.3", 8000)}
     await Guard(hello, keys, max_body=1000)(scope, receive, send)
     return sent[0]["status"]
 
@@ -100,6 +104,91 @@ def test_every_key_is_compared_by_digest_in_constant_time(monkeypatch: pytest.Mo
     assert all(len(left) == len(right) == 32 for left, right in compared)
 
 
+async def status_for_host(*hosts: bytes, path: str = "/v1/models", keys: tuple[str, ...] = ()) -> int:
+    statuses: list[int] = []
+
+    async def send(message: Message) -> None:
+        statuses.append(message.get("status", 0))
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    headers = [*((b"host", host) for host in hosts), (b"authorization", b"Bearer one")]
+    scope = {"type": "http", "path": path, "method": "GET", "headers": headers, "server": ("10.1.2.3", 8000)}
+    await Guard(hello, keys, max_body=1000, hosts=["Model.Example"])(scope, receive, send)
+    return statuses[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        ([b"localhost"], 200),
+        ([b"LOCALHOST:8000"], 200),
+        ([b"localhost."], 200),
+        ([b"127.0.0.1:8000"], 200),
+        ([b"[::1]:8000"], 200),
+        ([b"10.1.2.3:8000"], 200),
+        ([b"model.example"], 200),
+        ([b"rebind.example"], 421),
+        ([b"rebind.example:8000"], 421),
+        ([b"localhost.rebind.example"], 421),
+        ([b"127.0.0.1.rebind.example"], 421),
+        ([b"10.9.9.9"], 421),
+        ([b""], 421),
+        ([], 421),
+        ([b"localhost", b"rebind.example"], 421),
+        ([b"rebind.example", b"localhost"], 421),
+    ],
+)
+def test_without_a_key_only_requests_meant_for_this_server_are_heard(hosts: list[bytes], status: int) -> None:
+    """A page whose name was made to point here has the browser send that name."""
+    assert asyncio.run(status_for_host(*hosts)) == status
+    assert asyncio.run(status_for_host(*hosts, path="/live")) == 200
+    assert asyncio.run(status_for_host(*hosts, keys=("one",))) == 200
+
+
+def test_bodies_held_at_once_are_bounded_and_no_key_fills_them_all() -> None:
+    """A client that sends no end of large bodies, and one that sends a small one."""
+
+    async def scene() -> tuple[list[int], int]:
+        held = asyncio.Event()
+
+        async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await held.wait()
+            await hello(scope, receive, send)
+
+        app = Guard(hold, ["greedy", "honest"], max_body=1000)
+
+        async def ask(key: bytes, size: int) -> int:
+            statuses: list[int] = []
+
+            async def send(message: Message) -> None:
+                statuses.append(message.get("status", 0))
+
+            async def receive() -> Message:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"authorization", b"Bearer " + key)]}
+            try:
+                await app(scope, receive, send)
+            except ApiError as error:
+                return error.status_code
+            return statuses[0]
+
+        greedy = [asyncio.create_task(ask(b"greedy", 1000)) for _ in range(64)]
+        await asyncio.sleep(0)
+        honest = asyncio.create_task(ask(b"honest", 1000))
+        await asyncio.sleep(0)
+        held.set()
+        return list(await asyncio.gather(*greedy)), await honest
+
+    greedy, honest = timeless.run(scene())
+    assert honest == 200
+    assert greedy.count(200) == 12
+    assert greedy.count(429) == 52
+
+
 @pytest.fixture(scope="module")
 def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
     folder = tmp_path_factory.mktemp("locked")
@@ -143,6 +232,14 @@ def test_every_route_of_a_real_server_needs_the_key(locked: tuple[Server, Path])
             assert client.get("/metrics", headers=headers).status_code == 200
     assert "from-flag" not in server.text
     assert "from-file" not in server.text
+
+
+def test_a_key_given_as_a_flag_does_not_stay_in_the_process_list(locked: tuple[Server, Path]) -> None:
+    server, _ = locked
+    everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(everyone) > 2
+    assert "--api-key" in everyone[0].cmdline()
+    assert not any("from-flag" in argument for process in everyone for argument in process.cmdline())
 
 
 @pytest.mark.parametrize(
@@ -211,7 +308,7 @@ def test_a_body_ends_at_its_limit_whether_it_was_announced_or_not(announced: int
         answers.append(message.get("status", 0))
 
     headers = [(b"content-length", str(announced).encode())] if announced is not None else []
-    scope = {"type": "http", "path": "/x", "method": "POST", "headers": headers}
+    scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"host", b"localhost"), *headers]}
     try:
         asyncio.run(Guard(read_body, [], max_body=10)(scope, receive, send))  # type: ignore[arg-type]
     except ApiError as error:
@@ -233,7 +330,7 @@ def test_a_body_that_takes_too_long_is_given_up(pause_s: float) -> None:
         return None
 
     async def run() -> None:
-        scope = {"type": "http", "path": "/x", "method": "POST", "headers": []}
+        scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"host", b"localhost")]}
         async with asyncio.timeout(guard.BODY_TIMEOUT_S + 1):
             await Guard(read_body, [], max_body=10)(scope, slowly, send)
 

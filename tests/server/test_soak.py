@@ -9,9 +9,12 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.server.running import Server, eventually, running
 from tests.server.test_faults import books_balance
+
+pytestmark = pytest.mark.slow
 
 WARM_UP, ROUNDS, REQUESTS, CONCURRENCY = 400, 4, 500, 64
 MOST_GROWTH = 6 * 2**20

@@ -17,6 +17,8 @@ from pydantic import BaseModel, Field
 
 from tests.server.running import Server
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 SCHEMA = {
     "type": "object",

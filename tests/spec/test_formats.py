@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ModelError
-from phalanx.spec import FORMATS, Quantization, catalog
-from phalanx.spec.config import describe
+from phalanx.models import catalog
+from phalanx.models.config import describe
+from phalanx.spec import FORMATS, Quantization
 
 LLAMA = {
     "model_type": "llama",

@@ -13,12 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import LayoutError
-from phalanx.spec import Layout, ModelSpec, Tensor
+from phalanx.models import read_config
+from phalanx.spec import Gqa, Layout, ModelSpec, Tensor
 from phalanx.spec.layout import deal
 
 Config = dict[str, Any]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+EXPERTS = ("num_experts", "num_experts_per_tok")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+    "qwen3_moe": ("attention_bias", *EXPERTS, "moe_intermediate_size", "decoder_sparse_step"),
+    "mixtral": EXPERTS,
+}
+"""Which of the drawn fields a family knows."""
 BLOCK = 128
 DEGREES = range(1, 17)
 many = settings(deadline=None, database=None, max_examples=60)
@@ -41,8 +50,17 @@ def cases(draw: st.DrawFn, fp8: bool | None = None) -> Case:
     head_dim = draw(st.sampled_from((8, 32, 64, 128)))
     quantised = draw(st.booleans()) if fp8 is None else fp8
     size = st.integers(1, 700) | st.integers(1, 40).map(lambda units: 16 * units)
-    config = {
-        "model_type": draw(st.sampled_from(FAMILIES)),
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    theirs = {
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": draw(size),
+        "decoder_sparse_step": draw(st.sampled_from((1, 2))),
+    }
+    config = {name: theirs[name] for name in FAMILIES[family]} | {
+        "model_type": family,
         "num_hidden_layers": 2,
         "hidden_size": draw(st.integers(1, 4)),
         "num_attention_heads": kv_heads * group,
@@ -52,17 +70,11 @@ def cases(draw: st.DrawFn, fp8: bool | None = None) -> Case:
         "vocab_size": draw(size),
         "max_position_embeddings": 64,
         "tie_word_embeddings": draw(st.booleans()),
-        "attention_bias": draw(st.booleans()),
-        "mlp_bias": draw(st.booleans()),
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": draw(size),
-        "decoder_sparse_step": draw(st.sampled_from((1, 2))),
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]} if quantised else None,
     }
     heads_in_a_block = math.lcm(head_dim, BLOCK) // head_dim if quantised else 1
     most = kv_heads * group if heads_in_a_block == 1 else -(-kv_heads // heads_in_a_block)
-    return Case(ModelSpec.from_config(config), most)
+    return Case(read_config(config), most)
 
 
 def distinct(spec: ModelSpec) -> list[Tensor]:
@@ -197,19 +209,26 @@ def test_shares_differ_by_at_most_one_unit(case: Case) -> None:
                 assert max(shares) - min(shares) <= 1
 
 
+def attends(spec: ModelSpec) -> Gqa:
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Gqa)
+    return mixer
+
+
 def replicated_elements(spec: ModelSpec) -> int:
     """Norms, routers, and the biases that are added after the sum over ranks."""
-    dense = sum(not spec.is_sparse(layer) for layer in range(spec.layers))
-    norms = (2 * spec.layers + 1) * spec.hidden + (2 * spec.layers * spec.head_dim if spec.qk_norm else 0)
-    routers = (spec.layers - dense) * spec.moe.experts * spec.hidden if spec.moe else 0
-    return norms + routers + spec.hidden * (spec.layers * spec.output_bias + dense * spec.mlp_bias)
+    layers, dense = len(spec.layers), len(spec.layers) - len(spec.sparse)
+    mixer, widest = attends(spec), next((each.ffn for each in spec.layers if each.ffn.routed is None), None)
+    norms = (2 * layers + 1) * spec.hidden + (2 * layers * spec.head_dim if mixer.head_norm else 0)
+    routers = (layers - dense) * spec.moe.experts * spec.hidden if spec.moe else 0
+    return norms + routers + spec.hidden * (layers * mixer.output_bias + dense * bool(widest and widest.bias))
 
 
 @many
 @given(cases())
 def test_ranks_together_hold_the_model_plus_its_replicas(case: Case) -> None:
     spec = case.spec
-    kv_head_elements = 2 * spec.layers * spec.head_dim * (spec.hidden + spec.qkv_bias)
+    kv_head_elements = 2 * len(spec.layers) * spec.head_dim * (spec.hidden + attends(spec).qkv_bias)
     for layout in case.layouts():
         copies = max(layout.tp - spec.kv_heads, 0)
         extra = (layout.tp - 1) * replicated_elements(spec) + copies * kv_head_elements
@@ -248,5 +267,5 @@ def test_more_ranks_than_there_is_to_deal_are_refused_with_the_way_out(case: Cas
 @pytest.mark.parametrize("tp", [0, -1])
 def test_no_ranks_are_refused(tp: int, published: dict[str, Config]) -> None:
     with pytest.raises(LayoutError, match=f"TP is {tp}. It must be at least 1.") as caught:
-        Layout(ModelSpec.from_config(published["Qwen3-32B"]), tp)
+        Layout(read_config(published["Qwen3-32B"]), tp)
     assert caught.value.code == "bad_tp"

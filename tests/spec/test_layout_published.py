@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LayoutError
-from phalanx.spec import Layout, ModelSpec
+from phalanx.models import read_config
+from phalanx.spec import Layout
 
 Config = dict[str, Any]
 Published = dict[str, Config]
@@ -18,7 +19,7 @@ def blocks(ranges: list[range]) -> list[int]:
 
 
 def test_nine_query_heads_on_three_kv_heads_go_to_two_ranks_as_two_groups_and_one(published: Published) -> None:
-    first, second = Layout(ModelSpec.from_config(published["SmolLM2-135M"]), 2).shards
+    first, second = Layout(read_config(published["SmolLM2-135M"]), 2).shards
     assert (first.query_heads, first.kv_heads) == (range(0, 6), range(0, 2))
     assert (second.query_heads, second.kv_heads) == (range(6, 9), range(2, 3))
 
@@ -28,7 +29,7 @@ def test_nine_query_heads_on_three_kv_heads_go_to_two_ranks_as_two_groups_and_on
     [(2, [116, 115]), (4, [58, 58, 58, 57]), (8, [29] * 7 + [28]), (16, [15] * 7 + [14] * 9)],
 )
 def test_qwen2_5_72b_in_block_fp8(tp: int, expected: list[int], published: Published, block_fp8: Config) -> None:
-    spec = ModelSpec.from_config(published["Qwen2.5-72B"] | {"quantization_config": block_fp8})
+    spec = read_config(published["Qwen2.5-72B"] | {"quantization_config": block_fp8})
     layout = Layout(spec, tp)
     assert sum(expected) == 231
     assert blocks([shard.ffn for shard in layout.shards]) == expected
@@ -37,7 +38,7 @@ def test_qwen2_5_72b_in_block_fp8(tp: int, expected: list[int], published: Publi
 
 
 def test_six_blocks_of_an_expert_on_eight_ranks_leave_two_without(published: Published, block_fp8: Config) -> None:
-    spec = ModelSpec.from_config(published["Qwen3-30B-A3B"] | {"quantization_config": block_fp8})
+    spec = read_config(published["Qwen3-30B-A3B"] | {"quantization_config": block_fp8})
     layout = Layout(spec, 8)
     assert blocks([shard.expert_ffn for shard in layout.shards]) == [1] * 6 + [0] * 2
     gate = spec.tensors["model.layers.0.mlp.experts.0.gate_proj.weight"]
@@ -47,12 +48,12 @@ def test_six_blocks_of_an_expert_on_eight_ranks_leave_two_without(published: Pub
 
 
 def test_experts_without_blocks_are_dealt_to_all_ranks(published: Published) -> None:
-    layout = Layout(ModelSpec.from_config(published["Qwen3-30B-A3B"]), 8)
+    layout = Layout(read_config(published["Qwen3-30B-A3B"]), 8)
     assert [len(shard.expert_ffn) for shard in layout.shards] == [96] * 8
 
 
 def test_eight_kv_heads_on_sixteen_ranks_are_held_twice(published: Published) -> None:
-    layout = Layout(ModelSpec.from_config(published["Llama-3.3-70B"]), 16)
+    layout = Layout(read_config(published["Llama-3.3-70B"]), 16)
     assert [shard.kv_heads for shard in layout.shards] == [range(rank // 2, rank // 2 + 1) for rank in range(16)]
     assert [shard.query_heads for shard in layout.shards] == [range(4 * rank, 4 * rank + 4) for rank in range(16)]
 
@@ -73,7 +74,7 @@ def test_eight_kv_heads_on_sixteen_ranks_are_held_twice(published: Published) ->
 def test_where_everything_divides_all_ranks_have_the_same(
     name: str, tp: int, query: int, kv: int, inner: int, published: Published
 ) -> None:
-    spec = ModelSpec.from_config(published[name])
+    spec = read_config(published[name])
     layout = Layout(spec, tp)
     for rank in range(tp):
         owned = [len(layout.owned(kind, rank)) for kind in ("query", "kv", "expert_ffn" if spec.moe else "ffn")]
@@ -93,7 +94,7 @@ def test_where_everything_divides_all_ranks_have_the_same(
     ],
 )
 def test_kv_bytes_a_rank_keeps_of_a_token_at_tp_8(name: str, bf16: int, published: Published) -> None:
-    layout = Layout(ModelSpec.from_config(published[name]), 8)
+    layout = Layout(read_config(published[name]), 8)
     assert [layout.kv_bytes_per_token(rank) for rank in range(8)] == [bf16] * 8
     assert layout.kv_bytes_per_token(0, "fp8") == bf16 // 2
 
@@ -104,7 +105,7 @@ def test_every_flagship_lays_out_on_one_to_sixteen_ranks(
     flagship: str, tp: int, quantised: bool, published: Published, block_fp8: Config
 ) -> None:
     config = published[flagship] | ({"quantization_config": block_fp8} if quantised else {})
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
     layout = Layout(spec, tp)
     whole = {"query_heads": spec.heads, "ffn": spec.intermediate, "vocab": spec.vocab}
     whole |= {"expert_ffn": spec.moe.intermediate if spec.moe else 0}
@@ -115,20 +116,20 @@ def test_every_flagship_lays_out_on_one_to_sixteen_ranks(
 
 
 def test_one_rank_holds_the_whole_model(published: Published) -> None:
-    spec = ModelSpec.from_config(published["Llama-3.1-8B"])
+    spec = read_config(published["Llama-3.1-8B"])
     for number_format in ("fp32", "bf16", "fp8", "int4"):
         assert Layout(spec, 1).weight_bytes(0, number_format) == spec.weight_bytes(number_format)
 
 
 def test_more_ranks_than_query_heads_are_refused(published: Published) -> None:
     with pytest.raises(LayoutError) as caught:
-        Layout(ModelSpec.from_config(published["SmolLM2-135M"]), 10)
+        Layout(read_config(published["SmolLM2-135M"]), 10)
     assert caught.value.code == "tp_too_large"
     assert str(caught.value) == "TP=10, but the model has 9 query heads to deal. Use TP <= 9."
 
 
 def test_heads_that_fill_a_block_only_together_are_dealt_together(published: Published, block_fp8: Config) -> None:
-    spec = ModelSpec.from_config(published["SmolLM2-135M"] | {"quantization_config": block_fp8})
+    spec = read_config(published["SmolLM2-135M"] | {"quantization_config": block_fp8})
     assert [shard.kv_heads for shard in Layout(spec, 2).shards] == [range(0, 2), range(2, 3)]
     with pytest.raises(LayoutError) as caught:
         Layout(spec, 3)

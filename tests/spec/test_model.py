@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from phalanx.spec import ModelSpec
+from phalanx.models import read_config
 
 Config = dict[str, Any]
 
@@ -105,7 +105,7 @@ def test_a_tiny_model_holds_what_transformers_builds_and_saves(config: Config, t
     model = AutoModelForCausalLM.from_config(reference_config(config))
     model.save_pretrained(tmp_path)
 
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
 
     assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert {tensor.name: tensor.shape for tensor in spec.tensors.values()} == saved_shapes(tmp_path)
@@ -115,16 +115,15 @@ def test_a_tiny_model_holds_what_transformers_builds_and_saves(config: Config, t
 @pytest.mark.parametrize("config", TINY_MODELS)
 def test_the_saved_config_describes_the_same_model(config: Config, tmp_path: Path) -> None:
     reference_config(config).save_pretrained(tmp_path)
-    spec, saved = ModelSpec.from_config(config), ModelSpec.from_config(tmp_path)
+    spec, saved = read_config(config), read_config(tmp_path)
     assert saved.tensors == spec.tensors
     assert saved.moe == spec.moe
-    assert saved.rope == spec.rope
-    assert saved.windows == spec.windows == ()
+    assert saved.layers == spec.layers
 
 
 def test_a_flagship_has_the_parameters_transformers_builds(flagship: str, published: dict[str, Config]) -> None:
     config = published[flagship]
-    assert ModelSpec.from_config(config).parameters == reference_parameters(config)
+    assert read_config(config).parameters == reference_parameters(config)
 
 
 @pytest.mark.parametrize(
@@ -142,14 +141,14 @@ def test_a_flagship_has_the_parameters_transformers_builds(flagship: str, publis
 def test_total_and_active_parameters_in_billions(
     name: str, total: float, active: float, published: dict[str, Config]
 ) -> None:
-    spec = ModelSpec.from_config(published[name])
+    spec = read_config(published[name])
     assert spec.parameters / 1e9 == pytest.approx(total, abs=0.0051)
     assert spec.active_parameters / 1e9 == pytest.approx(active, abs=0.0051)
 
 
 def test_a_split_tensor_is_as_long_along_its_axis_as_what_is_split(flagship: str, published: dict[str, Config]) -> None:
     config = published[flagship]
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     lengths = {
         "query": config["num_attention_heads"] * head_dim,
@@ -165,7 +164,7 @@ def test_a_split_tensor_is_as_long_along_its_axis_as_what_is_split(flagship: str
 
 def test_only_the_chosen_layers_of_a_mixed_model_are_sparse() -> None:
     config = {"model_type": "qwen3_moe"} | TINY | TINY_FAMILY["qwen3_moe"]
-    spec = ModelSpec.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    spec = read_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [spec.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
     assert "model.layers.0.mlp.gate_proj.weight" in spec.tensors
     assert "model.layers.1.mlp.experts.0.gate_proj.weight" in spec.tensors
@@ -184,11 +183,11 @@ def test_only_the_chosen_layers_of_a_mixed_model_are_sparse() -> None:
     ],
 )
 def test_weight_bytes_by_hand(number_format: str, expected: int) -> None:
-    assert ModelSpec.from_config(SMALL).weight_bytes(number_format) == expected
+    assert read_config(SMALL).weight_bytes(number_format) == expected
 
 
 def test_tied_embeddings_are_stored_once() -> None:
-    untied, tied = ModelSpec.from_config(SMALL), ModelSpec.from_config(SMALL | TIED)
+    untied, tied = read_config(SMALL), read_config(SMALL | TIED)
     assert untied.weight_bytes("bf16") - tied.weight_bytes("bf16") == 2 * SMALL_EMBEDDING
 
 
@@ -205,7 +204,7 @@ def test_tied_embeddings_are_stored_once() -> None:
     ],
 )
 def test_kv_bytes_per_token(name: str, bf16: int, published: dict[str, Config]) -> None:
-    spec = ModelSpec.from_config(published[name])
+    spec = read_config(published[name])
     assert spec.kv_bytes_per_token() == bf16
     assert spec.kv_bytes_per_token("fp8") == bf16 // 2
     assert spec.kv_bytes_per_token("fp32") == bf16 * 2
@@ -213,7 +212,7 @@ def test_kv_bytes_per_token(name: str, bf16: int, published: dict[str, Config]) 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_count_the_head_but_not_the_look_up(tied: bool) -> None:
-    spec = ModelSpec.from_config(SMALL | {"tie_word_embeddings": tied})
+    spec = read_config(SMALL | {"tie_word_embeddings": tied})
     products = 2 * (SMALL_LINEAR + SMALL_EMBEDDING + SMALL_NORMS)
     assert spec.flops_per_token() == products == 1_367_552
     assert spec.flops_per_token(context=100) == products + 2 * 2 * 100 * 2 * 128
@@ -221,7 +220,7 @@ def test_flops_count_the_head_but_not_the_look_up(tied: bool) -> None:
 
 def test_flops_of_a_moe_count_the_routed_experts_only() -> None:
     moe = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3}
-    spec = ModelSpec.from_config(SMALL | moe)
+    spec = read_config(SMALL | moe)
     attention, router, expert = 2 * 256 * 256 + 2 * 128 * 256, 8 * 256, 3 * 300 * 256
     assert spec.active_parameters == attention + router + 3 * expert + 2 * SMALL_EMBEDDING + SMALL_NORMS
     assert spec.flops_per_token() == 2 * (attention + router + 3 * expert + SMALL_EMBEDDING + SMALL_NORMS)
@@ -229,6 +228,6 @@ def test_flops_of_a_moe_count_the_routed_experts_only() -> None:
 
 def test_flops_of_attention_stop_growing_at_the_window() -> None:
     windows = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
-    spec = ModelSpec.from_config(SMALL | windows | {"num_hidden_layers": 3})
+    spec = read_config(SMALL | windows | {"num_hidden_layers": 3})
     grown = spec.flops_per_token(context=100) - spec.flops_per_token()
     assert grown == 4 * (100 + 10 + 10) * 2 * 128

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.text.detokenizer import Detokenizer, StopStrings, TextStream
+from phalanx.text.detokenizer import Detokenizer, StopStrings
 from phalanx.text.tokenizer import Tokenizer
 from tests.text.conftest import FIRST_BYTE
 
@@ -193,32 +193,3 @@ def test_what_could_begin_a_stop_string_is_held_back_and_nothing_else(text: str,
         assert not any(stop.startswith(part) for stop in stops for part in longer)
     assert cutter.finish() == text[len(shown) :]
     assert cutter.finish() == ""
-
-
-@pytest.mark.parametrize("stop", ["capital of", "l of Fr", "is Paris.", "👍", "ce"])
-def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, stop: str) -> None:
-    text = "The capital of France is Paris. 👍 Yes."
-    stream, shown = TextStream(tokenizer, [stop]), ""
-    for token in tokenizer.encode(text):
-        piece, stopped = stream.add(token)
-        shown += piece
-        if stopped:
-            break
-    assert stopped
-    assert shown == text[: text.index(stop)]
-
-
-def test_finish_returns_what_was_held_for_a_stop_string_that_never_came(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer, ["Paris!"])
-    shown = [stream.add(token) for token in tokenizer.encode("It is Paris")]
-    assert "".join(text for text, _ in shown) == "It is "
-    assert stream.finish() == ("Paris", False)
-
-
-def test_a_stop_string_can_end_in_the_last_unfinished_bytes(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("so " + MANY_TOKENS)[:-1]
-    stream = TextStream(tokenizer, [UNFINISHED])
-    shown = "".join(stream.add(token)[0] for token in tokens)
-    text, stopped = stream.finish()
-    assert stopped
-    assert shown + text == tokenizer.decode(tokens).partition(UNFINISHED)[0]

@@ -14,9 +14,9 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from phalanx.errors import ModelError, RequestError
+from phalanx.spec.gguf import GgufFile
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
-from phalanx.weights.gguf_file import GgufFile
 from tests.text.conftest import BYTES, CONTROL, FIRST_WORD, USER_DEFINED, WriteGguf
 
 PROSE = [

@@ -27,13 +27,13 @@ _ARGUMENTS = (
 )
 _REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-_PATIENCE_MS = 60_000
+_PATIENCE_MS = 180_000
 
 NewPage = Callable[..., Page]
 expect.set_options(timeout=_PATIENCE_MS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """The system's Chromium, one for all tests."""
     path = next(filter(None, map(shutil.which, _NAMES)), None)

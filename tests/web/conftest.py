@@ -13,10 +13,12 @@ from tests.web.browser import browser, new_page
 __all__ = ["browser", "new_page", "studio"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def studio() -> Iterator[str]:
     """The address of a running `phalanx studio`."""
-    command = [sys.executable, "-m", "phalanx.cli", "studio", "--port", "0"]
+    patient = "from phalanx.web.planner_lane import Lane; Lane.__init__.__defaults__ = (600.0,)"
+    start = f"{patient}; from phalanx.cli import app; app()"
+    command = [sys.executable, "-c", start, "studio", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

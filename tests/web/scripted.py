@@ -16,10 +16,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from playwright.sync_api import expect
 
+from phalanx.models import catalog
 from phalanx.server.error_handlers import add_error_handlers
-from phalanx.spec import catalog
 from phalanx.web.cockpit import About, cockpit_routes
-from phalanx.web.layout import Served, layout_routes
+from phalanx.web.layout_routes import Served, layout_routes
 from phalanx.web.pages import add_pages
 
 expect.set_options(timeout=60_000)

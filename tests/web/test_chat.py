@@ -14,6 +14,8 @@ from tests.server.running import eventually
 from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
 from tests.web.scripted import HOSTILE_NAME, Script, ScriptedServer, says, scripted_server
 
+pytestmark = pytest.mark.slow
+
 TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
 
 

@@ -12,6 +12,8 @@ from phalanx.weights.checkpoint import locate
 from tests.server.running import Server, eventually, running
 from tests.web.browser import NewPage
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_MS = 120_000
 
 

@@ -11,6 +11,8 @@ from playwright.sync_api import Page, expect
 from tests.web.browser import NewPage
 from tests.web.scripted import ScriptedServer, scripted_server
 
+pytestmark = pytest.mark.slow
+
 Draw = Callable[[str], str]
 
 TEXT = {"A", "BLOCKQUOTE", "CODE", "EM", "H3", "H4", "H5", "H6", "HR", "LI", "OL", "P", "PRE", "SPAN", "STRONG", "UL"}

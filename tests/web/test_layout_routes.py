@@ -12,10 +12,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from phalanx.cost.allreduce import all_reduce_seconds
+from phalanx.models import catalog
 from phalanx.server.error_handlers import add_error_handlers
-from phalanx.spec import Layout, catalog
+from phalanx.spec import Layout
 from phalanx.spec.machine import Gpu
-from phalanx.web.layout import DEGREES, Served, describe, layout_routes
+from phalanx.web.layout_routes import DEGREES, Served, describe, layout_routes
 
 H100 = Gpu.named("H100-SXM")
 
@@ -70,7 +71,7 @@ def test_more_ranks_than_kv_heads_share_them() -> None:
 @pytest.mark.parametrize("tp", [1, 3, 8])
 def test_every_model_is_told_as_layout_deals_it(name: str, tp: int) -> None:
     spec = catalog.model(name)
-    layout, told = Layout(spec, tp), describe(spec, tp, H100, 16, spec.layers // 2)
+    layout, told = Layout(spec, tp), describe(spec, tp, H100, 16, len(spec.layers) // 2)
     for kind, dealt in told["dealt"].items():
         assert dealt["shares"] == [[part.start, part.stop] for part in (getattr(s, kind) for s in layout.shards)]
         assert all(start % dealt["unit"] == 0 for start, _ in dealt["shares"]), kind
@@ -85,7 +86,7 @@ def test_layers_embedding_and_norms_are_all_of_a_ranks_weights(name: str) -> Non
     """Nothing of a layer falls between the stages."""
     spec = catalog.model(name)
     rank, total = 1, 0
-    for layer in range(spec.layers):
+    for layer in range(len(spec.layers)):
         parts = describe(spec, 2, H100, 1, layer)["parts"].values()
         total += sum(tensor["bytes"][rank] for part in parts for tensor in part["tensors"])
     layout = Layout(spec, 2)
@@ -162,5 +163,5 @@ def test_a_layer_beyond_the_last_is_the_last() -> None:
 
 
 def test_telling_a_split_needs_no_torch() -> None:
-    code = "import sys; import phalanx.web.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys; import phalanx.web.layout_routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from phalanx.spec import Layout, catalog
+from phalanx.models import catalog
+from phalanx.spec import Layout
 from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
 from tests.web.scripted import ScriptedServer, scripted_server
+
+pytestmark = pytest.mark.slow
 
 LAST = 11
 

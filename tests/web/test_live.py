@@ -19,10 +19,12 @@ from tests.server.conftest import tiny_chat
 from tests.server.running import Server, eventually, running
 from tests.web.browser import PHONE, NewPage, check_accessible
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["tiny_chat"]
 
 LONG = {"prompt": "abc", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
-PATIENT_MS = 60_000
+PATIENT_MS = 180_000
 
 
 @pytest.fixture(scope="module")

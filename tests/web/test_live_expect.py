@@ -11,11 +11,11 @@ import pytest
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.plan import Totals
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.step_plan import Totals
+from phalanx.models import catalog
 from phalanx.plan.predict import Interval, predict
-from phalanx.spec import catalog
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -86,7 +86,7 @@ def test_the_plan_s_bounds_hold_what_was_measured_on_a_gpu() -> None:
 
 
 def test_no_steps_are_no_load() -> None:
-    assert Load.between(Totals(5, 5), Totals(5, 5), 1, 1) is None
+    assert Load.between(Totals(steps=5, prompt_tokens=5), Totals(steps=5, prompt_tokens=5), 1, 1) is None
 
 
 def test_the_driver_s_name_of_a_gpu_finds_its_plan_and_others_are_measured_against_themselves(spec: ModelSpec) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.engine.plan import Totals
+from phalanx.engine.step_plan import Totals
 from phalanx.plan.predict import Interval
 from phalanx.server import recent as recent_module
 from phalanx.server.messages import Books, NewToken, Started, Stepped
@@ -53,8 +53,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_rates_are_by_the_seconds_that_passed(place: Place) -> None:
-    place.step(6, prefix_queries=40, prefix_hits=10, totals=Totals(2, 40))
-    place.step(4, prefix_queries=60, prefix_hits=15, totals=Totals(4, 50))
+    place.step(6, prefix_queries=40, prefix_hits=10, totals=Totals(steps=2, prompt_tokens=40))
+    place.step(4, prefix_queries=60, prefix_hits=15, totals=Totals(steps=4, prompt_tokens=50))
     sample = place.sample(2.0)
     assert (sample.inputs, sample.cached, sample.outputs, sample.steps) == (30, 7.5, 5, 2)
     assert place.sample().outputs == 0
@@ -115,7 +115,9 @@ def test_ten_minutes_are_kept(place: Place) -> None:
 
 
 def test_a_new_engine_counts_from_zero_and_what_ran_on_the_old_one_does_not_run_on(place: Place) -> None:
-    place.step(9, running=4, free_blocks=0, preemptions=3, prefix_queries=500, totals=Totals(50, 900))
+    place.step(
+        9, running=4, free_blocks=0, preemptions=3, prefix_queries=500, totals=Totals(steps=50, prompt_tokens=900)
+    )
     assert place.sample().preemptions == 3
     place.supervisor.state, place.supervisor.death = "restarting", Exception("killed")
     place.sample()
@@ -126,14 +128,22 @@ def test_a_new_engine_counts_from_zero_and_what_ran_on_the_old_one_does_not_run_
     place.supervisor.state, place.supervisor.death = "ready", None
     place.metrics.engine_started(STARTED.num_blocks)
     assert place.sample().steps == 0
-    place.step(2, preemptions=1, prefix_queries=30, totals=Totals(1, 30))
+    place.step(2, preemptions=1, prefix_queries=30, totals=Totals(steps=1, prompt_tokens=30))
     after = place.sample()
     assert (after.up, after.inputs, after.outputs, after.preemptions, after.steps) == (True, 30, 2, 1, 1)
 
 
 def test_parts_are_milliseconds_of_a_finished_step_by_rank(place: Place) -> None:
     def spent(finished: int, device_s: float, all_reduce_s: float, schedule_s: float = 0.0) -> Totals:
-        return Totals(finished, 0, schedule_s, 0.0, device_s, all_reduce_s, 0.0, finished=finished)
+        return Totals(
+            steps=finished,
+            schedule_s=schedule_s,
+            launch_s=0.0,
+            device_s=device_s,
+            all_reduce_s=all_reduce_s,
+            sample_s=0.0,
+            finished=finished,
+        )
 
     place.ranks = {0: (spent(10, 0.4, 0.1, 0.02), 50.0), 1: (spent(10, 0.1, 0.4), 50.1)}
     place.sample()
@@ -144,9 +154,12 @@ def test_parts_are_milliseconds_of_a_finished_step_by_rank(place: Place) -> None
 
 
 def test_a_rank_that_finished_no_step_or_said_nothing_has_no_parts(place: Place) -> None:
-    place.ranks = {0: (Totals(5, device_s=1.0, finished=5), 50.0), 1: (Totals(5, device_s=1.0, finished=5), 50.0)}
+    place.ranks = {
+        0: (Totals(steps=5, device_s=1.0, finished=5), 50.0),
+        1: (Totals(steps=5, device_s=1.0, finished=5), 50.0),
+    }
     place.sample()
-    place.ranks[0] = (Totals(6, device_s=1.0, finished=5), 51.0)
+    place.ranks[0] = (Totals(steps=6, device_s=1.0, finished=5), 51.0)
     assert place.sample().ranks == [None, None]
 
 
@@ -166,10 +179,10 @@ class Always:
 
 def test_expected_output_is_that_of_the_same_steps_at_the_expected_pace_while_there_was_work(place: Place) -> None:
     place.sampler.expectation = always = Always(0.05)
-    place.step(0, running=2, totals=Totals(0, 0))
+    place.step(0, running=2, totals=Totals(steps=0))
     place.now += 0.5
     place.metrics.next_token(0.1)
-    place.step(10, running=0, totals=Totals(5, 10, decodes=10, context=1000))
+    place.step(10, running=0, totals=Totals(steps=5, decodes=10, context=1000))
     sample = place.sample(0.5)
     assert always.learned == [(Load(2, 200, input_tokens=1, output_tokens=10), 0.1)]
     assert sample.expected_itl == [50, 25, 100]

@@ -13,6 +13,8 @@ from tests.server.conftest import add_tokenizer
 from tests.server.running import Server, running
 from tests.web.browser import NewPage, check_accessible
 
+pytestmark = pytest.mark.slow
+
 KEY = "open-sesame-4711"
 KEPT = """() => JSON.stringify([
     {...localStorage}, {...sessionStorage}, document.cookie, location.href, document.documentElement.outerHTML,

@@ -14,6 +14,8 @@ from playwright.sync_api import Browser
 from phalanx.web.pages import PAGES, add_pages
 from tests.web.browser import STATIC, watch
 
+pytestmark = pytest.mark.slow
+
 WEB = Path(__file__).parents[2] / "web"
 SOURCES = ("index.html", "package-lock.json", "src", "tsconfig.json", "vite.config.ts")
 MOST_BYTES = 600_000

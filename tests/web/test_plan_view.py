@@ -14,6 +14,8 @@ from playwright.sync_api import Page, expect
 
 from tests.web.browser import PHONE, NewPage, check_accessible
 
+pytestmark = pytest.mark.slow
+
 
 def number(value: float) -> str:
     """As the page writes it: three digits that count."""

@@ -17,10 +17,10 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from phalanx.plan.ask import Question, ask
+from phalanx.models import catalog
+from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.record import to_dict
 from phalanx.server.errors import ApiError
-from phalanx.spec import catalog
 from phalanx.spec.machine import gpus
 from phalanx.web import planner
 from phalanx.web.planner_lane import Lane
@@ -51,7 +51,7 @@ def asked(client: TestClient, path: str = "plan", **more: Any) -> httpx.Response
 def test_a_plan_is_that_of_the_command_line(client: TestClient, more: dict[str, Any]) -> None:
     answer = asked(client, **more)
     assert answer.status_code == 200
-    assert answer.json() == json.loads(json.dumps(to_dict(ask(Question(**QUESTION | more)))))
+    assert answer.json() == json.loads(json.dumps(to_dict(ask(PlanQuestion(**QUESTION | more)))))
 
 
 def test_the_catalog_is_complete(client: TestClient) -> None:
@@ -142,7 +142,7 @@ def test_what_fits_is_what_a_plan_says_fits(client: TestClient) -> None:
     rows = {row["model"]: row for row in found["models"]}
     for model in ("Qwen3-32B", "Llama-3.3-70B", "gpt-oss-120b", "DeepSeek-V3"):
         for number_format in ("bf16", "fp8"):
-            load = Question(model, "4xL40S", concurrency=1, engines="vllm", formats=number_format)
+            load = PlanQuestion(model, "4xL40S", concurrency=1, engines="vllm", formats=number_format)
             degrees = [candidate.tp for candidate in ask(load).candidates]
             ways = [way for way in rows[model]["ways"] if way["format"] == number_format]
             if number_format in (catalog.model(model).number_format, "fp8") and degrees and ways:
@@ -171,7 +171,7 @@ def _asker(gone: bool) -> Any:
     async def is_disconnected() -> bool:
         return gone
 
-    return SimpleNamespace(is_disconnected=is_disconnected)
+    return SimpleNamespace(is_disconnected=is_disconnected, scope={})
 
 
 def test_a_plan_holds_up_nobody_only_so_many_wait_and_those_who_left_are_not_answered() -> None:

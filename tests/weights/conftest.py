@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.fabric.group import GlooGroup
+from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
-from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout, ModelSpec
 
 Config = dict[str, Any]

@@ -13,9 +13,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from phalanx.errors import CheckpointError, ModelError, PhalanxError
+from phalanx.models import read_config
 from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.gguf import GgufFile
 from phalanx.weights.checkpoint import Checkpoint, locate
-from phalanx.weights.gguf_file import GgufFile, GgufReader
+from phalanx.weights.gguf_reader import GgufReader
 from phalanx.weights.load import check_tensors, load_weights
 from tests.weights.conftest import CONFIGS, Config, build, random_tensors, write_gguf
 
@@ -34,14 +36,14 @@ MATRIX = "model.layers.0.mlp.up_proj.weight"
 
 
 def make(tmp_path: Path, config: Config, **options: Any) -> tuple[Path, dict[str, torch.Tensor], ModelSpec]:
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
     tensors = random_tensors(spec)
     return write_gguf(tmp_path / "model.gguf", config, tensors, **options), tensors, spec
 
 
 def write_matrix(tmp_path: Path, kind: Kind) -> tuple[Path, np.ndarray]:
     """A model file in which MATRIX is of this kind, and what the package makes of the whole matrix."""
-    tensors = random_tensors(ModelSpec.from_config(WIDE))
+    tensors = random_tensors(read_config(WIDE))
     values = tensors.pop(MATRIX).numpy()
     if kind in K_QUANTS:  # `quantize` lacks them; small bytes keep their scales finite
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -165,7 +167,7 @@ def test_names_that_are_not_there_have_no_shape(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_named_before_anything_is_read(tmp_path: Path) -> None:
-    spec = ModelSpec.from_config(CONFIGS["llama"])
+    spec = read_config(CONFIGS["llama"])
     tensors = random_tensors(spec)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], tensors)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.models.decoder import Decoder
+from phalanx.layers.decoder import Decoder
+from phalanx.models import read_config
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import load_weights
@@ -70,7 +71,7 @@ def reassemble(models: list[Decoder]) -> Tensors:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_parts_of_a_decoder_are_the_tensors_of_its_spec(name: str, size: int) -> None:
     """Every name once, on every rank, in memory that no two parts share."""
-    spec = ModelSpec.from_config(CONFIGS[name])
+    spec = read_config(CONFIGS[name])
     for rank in range(size):
         parts = list(build(spec, rank, size).parts())
         assert sorted(part for part, _ in parts) == sorted(spec.tensors)
@@ -82,7 +83,7 @@ def test_the_parts_of_a_decoder_are_the_tensors_of_its_spec(name: str, size: int
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_ranks_together_hold_the_checkpoint_bit_for_bit(tmp_path: Path, name: str, size: int) -> None:
-    spec = ModelSpec.from_config(CONFIGS[name])
+    spec = read_config(CONFIGS[name])
     tensors = random_tensors(spec)
     reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], tensors, files=size))
     models = [load(spec, reader, rank, size) for rank in range(size)]
@@ -96,7 +97,7 @@ def test_the_ranks_together_hold_the_checkpoint_bit_for_bit(tmp_path: Path, name
 def test_projections_lie_in_the_order_in_which_they_are_multiplied(tmp_path: Path, size: int) -> None:
     """q, k, v and gate, up stand below each other, of each expert too."""
     for name in ("qwen2", "qwen3_moe"):
-        spec = ModelSpec.from_config(CONFIGS[name])
+        spec = read_config(CONFIGS[name])
         tensors = random_tensors(spec)
         reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], tensors))
         layout = Layout(spec, size)
@@ -107,21 +108,21 @@ def test_projections_lie_in_the_order_in_which_they_are_multiplied(tmp_path: Pat
         layer: Any = load(spec, reader, size - 1, size).layers[1]
         prefix = "model.layers.1."
         qkv = [f"{prefix}self_attn.{letter}_proj." for letter in "qkv"]
-        assert torch.equal(layer.attention.qkv.product.weight, torch.cat([share(part + "weight") for part in qkv]))
+        assert torch.equal(layer.mixer.qkv.product.weight, torch.cat([share(part + "weight") for part in qkv]))
         if spec.moe is None:
-            assert torch.equal(layer.attention.qkv.product.bias, torch.cat([share(part + "bias") for part in qkv]))
+            assert torch.equal(layer.mixer.qkv.product.bias, torch.cat([share(part + "bias") for part in qkv]))
             gate_up = [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]
-            assert torch.equal(layer.mlp.gate_up.product.weight, torch.cat([share(part) for part in gate_up]))
+            assert torch.equal(layer.ffn.gate_up.product.weight, torch.cat([share(part) for part in gate_up]))
             continue
         for expert in range(spec.moe.experts):
             gate_up = [f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up")]
-            assert torch.equal(layer.mlp.gate_up[expert], torch.cat([share(part) for part in gate_up]))
+            assert torch.equal(layer.ffn.gate_up[expert], torch.cat([share(part) for part in gate_up]))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rank_reads_its_own_slices_and_nothing_else(tmp_path: Path, name: str, size: int) -> None:
-    spec = ModelSpec.from_config(CONFIGS[name])
+    spec = read_config(CONFIGS[name])
     folder = save_folder(tmp_path, CONFIGS[name], random_tensors(spec))
     for rank in range(size):
         reads: list[tuple[str, int]] = []
@@ -132,7 +133,7 @@ def test_a_rank_reads_its_own_slices_and_nothing_else(tmp_path: Path, name: str,
 
 
 def test_progress_counts_the_bytes_of_the_share() -> None:
-    spec = ModelSpec.from_config(CONFIGS["qwen3"])
+    spec = read_config(CONFIGS["qwen3"])
     model, seen = build(spec, 1, 3), list[tuple[int, int]]()
     load_weights(model, DummyReader(spec, CPU), lambda done, total: seen.append((done, total)))
     own = sum(part.nbytes for _, part in model.parts())
@@ -142,7 +143,7 @@ def test_progress_counts_the_bytes_of_the_share() -> None:
 
 
 def test_a_bf16_checkpoint_loads_in_bf16_and_in_fp32(tmp_path: Path) -> None:
-    spec = ModelSpec.from_config(CONFIGS["qwen2"])
+    spec = read_config(CONFIGS["qwen2"])
     tensors = random_tensors(spec, torch.bfloat16)
     reader = SafetensorsReader(save_folder(tmp_path, CONFIGS["qwen2"], tensors))
     for dtype in (torch.bfloat16, torch.float32):
@@ -167,7 +168,7 @@ def refused(folder: Path, code: str) -> CheckpointError:
 
 
 def test_missing_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None:
-    tensors = random_tensors(ModelSpec.from_config(CONFIGS["llama"]))
+    tensors = random_tensors(read_config(CONFIGS["llama"]))
     total = len(tensors)
     for letter in "kv":
         for layer in range(2):
@@ -178,7 +179,7 @@ def test_missing_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
-    tensors = random_tensors(ModelSpec.from_config(CONFIGS["llama"]))
+    tensors = random_tensors(read_config(CONFIGS["llama"]))
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name] = tensors[name].T.contiguous()
     error = refused(save_folder(tmp_path, CONFIGS["llama"], tensors), "misshapen_tensor")
@@ -186,7 +187,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
 
 
 def test_missing_files_of_a_sharded_checkpoint_are_named(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(ModelSpec.from_config(CONFIGS["llama"])), files=4)
+    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(read_config(CONFIGS["llama"])), files=4)
     for number in (2, 3):
         (folder / f"model-0000{number}-of-00004.safetensors").unlink()
     error = refused(folder, "missing_file")
@@ -195,7 +196,7 @@ def test_missing_files_of_a_sharded_checkpoint_are_named(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("keep", [0, 7, 500, -1, -5000])
 def test_a_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
-    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(ModelSpec.from_config(CONFIGS["llama"])), files=2)
+    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(read_config(CONFIGS["llama"])), files=2)
     path = folder / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     assert str(path) in refused(folder, "broken_file").found
@@ -203,7 +204,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"metadata": {}}', "\xff"])
 def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
-    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(ModelSpec.from_config(CONFIGS["llama"])), files=2)
+    folder = save_folder(tmp_path, CONFIGS["llama"], random_tensors(read_config(CONFIGS["llama"])), files=2)
     (folder / "model.safetensors.index.json").write_text(content, encoding="latin-1")
     assert "model.safetensors.index.json" in refused(folder, "broken_file").found
 
@@ -217,7 +218,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
 
 def test_dummy_weights_are_the_same_wherever_they_are_held() -> None:
     """Deterministic; whole tensors and shared KV heads alike on every rank; norms one, all else small."""
-    spec = ModelSpec.from_config(CONFIGS["qwen2"])
+    spec = read_config(CONFIGS["qwen2"])
     reassemble([load(spec, DummyReader(spec, CPU), rank, 5) for rank in range(5)])
     once, again = (dict(load(spec, DummyReader(spec, CPU)).parts()) for _ in range(2))
     for name, part in once.items():

@@ -14,11 +14,13 @@ from phalanx.cli import app
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.llm import LLM
-from phalanx.spec import ModelSpec
+from phalanx.models import read_config
 from phalanx.weights import quantize as module
 from phalanx.weights.quantize import REPORT_FILE, quantize
 from phalanx.weights.reader import SafetensorsReader
 from tests.weights.conftest import COMMON, Config, random_tensors, save_folder
+
+pytestmark = pytest.mark.slow
 
 ALIGNED: Config = COMMON | {
     "hidden_size": 128,
@@ -49,13 +51,14 @@ def silent(done: int, total: int) -> None:
 def made(folder: Path, config: Config) -> Path:
     """A checkpoint with weights of a usual size."""
     folder.mkdir()
-    tensors = {name: values * 0.05 for name, values in random_tensors(ModelSpec.from_config(config)).items()}
+    tensors = {name: values * 0.05 for name, values in random_tensors(read_config(config)).items()}
     tensors |= {name: values * 20 for name, values in tensors.items() if "norm" in name}
     save_folder(folder, config, tensors)
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_it_and_agrees_with_us(tmp_path: Path, name: str, number_format: str) -> None:
@@ -91,7 +94,7 @@ def assert_close_logits(reference: torch.nn.Module, output: Path, given: torch.T
 def test_the_report_tells_the_error_of_every_matrix(tmp_path: Path, number_format: str) -> None:
     source, output = made(tmp_path / "plain", MODELS["experts"]), tmp_path / "quantised"
     report = quantize(source, output, number_format, silent)
-    spec = ModelSpec.from_config(MODELS["experts"])
+    spec = read_config(MODELS["experts"])
     linear = [name for name, tensor in spec.tensors.items() if tensor.is_linear]
     assert [error.name for error in report.errors] == linear
     before, after = SafetensorsReader(source), SafetensorsReader(output)
@@ -115,7 +118,7 @@ def test_what_is_no_linear_layer_is_as_it_was(tmp_path: Path) -> None:
     source, output = made(tmp_path / "plain", MODELS["experts"]), tmp_path / "quantised"
     quantize(source, output, "fp8-block", silent)
     before, after = SafetensorsReader(source), SafetensorsReader(output)
-    for name, tensor in ModelSpec.from_config(MODELS["experts"]).tensors.items():
+    for name, tensor in read_config(MODELS["experts"]).tensors.items():
         whole = tuple(slice(0, size) for size in tensor.shape)
         assert after.is_fp8(name) == tensor.is_linear
         assert tensor.is_linear or torch.equal(before.read(name, whole), after.read(name, whole))

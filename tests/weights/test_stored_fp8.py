@@ -11,8 +11,9 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.fabric.group import GlooGroup
 from phalanx.kernels.fp8 import Fp8Weight
+from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
-from phalanx.models.decoder import Decoder
+from phalanx.models import read_config
 from phalanx.spec import Layout, ModelSpec
 from phalanx.spec.formats import FORMATS, Quantization
 from phalanx.weights.checkpoint import Checkpoint
@@ -125,7 +126,7 @@ def dequantise_plainly(weight: Tensor, scales: Tensor, tall: int = BLOCK, wide: 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_rank_dequantises_its_part_bit_for_bit(tmp_path: Path, name: str, size: int) -> None:
-    spec = ModelSpec.from_config(CONFIGS[name])
+    spec = read_config(CONFIGS[name])
     stored, meant = quantise(spec)
     reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
     covered = dict.fromkeys(meant, 0)
@@ -143,7 +144,7 @@ def test_every_rank_dequantises_its_part_bit_for_bit(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rank_may_keep_its_part_in_fp8(tmp_path: Path, name: str, size: int) -> None:
     """Values and scales as they are stored, also where a projection ends within a tile and the next one follows."""
-    spec = ModelSpec.from_config(CONFIGS[name])
+    spec = read_config(CONFIGS[name])
     stored, meant = quantise(spec)
     reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
     for rank in range(size):
@@ -160,7 +161,7 @@ def test_a_rank_may_keep_its_part_in_fp8(tmp_path: Path, name: str, size: int) -
 def test_what_is_stored_wider_is_brought_to_fp8(tmp_path: Path, name: str) -> None:
     """Random weights are, and so is a module that the conversion left out."""
     config = CONFIGS[name]
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
     reader = SafetensorsReader(save_folder(tmp_path, config, random_tensors(spec)))
     model = Decoder(Place(Layout(spec, 1), GlooGroup(0, 1), torch.float32, torch.device("cpu"), fp8=True))
     load_weights(model, reader, lambda done, total: None)
@@ -185,7 +186,7 @@ def test_a_slice_may_begin_anywhere_in_a_tile(tmp_path: Path, rows: tuple[int, i
 def test_a_module_that_was_not_converted_is_taken_as_it_is(tmp_path: Path) -> None:
     """Without a scale beside it, a weight in bf16 is what it says."""
     config = CONFIGS["five blocks"]
-    spec = ModelSpec.from_config(config)
+    spec = read_config(config)
     stored, _ = quantise(spec)
     name = "model.layers.0.self_attn.o_proj.weight"
     del stored[f"{name}_scale_inv"]
@@ -199,7 +200,7 @@ def test_a_module_that_was_not_converted_is_taken_as_it_is(tmp_path: Path) -> No
 def test_a_weight_without_its_scales_is_refused(tmp_path: Path, fault: str) -> None:
     """An e4m3 weight means nothing without its scales."""
     config = CONFIGS["five blocks"]
-    stored, _ = quantise(ModelSpec.from_config(config))
+    stored, _ = quantise(read_config(config))
     scales = "model.layers.0.mlp.down_proj.weight_scale_inv"
     grid = stored.pop(scales)
     if fault != "no scale":

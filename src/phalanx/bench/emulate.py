@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from phalanx import __version__
 from phalanx.bench.offline import Case, Timing, time_case
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.errors import ConfigError
@@ -27,6 +26,7 @@ from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import start_engine
 from phalanx.spec import ModelSpec
 from phalanx.spec.machine import Gpu, Machine, MachineError
+from phalanx.version import __version__
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 SecondsOf = Callable[[int], float]
@@ -123,7 +123,7 @@ def _scaled(tp: int, case: Case, timing: Timing, waited: float, before: list[Sca
 def step_collectives(spec: ModelSpec, batch: int, element: int, seconds_of: SecondsOf) -> float:
     """Seconds a decode step waits: an all-reduce behind the embedding and two a layer, and the logits gathered."""
     rows = seconds_of(batch * spec.hidden * element)
-    return (2 * spec.layers + 1) * rows + seconds_of(batch * spec.vocab * element)
+    return (2 * len(spec.layers) + 1) * rows + seconds_of(batch * spec.vocab * element)
 
 
 def _degrees(text: str) -> list[int]:

@@ -18,15 +18,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from phalanx import __version__
-from phalanx.bench.machine import Ceilings, measure_ceilings
+from phalanx.bench.ceilings import Ceilings, measure_ceilings
+from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_sums import StepSums
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import start_engine
-from phalanx.spec import ModelSpec, Tensor
+from phalanx.spec import ModelSpec
+from phalanx.spec.formats import DTYPE_NAMES
+from phalanx.version import __version__
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 
@@ -46,6 +49,17 @@ class Case:
                 "bad_case", f"{text!r} is no case.", "Write BATCHxINPUTxOUTPUT with at least 2 outputs, as 8x256x64."
             )
         return cls(*map(int, found.groups()))
+
+    @property
+    def prompts(self) -> StepSums:
+        """All prompts, as if in one step."""
+        pairs = self.batch * self.inputs * (self.inputs + 1) / 2
+        return StepSums(prompt_tokens=self.batch * self.inputs, prompt_pairs=pairs, prompts=self.batch)
+
+    @property
+    def decode_step(self) -> StepSums:
+        """The step in the middle of the answers."""
+        return StepSums(self.batch, self.batch * (self.inputs + self.outputs // 2))
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.inputs}x{self.outputs}"
@@ -71,55 +85,13 @@ class Result:
     decode_share: float
 
 
-@dataclass(frozen=True)
-class Work:
-    """The bytes and FLOPs one device must at least move: the model's, in elements of this many bytes, shared evenly.
-
-    With `fp8`, the weights that the checkpoint holds in block FP8 are read so; with `fp8_cache`, keys and values.
-    """
-
-    spec: ModelSpec
-    element: int
-    devices: int
-    fp8: bool = False
-    fp8_cache: bool = False
-
-    def of_prefill(self, case: Case) -> tuple[float, float]:
-        """Every prompt token passes all attention, but only the last one what comes behind. Bytes do not count here."""
-        whole = self.spec.flops_per_token(context=(case.inputs + 1) // 2)
-        behind = 2 * self.spec.vocab * self.spec.hidden + self._last_layer_flops_behind_attention()
-        return 0, case.batch * (case.inputs * (whole - behind) + behind) / self.devices
-
-    def _last_layer_flops_behind_attention(self) -> float:
-        spec = self.spec
-        prefix = f"model.layers.{spec.layers - 1}."
-        layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
-        behind = [each for each in layer if ".self_attn." not in each.name or ".o_proj." in each.name]
-        share = spec.moe.experts_per_token / spec.moe.experts if spec.moe is not None else 1
-        return sum(2 * each.elements * each.copies * (share if each.expert else 1) for each in behind)
-
-    def of_decode_step(self, case: Case) -> tuple[float, float]:
-        """A step reads every weight that some token needs, once, and the keys and values of all sequences."""
-        context = case.inputs + case.outputs // 2
-        cached = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * case.batch * context
-        moved = self._weight_bytes_read(case.batch) + cached * (1 if self.fp8_cache else self.element)
-        return moved / self.devices, case.batch * self.spec.flops_per_token(context) / self.devices
-
-    def _weight_bytes_read(self, batch: int) -> float:
-        """Of the embedding only a few rows; of the experts those that at least one token is routed to, on average."""
-        spec = self.spec
-        looked_up = 0 if spec.tied_embeddings else spec.vocab * spec.hidden * self.element
-        everything = sum(map(self._bytes_of, spec.tensors.values()))
-        if spec.moe is None:
-            return everything - looked_up
-        routed = sum(self._bytes_of(tensor) for tensor in spec.tensors.values() if tensor.expert)
-        missed = (1 - spec.moe.experts_per_token / spec.moe.experts) ** batch
-        return everything - looked_up - routed * missed
-
-    def _bytes_of(self, tensor: Tensor) -> int:
-        if self.fp8 and self.spec.stored_fp8 is not None and self.spec.is_quantised(tensor):
-            return self.spec.tensor_bytes(tensor, tensor.shape, self.spec.number_format)
-        return tensor.elements * self.element
+def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> RankWork:
+    """What one device does at least, in the formats it holds. Ranks on CPUs share one, those on GPUs have their own."""
+    on_gpu, dtype = device.type == "cuda", pick_dtype(config, spec, device)
+    plain = DTYPE_NAMES[str(dtype).removeprefix("torch.")]
+    held = spec.number_format if on_gpu and spec.stored_fp8 is not None else plain
+    cached = "fp8" if config.kv_cache_dtype == "fp8" else plain
+    return count_work(spec, config.tp if on_gpu else 1, held, cached)
 
 
 def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None) -> list[Result]:
@@ -134,12 +106,9 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
     )
     spec = Checkpoint(path, config.load_format).spec
     device = pick_device(config, 0)
-    dtype_used = pick_dtype(config, spec, device)
     with console.status("Measuring the machine"):
-        ceilings = measure_ceilings(device, dtype_used)
-    on_gpu = device.type == "cuda"
-    fp8_cache = config.kv_cache_dtype == "fp8"
-    work = Work(spec, dtype_used.itemsize, devices=tp if on_gpu else 1, fp8=on_gpu, fp8_cache=fp8_cache)
+        ceilings = measure_ceilings(device, pick_dtype(config, spec, device))
+    work = least_work(spec, config, device)
     began = time.perf_counter()
     with console.status(f"Loading {model_name(path)}, TP={tp}"):
         engine = start_engine(config, path, progress=lambda done, total: None)
@@ -203,15 +172,15 @@ def settled_memory() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _summarise(case: Case, timing: Timing, work: Work, ceilings: Ceilings) -> Result:
+def _summarise(case: Case, timing: Timing, work: RankWork, ceilings: Ceilings) -> Result:
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     return Result(
         case=str(case),
         prefill_tok_s=case.batch * case.inputs / timing.first,
-        prefill_share=ceilings.seconds(*work.of_prefill(case)) / timing.first,
+        prefill_share=ceilings.seconds(0, work.flops_of(case.prompts)) / timing.first,
         tpot_ms=tpot * 1e3,
         decode_tok_s=case.batch / tpot,
-        decode_share=ceilings.seconds(*work.of_decode_step(case)) / tpot,
+        decode_share=ceilings.seconds(work.bytes_of(case.decode_step), work.flops_of(case.decode_step)) / tpot,
     )
 
 

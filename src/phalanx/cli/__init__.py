@@ -6,15 +6,16 @@ from typing import Annotated
 
 import typer
 
-from phalanx import __version__
 from phalanx.cli.bench import bench
 from phalanx.cli.cluster import cluster
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
+from phalanx.cli.models import models
 from phalanx.cli.plan import plan
 from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
+from phalanx.version import __version__
 
 app = typer.Typer(
     help="Plan, serve and prove tensor-parallel LLM deployments.",
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(plan)
+app.command()(models)
 app.command()(doctor)
 app.command()(serve)
 app.command()(studio)

@@ -72,7 +72,7 @@ def _deployment(model: str | None, tp: int, number_format: str, concurrency: int
     if model is None and tp == 1 and not machine:
         return None
     from phalanx.doctor.checks import Deployment
-    from phalanx.spec import catalog
+    from phalanx.models import catalog
     from phalanx.spec.machine import Machine
 
     return Deployment(

@@ -55,10 +55,10 @@ def plan(
             raise ConfigError(
                 "bad_option", f"No {missing} is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
             )
-        from phalanx.plan.ask import Question, answer
+        from phalanx.plan.ask import PlanQuestion, answer
 
         answer(
-            Question(
+            PlanQuestion(
                 model=model,
                 machine=machine,
                 input_tokens=isl,

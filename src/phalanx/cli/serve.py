@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.process_list import hide_from_process_list
 from phalanx.cli.shared import (
     Dtype,
     Executor,
@@ -20,6 +21,7 @@ from phalanx.cli.shared import (
     Tp,
     told_errors,
 )
+from phalanx.engine import defaults
 from phalanx.errors import ConfigError
 
 
@@ -28,17 +30,24 @@ def serve(
     tp: Tp = 1,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    api_key: Annotated[list[str] | None, typer.Option(help="A key clients must send; may be repeated.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key clients must send; may be repeated. Better: a file.")
+    ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for. Default: MODEL.")] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = defaults.MAX_NUM_SEQS,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens in a step.")
+    ] = defaults.MAX_NUM_BATCHED_TOKENS,
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes a rank for keys and values.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of common prefixes.")] = True,
+    warm_up: Annotated[
+        str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
+    ] = "quick",
     reasoning_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     max_queued_requests: Annotated[int, typer.Option(min=0, help="Beyond max-num-seqs; then 429.")] = 256,
@@ -50,6 +59,10 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin that may call; may be repeated.")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option(help="A name this server is known by, if it has no key; may be repeated.")
+    ] = None,
+    share_prefixes: Annotated[bool, typer.Option(help="Let all keys share cached prefixes.")] = False,
     vllm_metrics: Annotated[bool, typer.Option(help="Expose metrics under vLLM's names too.")] = False,
     executor: Executor = "local",
     ranks_per_node: RanksPerNode = None,
@@ -61,7 +74,7 @@ def serve(
     with told_errors():
         from phalanx.runtime.config import EngineConfig
         from phalanx.server.options import ServeOptions
-        from phalanx.server.serve import serve as run
+        from phalanx.web.serve import serve as run
 
         config = EngineConfig(
             model=model,
@@ -74,6 +87,7 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory=kv_cache_memory,
             prefix_caching=prefix_caching,
+            warm_up=warm_up,
             executor=executor,
             ranks_per_node=ranks_per_node,
             interface=interface,
@@ -96,6 +110,8 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             cors_origins=tuple(cors_origin or ()),
+            allowed_hosts=tuple(allowed_hosts or ()),
+            share_prefixes=share_prefixes,
             vllm_metrics=vllm_metrics,
         )
         raise typer.Exit(run(config, options))
@@ -107,6 +123,7 @@ def _api_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
         lines = file.read_text().split() if file is not None else []
     except OSError as error:
         raise ConfigError("bad_option", f"--api-key-file {file}: {error.strerror}.", "Give a readable file.") from None
+    hide_from_process_list(given)
     keys = (*given, *lines)
     if any(not key.strip() for key in given) or (file is not None and not lines):
         raise ConfigError("bad_option", "An API key is empty.", "Give at least one character, or no key at all.")

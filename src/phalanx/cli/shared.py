@@ -15,7 +15,7 @@ Model = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, .gguf file or Hugging Face id. Default: SmolLM2-135M-Instruct.")
 ]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model.")]
-Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32 (float32), bf16 (bfloat16) or fp16 (float16, half).")]
 KvCacheDtype = Annotated[str, typer.Option(help="Keys and values: auto (as dtype) or fp8 (e4m3, half of bf16).")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
 Executor = Annotated[str, typer.Option(help="local: ranks on this machine; ray: on the nodes of a Ray cluster.")]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.cluster.hosts import Cluster, Node
+from phalanx.plan.recipes.fabric import fabric_environment
 
 MARK = "PHALANX_CLUSTER_NODE"
 """Set to the node's folder for all of its Ray processes, which hand it on to their children: so they are known."""
@@ -45,17 +46,6 @@ def shown(cluster: Cluster, command: Command) -> str:
     """The command as a line for a shell; the token is named, never shown."""
     line = shlex.join(argv(cluster, command))
     return f"{line} < {shlex.quote(str(cluster.token_file))}" if command.takes_token else line
-
-
-def fabric_environment(interface: str, rdma: tuple[str, ...]) -> dict[str, str]:
-    """Variables that keep collectives on the fast network. GID 3 is RoCE v2 over IPv4."""
-    told = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
-    told["UCX_NET_DEVICES"] = interface
-    if rdma:
-        told |= {"NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": ",".join(rdma), "NCCL_IB_GID_INDEX": "3"}
-    if len(rdma) > 1:
-        told["NCCL_IB_SUBNET_AWARE_ROUTING"] = "1"
-    return told
 
 
 def auth_environment(node: Node) -> dict[str, str]:

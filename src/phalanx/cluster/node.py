@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from phalanx import __version__
 from phalanx.cluster.commands import MARK
 from phalanx.doctor.facts import Nic
+from phalanx.version import __version__
 
 _LONGEST_TOKEN = 4096
 _RANK_PATIENCE_S = 15.0

@@ -7,11 +7,10 @@ from importlib.resources import files
 from string import Template
 from textwrap import fill
 
-from phalanx.cluster import spark
 from phalanx.cluster.hosts import Cluster
 from phalanx.plan.choose import Plan
 from phalanx.plan.engines import GIB
-from phalanx.plan.recipes import Launch
+from phalanx.plan.recipes import Launch, spark
 
 
 def readme(plan: Plan, launch: Launch, cluster: Cluster, serve: list[str], warnings: tuple[str, ...]) -> str:

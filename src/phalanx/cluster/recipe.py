@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster import spark
 from phalanx.cluster.commands import ray_environment, ray_start, serve_environment, serve_options, wait_for_all
 from phalanx.cluster.hosts import Cluster, Node, parse_hosts
 from phalanx.cluster.readme import readme
 from phalanx.errors import ConfigError
-from phalanx.plan.ask import Question, ask
+from phalanx.models import catalog
+from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.choose import Plan
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
-from phalanx.plan.recipes import Launch, command
+from phalanx.plan.recipes import Launch, command, spark
 from phalanx.plan.record import launch_of
-from phalanx.spec import catalog
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.machine import Machine
 
@@ -106,7 +105,7 @@ def _plan(machine: Machine, model: str) -> Plan:
     own, entry = catalog.model(model).number_format, catalog.find(model)
     others = [name for name in ENGINES["phalanx"].weight_formats if entry and entry[0].checkpoint(name)]
     plan = ask(
-        Question(
+        PlanQuestion(
             model=model,
             machine=machine.name,
             input_tokens=_INPUT_TOKENS,

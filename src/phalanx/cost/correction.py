@@ -32,8 +32,8 @@ class Traits:
 
 def traits_of(spec: ModelSpec, family: str, version: str, gpu: str, tp: int, ep: int, workload: Workload) -> Traits:
     experts = spec.moe.experts if spec.moe else 0
-    kind = ("latent" if spec.mla else "moe") if experts else "dense"
-    model = f"{spec.model_type}-{spec.layers}x{spec.hidden}-{experts}"
+    kind = ("latent" if spec.latent else "moe") if experts else "dense"
+    model = f"{spec.model_type}-{len(spec.layers)}x{spec.hidden}-{experts}"
     return Traits(family, version, model, kind, spec.number_format, gpu, tp, ep, workload)
 
 

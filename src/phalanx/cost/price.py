@@ -1,4 +1,4 @@
-"""The price of a step: what hardware would take at its limits (`Limits`), and an engine's distance to them (`Rates`).
+"""The price of a step: its times at the hardware's limits (`Roofline`), and an engine's distance to them (`Rates`).
 
 `combine` uses plain arithmetic only, so that prediction runs it on floats and calibration on arrays of steps.
 """
@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
-from phalanx.cost.step import Step
-from phalanx.cost.work import Work
+from phalanx.cost.work import RankWork
+from phalanx.engine.step_sums import StepSums
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.machine import Gpu, Link
 
@@ -19,7 +19,7 @@ _ACTIVATION_BYTES = 2
 _REFERENCE_BANDWIDTH = 4e12
 
 
-class Limits(NamedTuple):
+class RooflineTimes(NamedTuple):
     """Seconds of a step at peak bandwidth and peak FLOP/s, and the counts that overheads grow with."""
 
     linear_read: float
@@ -64,7 +64,7 @@ class Rates(NamedTuple):
     prompt_token_us: float
 
 
-class Cost(NamedTuple):
+class StepCost(NamedTuple):
     """Seconds of a step by what they go to."""
 
     weights: Any
@@ -79,30 +79,30 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepLimits:
+class Roofline:
     """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured."""
 
-    work: Work
+    work: RankWork
     gpu: Gpu
     link: Link
     implementation: str
     calibration: Calibration | None = None
 
-    def of(self, step: Step) -> Limits:
+    def of(self, step: StepSums) -> RooflineTimes:
         work, bandwidth, tokens = self.work, self._bandwidth, step.tokens
         shared = self._of_tokens.get(tokens)
         if shared is None:
             shared = self._of_tokens[tokens] = self._count_tokens(tokens)
         linear_compute, expert_read, expert_compute, all_reduce, activations = shared
-        return Limits(
+        return RooflineTimes(
             linear_read=work.linear_bytes / bandwidth,
             linear_compute=linear_compute,
             expert_read=expert_read,
             expert_compute=expert_compute,
             head_read=work.head_bytes / bandwidth,
             head_compute=(step.decodes + step.prompts) * work.head_flops / self._peak("bf16"),
-            cache_read=self._cache_bytes(step) / bandwidth,
-            prompt_attention=self._pair_flops(step) / self._peak("bf16"),
+            cache_read=work.cache_read(step) / bandwidth,
+            prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self._peak("bf16"),
             all_reduce=all_reduce,
             activations=activations,
             layers=work.layers,
@@ -120,11 +120,10 @@ class StepLimits:
 
     def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float]:
         work = self.work
-        reads = work.experts_touched(tokens) * work.expert_bytes * work.sparse_layers
         message = tokens * work.hidden * _ACTIVATION_BYTES
         return (
             tokens * work.linear_flops / self._peak(work.compute),
-            reads / self._bandwidth,
+            work.experts_read(tokens) / self._bandwidth,
             tokens * work.expert_flops / self._peak(work.expert_compute),
             2 * work.layers * self._all_reduce(message),
             message * work.layers / self._bandwidth,
@@ -140,24 +139,8 @@ class StepLimits:
     def _all_reduce(self, size: float) -> float:
         return calibrated_all_reduce(size, self.work.tp, self.link, self.implementation, self.calibration)
 
-    def _cache_bytes(self, step: Step) -> float:
-        if not step.decodes:
-            return 0.0
-        context = step.context / step.decodes
-        positions = (
-            size * (context if reach is None else min(context, reach)) for reach, size in self.work.cache_bytes
-        )
-        return step.decodes * (sum(positions) + self.work.state_bytes)
 
-    def _pair_flops(self, step: Step) -> float:
-        if not step.prompt_tokens:
-            return 0.0
-        context = step.prompt_pairs / step.prompt_tokens
-        pairs = (flops * (context if reach is None else min(context, reach)) for reach, flops in self.work.pair_flops)
-        return step.prompt_tokens * sum(pairs)
-
-
-def combine(limits: Limits, rates: Rates) -> Cost:
+def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     """Seconds of a step. Reading and computing overlap, so their cubic mean counts, near the larger of the two."""
     compute = rates.linear_compute * rates.fp8_compute**limits.is_fp8
     linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
@@ -168,7 +151,7 @@ def combine(limits: Limits, rates: Rates) -> Cost:
     )
     layer = rates.layer_us + limits.is_fp8 * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
     steps = rates.step_ms + limits.has_prompt * rates.prompt_step_ms
-    return Cost(
+    return StepCost(
         weights=linear + head,
         experts=experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us,
         attention=limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention,

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from phalanx.cost.rules import Rules
+from phalanx.engine.defaults import MAX_NUM_BATCHED_TOKENS
 from phalanx.errors import PhalanxError
 
 
@@ -36,7 +37,7 @@ PROFILES = (
     EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang"),
     EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
     EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
-    EngineProfile("phalanx", "phalanx", (), Rules("mixed", 2048), "nccl", like="vllm-0.18"),
+    EngineProfile("phalanx", "phalanx", (), Rules("fair", MAX_NUM_BATCHED_TOKENS), "nccl", like="vllm-0.18"),
 )
 """Newest family of an engine first. Phalanx has no measurements on several GPUs yet: it borrows vLLM's distances."""
 

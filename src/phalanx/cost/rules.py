@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Admission = Literal["mixed", "whole", "first"]
+Admission = Literal["fair", "mixed", "whole", "first"]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`mixed`: prompts in chunks beside decodes. `whole`: prompts uncut beside decodes. `first`: prompts alone, before
-    any decode. Where the KV cache is short, requests are admitted as if each took its prompt and `kv_reserve` of its
-    output.
+    """`fair`: prompts in chunks beside decodes, and shorter ones pass a long one. `mixed`: the same without passing.
+    `whole`: prompts uncut beside decodes. `first`: prompts alone, before any decode. Where the KV cache is short,
+    requests are admitted as if each took its prompt and `kv_reserve` of its output.
     """
 
     admission: Admission = "mixed"

@@ -1,4 +1,4 @@
-"""Work: what one rank reads and multiplies for a model, counted from its tensors and caches."""
+"""RankWork: what one rank reads and multiplies for a model, counted from its tensors and caches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from phalanx.engine.step_sums import StepSums
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -14,11 +15,12 @@ HEAD_FORMAT = "bf16"
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """The rank with the most to do. Bytes are of one step, FLOPs of one token.
 
     `cache_bytes` are read per position a decode looks at, `pair_flops` done per pair of positions of a prompt, both by
-    reach (None: everything). `compute` and `expert_compute` name the format the products run in.
+    reach (None: everything). `compute` and `expert_compute` name the format the products run in. Of a token's FLOPs,
+    `last_flops` lie behind the last attention, where only rows that yield a token go.
     """
 
     layers: int
@@ -38,6 +40,38 @@ class Work:
     cache_bytes: tuple[tuple[int | None, float], ...]
     pair_flops: tuple[tuple[int | None, float], ...]
     state_bytes: float
+    last_flops: float
+
+    def bytes_of(self, step: StepSums) -> float:
+        """All that a step reads, each weight once."""
+        return self.linear_bytes + self.head_bytes + self.experts_read(step.tokens) + self.cache_read(step)
+
+    def flops_of(self, step: StepSums) -> float:
+        """All that a step multiplies."""
+        sampled = step.decodes + step.prompts
+        whole = step.tokens * (self.linear_flops + self.expert_flops) + sampled * self.head_flops
+        skipped = (step.tokens - sampled) * self.last_flops
+        prompts = self.attention_flops(step.prompt_tokens, step.prompt_pairs)
+        return whole - skipped + prompts + self.attention_flops(step.decodes, step.context)
+
+    def experts_read(self, tokens: float) -> float:
+        return self.experts_touched(tokens) * self.expert_bytes * self.sparse_layers
+
+    def cache_read(self, step: StepSums) -> float:
+        """What the decodes of a step look at, and their states."""
+        if not step.decodes:
+            return 0.0
+        context = step.context / step.decodes
+        positions = (size * (context if reach is None else min(context, reach)) for reach, size in self.cache_bytes)
+        return step.decodes * (sum(positions) + self.state_bytes)
+
+    def attention_flops(self, tokens: int, pairs: float) -> float:
+        """Of so many tokens that attend to so many positions in all."""
+        if not tokens:
+            return 0.0
+        context = pairs / tokens
+        flops = (each * (context if reach is None else min(context, reach)) for reach, each in self.pair_flops)
+        return tokens * sum(flops)
 
     def experts_touched(self, tokens: float) -> float:
         """Experts of a layer that at least one of so many tokens is routed to, on average over even routing."""
@@ -47,17 +81,17 @@ class Work:
 
 
 @lru_cache(maxsize=512)
-def count_work(spec: ModelSpec, tp: int, weight_format: str, kv_format: str) -> Work:
+def count_work(spec: ModelSpec, tp: int, weight_format: str, kv_format: str) -> RankWork:
     """Count a model in these formats on `tp` ranks."""
     layout = Layout(spec.in_format(weight_format), tp)
     return max((_rank_work(layout, rank, weight_format, kv_format) for rank in range(tp)), key=_size)
 
 
-def _size(work: Work) -> float:
+def _size(work: RankWork) -> float:
     return work.linear_bytes + work.expert_bytes * work.experts * work.sparse_layers + work.head_bytes
 
 
-def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) -> Work:
+def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) -> RankWork:
     spec = layout.spec
     linear, linear_quantised, expert, head = _Sum(), _Sum(), _Sum(), _Sum()
     for tensor, count in spec.tensor_kinds:
@@ -73,10 +107,10 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) ->
     moe = spec.moe
     experts = moe.experts if moe else 0
     per_token = moe.experts_per_token if moe else 0
-    sparse = len(moe.sparse_layers) if moe else 0
+    sparse = len(spec.sparse)
     quantised_is_most = linear_quantised.flops >= linear.flops
-    return Work(
-        layers=spec.layers,
+    return RankWork(
+        layers=len(spec.layers),
         hidden=spec.hidden,
         tp=layout.tp,
         linear_bytes=linear.bytes + linear_quantised.bytes,
@@ -93,6 +127,7 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) ->
         cache_bytes=_cache_bytes(layout, rank, kv_format),
         pair_flops=_pair_flops(layout, rank),
         state_bytes=_state_bytes(layout),
+        last_flops=_last_flops(layout, rank),
     )
 
 
@@ -116,26 +151,32 @@ def _cache_bytes(layout: Layout, rank: int, kv_format: str) -> tuple[tuple[int |
     element = FORMATS[kv_format].bits / 8
     share = len(layout.shards[rank].kv_heads) / spec.kv_heads
     found: dict[int | None, float] = {}
-    for cache in spec.caches:
-        if cache.kind == "state":
-            continue
-        width = spec.mla.width if spec.mla else cache.heads * cache.width
-        reach = spec.indexer.top_k if spec.indexer else cache.reach
-        found[reach] = found.get(reach, 0.0) + width * element * share
+    for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
+        reach = mixer.read_reach
+        found[reach] = found.get(reach, 0.0) + mixer.read_width * element * share
     return tuple(found.items())
 
 
 def _pair_flops(layout: Layout, rank: int) -> tuple[tuple[int | None, float], ...]:
     spec = layout.spec
-    value_dim = spec.mla.v_dim if spec.mla else spec.head_dim
-    flops = 2.0 * len(layout.shards[rank].query_heads) * (spec.head_dim + value_dim)
+    heads = len(layout.shards[rank].query_heads)
     found: dict[int | None, float] = {}
-    for cache in spec.caches:
-        if cache.kind != "state":
-            found[cache.reach] = found.get(cache.reach, 0.0) + flops
+    for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
+        reach = mixer.cache.reach
+        found[reach] = found.get(reach, 0.0) + 2.0 * heads * mixer.pair_width
     return tuple(found.items())
 
 
 def _state_bytes(layout: Layout) -> float:
     """Bytes of recurrent state a decode reads and writes."""
     return 2.0 * sum(cache.state_bytes for cache in layout.spec.caches) / layout.tp
+
+
+def _last_flops(layout: Layout, rank: int) -> float:
+    """Of a token in the last layer behind its attention: the output projection, and the experts it is routed to."""
+    spec = layout.spec
+    share = spec.moe.experts_per_token / spec.moe.experts if spec.moe is not None else 1.0
+    prefix = f"model.layers.{len(spec.layers) - 1}."
+    layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
+    behind = [each for each in layer if ".self_attn." not in each.name or ".o_proj." in each.name]
+    return sum(2.0 * prod(layout.shape(each, rank)) * each.copies * (share if each.expert else 1) for each in behind)

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from phalanx import __version__
 from phalanx.doctor.facts import Facts, Software, System
 from phalanx.doctor.finding import Finding
 from phalanx.errors import ConfigError
+from phalanx.version import __version__
 
 log = logging.getLogger("phalanx.doctor")
 

@@ -43,6 +43,10 @@ class PrefixCache:
             blocks.append(block)
         return blocks, parent
 
+    def knows(self, parent: Parent, tokens: tuple[int, ...]) -> bool:
+        """Whether a block of these tokens follows the block with this node."""
+        return (parent, tokens) in self._blocks
+
     def insert(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
         """Remember a full block; its node is the next one's parent. A prefix already known keeps its first block."""
         key = (parent, tuple(tokens))

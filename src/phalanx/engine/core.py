@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
 
-from phalanx.engine.plan import Runner, Totals
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Output, Scheduler
-from phalanx.errors import RequestError
+from phalanx.engine.step_plan import Runner, StepPlan, Totals
+from phalanx.errors import EngineDeadError, RequestError, StepMemoryError
+
+SHORT_AGAIN_S = 60.0
+"""A second step without memory within this time ends the engine: what is short will stay so."""
+
+log = logging.getLogger("phalanx.engine")
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max_model_len: int) -> None:
@@ -52,6 +58,7 @@ class Engine:
         self.vocab = vocab
         self.totals = Totals()
         self._next_id = 0
+        self._short_at: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -81,13 +88,35 @@ class Engine:
         self.totals.schedule_s += time.perf_counter() - began
         if plan is not None:
             self.totals.launched(plan)
-            self.runner.launch(plan)
+            try:
+                self.runner.launch(plan)
+            except StepMemoryError as error:
+                return [self._give_up(plan, error)]
         due = self.scheduler.in_flight
         if due and (plan is None or due >= self.runner.depth):
             result = self.runner.collect()
             self.totals.collected(result)
             return self.scheduler.apply(result)
         return []
+
+    def _give_up(self, plan: StepPlan, error: StepMemoryError) -> Output:
+        """End the youngest request of a step that had no memory, so that the others may find some."""
+        before, self._short_at = self._short_at, time.monotonic()
+        if before is not None and self._short_at - before < SHORT_AGAIN_S:
+            self.runner.close()
+            found = f"Two steps ran out of memory within {SHORT_AGAIN_S:.0f} s. {error.found}"
+            raise EngineDeadError(error.code, found, error.fix) from error
+        ended = self.scheduler.abandon(
+            plan,
+            RequestError(
+                error.code,
+                f"A step of {plan.num_tokens} tokens ran out of memory; of its {len(plan.slots)} requests this one, "
+                "the youngest, was ended.",
+                "Send it again, and if that fails, with fewer tokens.",
+            ),
+        )
+        log.warning("%s %s Request %d was ended.", error.found, error.fix, ended.request_id)
+        return ended
 
     def close(self) -> None:
         self.runner.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.engine.plan import Beat, StepPlan, StepResult
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 
 
 class ModelledRunner:
@@ -36,6 +36,9 @@ class ModelledRunner:
         rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
         tokens = [self._token(slot, start + count) for slot, start, count, sampled in rows if sampled]
         return StepResult(plan.step, tokens, [None] * len(tokens))
+
+    def tend(self) -> bool:
+        return False
 
     def beats(self) -> list[Beat]:
         return []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from phalanx.engine.blocks import Parent
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 
@@ -33,13 +34,25 @@ class Matcher(Protocol):
         ...
 
 
+class Refusal(NamedTuple):
+    """A waiting request found no room: blocks it needed beside those that others hold, the node where its cached
+    prefix ended, the tokens of the block behind, and how many requests had been given blocks by then.
+    """
+
+    needed: int
+    parent: Parent
+    next_block: tuple[int, ...]
+    taken: int
+
+
 class Request:
     """The scheduler's books on one request.
 
     `tokens` holds prompt and output as far as they were read back. `pending` counts tokens that launched steps will
     sample but nobody has read yet; on the device they already have their place. `computed` counts the positions whose
-    keys and values are in the cache once every launched step has run, so `computed <= length` always. `matcher` has
-    accepted exactly the output in `tokens`, whatever is preempted and computed again.
+    keys and values are in the cache once every launched step has run, so `computed <= length` always. It may go up to
+    `room` before something is to be done: another block, or nothing more to launch since `longest` is reached.
+    `matcher` has accepted exactly the output in `tokens`, whatever is preempted and computed again.
     """
 
     def __init__(
@@ -52,39 +65,41 @@ class Request:
         matcher: Matcher | None = None,
     ) -> None:
         self.id = request_id
+        self.order = (params.priority, request_id)
         self.params = params
         self.seed = seed
         self.salt = salt
         self.matcher = matcher
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
+        self.longest = len(prompt)
+        self.ends: frozenset[int] = frozenset()
         self.phase = Phase.WAITING
         self.finish_reason: str | None = None
         self.error: RequestError | None = None
         self.slot: int | None = None
         self.blocks: list[int] = []
+        self.room = 0
         self.computed = 0
         self.pending = 0
         self.cached_tokens: int | None = None
         self.arrived = time.monotonic()
-        self.queued_s: float | None = None
+        self.queued_s = 0.0
         self.preemptions = 0
-        self.cache_parent: int | str | None = salt
+        self.cache_parent: Parent = salt
         self.registered_blocks = 0
+        self.refusal: Refusal | None = None
+        self.found: int | None = None
 
     @property
     def length(self) -> int:
         return len(self.tokens) + self.pending
 
     @property
-    def awaits_mask(self) -> bool:
-        """Which tokens may come next depends on one that nobody has read yet."""
-        return self.matcher is not None and self.pending > 0
+    def rest(self) -> int:
+        """Tokens that are still to be computed before the next one can be sampled."""
+        return self.length - self.computed
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
-
-    @property
-    def outputs_launched(self) -> int:
-        return self.length - self.prompt_length

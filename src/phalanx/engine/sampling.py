@@ -22,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature=0` is greedy. `top_k=0` keeps all tokens. `max_tokens=None` generates to the end of the context.
     `logprobs=k` returns log-probabilities of the chosen token and the k likeliest, before penalties and temperature.
-    Repetition penalty looks at prompt and output, presence and frequency penalty at the output alone.
+    Repetition penalty looks at prompt and output, presence and frequency penalty at the output alone. Requests of a
+    lower `priority` number are served first; it changes when tokens come, never which.
     """
 
     n: int = 1
@@ -41,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_CHOICES)
@@ -52,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _whole("priority", self.priority, -COUNT_LIMIT, COUNT_LIMIT)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from operator import attrgetter
+
+import msgspec
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.plan import Admission, StepPlan, StepResult, TokenLogprobs
+from phalanx.engine.caches import Caches
+from phalanx.engine.masks import MaskBook, places_for
 from phalanx.engine.request import Phase, Request
+from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.errors import ConfigError, RequestError
 
 KEPT_FREE = 0.02
-"""The share of all blocks that admissions leave to running requests to grow into."""
+"""The least share of all blocks that admissions leave to running requests to grow into."""
+PASSING = 10
+"""One part in this many of what a long prompt would take goes to shorter ones, as long as there are any."""
+
+NO_TOKEN = -1
+
+_order = attrgetter("order")
+_computed = attrgetter("computed")
+_slot = attrgetter("slot")
+
+
+def kept_free(num_blocks: int, running: int, again: bool) -> int:
+    """Blocks that an admission leaves to those that run: for every second one a block to grow into.
+
+    A request that has been preempted leaves one to each, itself included. So it does not come back into the shortage
+    that it fell victim to: for as long as a block lasts, nobody needs to take what it holds.
+    """
+    return max(int(KEPT_FREE * num_blocks), running + 1 if again else running // 2)
 
 
 @dataclass(frozen=True)
@@ -25,9 +50,8 @@ class Limits:
     max_model_len: int
 
 
-@dataclass(frozen=True)
-class Output:
-    """One new token of a request, and why it ends if it does.
+class Output(msgspec.Struct, frozen=True, gc=False):
+    """One new token of a request, and why it ends if it does. With `NO_TOKEN` it ends without one.
 
     `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step.
     """
@@ -41,47 +65,56 @@ class Output:
 
 
 @dataclass
-class _Rows:
-    """The rows of the step being planned, and the requests behind them."""
+class Draft:
+    """The step being planned. `decodes` compute their last token each, `starts` says where; `prompts` are (request,
+    start, count); `blocks` those that some of them got. `constrained`: whether one of them is under a grammar.
+    """
 
     admissions: list[Admission] = field(default_factory=list)
-    rows: list[tuple[Request, int, int, list[int]]] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    prompts: list[tuple[Request, int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+    constrained: bool = False
 
-    def to_plan(self, step: int) -> tuple[StepPlan, list[Request]]:
-        """Single tokens first, of long sequences before short ones, so that a GPU does not end on a long one."""
-        ordered = sorted(self.rows, key=lambda row: (row[2] != 1, -row[1] if row[2] == 1 else 0))
-        samples = [start + count == request.length for request, start, count, _ in ordered]
+    def to_plan(self, step: int, masks: MaskBook) -> tuple[StepPlan, list[Request]]:
+        """The plan, and the requests it samples a token of."""
+        prompts = sorted(self.prompts, key=lambda row: row[2] != 1)
+        ends = [start + count == len(request.tokens) for request, start, count in prompts]
+        samples = [True] * len(self.decodes) + ends
+        requests = self.decodes + [request for request, _, _ in prompts]
         plan = StepPlan(
             step=step,
             admissions=self.admissions,
-            slots=[_slot(request) for request, *_ in ordered],
-            starts=[start for _, start, _, _ in ordered],
-            counts=[count for _, _, count, _ in ordered],
+            slots=list(map(_slot, requests)),
+            starts=self.starts + [start for _, start, _ in prompts],
+            counts=[1] * len(self.decodes) + [count for _, _, count in prompts],
             samples=samples,
-            new_blocks=[blocks for *_, blocks in ordered],
+            new_blocks=self.blocks,
             masks=[
-                (index, row[0].matcher.mask())
-                for index, (row, sampled) in enumerate(zip(ordered, samples, strict=True))
-                if sampled and row[0].matcher is not None
-            ],
+                (index, masks.place(request.matcher.mask()))
+                for index, (request, sampled) in enumerate(zip(requests, samples, strict=True))
+                if request.matcher is not None and sampled
+            ]
+            if self.constrained
+            else [],
+            new_masks=masks.take_new(),
         )
-        return plan, [row[0] for row, sampled in zip(ordered, samples, strict=True) if sampled]
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None
-    return request.slot
+        return plan, self.decodes + [row[0] for row, end in zip(prompts, ends, strict=True) if end]
 
 
 class Scheduler:
-    """First come, first served, in one token budget.
+    """First come, first served by priority, in one token budget.
 
-    Running requests go first, in order of arrival: one token for a decode, a chunk for a prompt not yet computed. Then
-    waiting requests are admitted while slots, tokens and blocks last; an admitted request gets all blocks of its prompt
-    at once, and leaves some to the running ones, or one of them would soon have to go again. When a running request
-    needs a block and none is left, the youngest running request gives up its blocks and its slot and waits to be
-    computed again (preemption by recompute). A request under a grammar waits in the batch for its last token to be
-    read, while others run ahead.
+    Requests that decode go first, one token each, and the longest of them lead the step, so that a GPU does not end on
+    a long one. Prompts share what is left, in order: first those that have begun, in chunks, then waiting ones are
+    admitted while slots, tokens and blocks last. A prompt too long for one step leaves a part of each to shorter ones,
+    which pass the long ones that wait. An admitted request gets all blocks of its prompt at once and leaves some to the
+    others, see `kept_free`. When one that decodes needs a block and none is left, the last in order of all that run
+    gives up its blocks and its slot and waits to be computed again (preemption by recompute).
+
+    A request that runs is a prompt (more than one token to compute), or ready (exactly one), or can only be read: all
+    its tokens are launched, or, under a grammar, the next one depends on one not yet read.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -96,24 +129,34 @@ class Scheduler:
             )
         self.limits = limits
         self.pool = pool
+        self.caches = Caches(pool)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.requests: dict[int, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._free_slots = list(range(limits.max_num_seqs))
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
-        self._step = 0
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._ready: dict[int, Request] = {}
+        self._prompts: dict[int, Request] = {}
+        self._masks = MaskBook(places_for(limits.max_num_seqs))
+        self._free_slots = list(range(limits.max_num_seqs))
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._step = 0
 
     @property
     def in_flight(self) -> int:
         return len(self._in_flight)
 
     def add(self, request: Request) -> None:
+        params = request.params
+        most = request.prompt_length + (params.max_tokens or self.limits.max_model_len)
+        request.longest = min(self.limits.max_model_len, most)
+        request.ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        if params.stop_token_ids:
+            request.ends = request.ends.union(params.stop_token_ids)
         self.requests[request.id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_order)
 
     def cancel(self, request_id: int) -> bool:
         """End a request in whatever phase it is; its blocks are free at once. False if it is not known any more."""
@@ -125,123 +168,179 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a launched step is applied."""
-        rows = _Rows()
-        budget, preempted = self._schedule_running(rows, self.limits.max_num_batched_tokens)
-        if not preempted:
-            self._admit_waiting(rows, budget)
-        if not rows.rows:
+        draft = Draft()
+        self._fill(draft)
+        if not draft.decodes and not draft.prompts:
             return None
         self._step += 1
-        plan, sampled = rows.to_plan(self._step)
+        plan, sampled = draft.to_plan(self._step, self._masks)
         for request in sampled:
             request.pending += 1
         self._in_flight.append((self._step, sampled))
         return plan
+
+    def _fill(self, draft: Draft) -> None:
+        budget = self.limits.max_num_batched_tokens
+        preempted = self._decode(draft, budget)
+        budget -= len(draft.decodes)
+        budget -= self._continue_prompts(draft, budget, may_admit=not preempted)
+        if not preempted:
+            self._admit(draft, budget, self.waiting)
 
     def apply(self, result: StepResult) -> list[Output]:
         """Book the tokens of the oldest launched step. Requests that ended meanwhile take no part."""
         step, sampled = self._in_flight.popleft()
         assert step == result.step, f"step {result.step} came back, step {step} was due"
         outputs = []
+        block_size, running, finished = self.pool.block_size, Phase.RUNNING, Phase.FINISHED
         for request, token, logprobs in zip(sampled, result.tokens, result.logprobs, strict=True):
-            if request.phase is Phase.FINISHED:
+            if request.phase is finished:
                 continue
+            tokens, reason = request.tokens, None
             request.pending -= 1
-            request.tokens.append(token)
-            reason = self._finish_reason(request, token)
-            if reason is not None:
-                self._finish(request, reason)
-            elif request.phase is Phase.RUNNING:
-                self._register(request)
-            cached, queued = request.cached_tokens or 0, request.queued_s or 0.0
-            outputs.append(Output(request.id, token, logprobs, reason, cached, queued))
+            if not len(tokens) % block_size and request.phase is running:
+                self.caches.register(request)
+            tokens.append(token)
+            if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
+                reason = self._conclude(request, token)
+            outputs.append(Output(request.id, token, logprobs, reason, request.cached_tokens or 0, request.queued_s))
         return outputs
 
-    def _schedule_running(self, rows: _Rows, budget: int) -> tuple[int, bool]:
-        preempted = False
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            count = min(request.length - request.computed, budget)
-            if count == 0 or request.awaits_mask or self._is_full(request):
-                index += 1
-                continue
-            missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
-            while missing > self.pool.available and self.running[-1] is not request:
-                self._preempt(self.running[-1])
-                preempted = True
-            if missing > self.pool.available:
-                self._preempt(request)
-                return budget, True
-            new_blocks = self.pool.allocate(missing)
-            request.blocks += new_blocks
-            self._advance(rows, request, count, new_blocks)
-            budget -= count
-            index += 1
-        return budget, preempted
+    def abandon(self, plan: StepPlan, error: RequestError) -> Output:
+        """The newest step, `plan`, did not run: its youngest request ends with this error.
 
-    def _admit_waiting(self, rows: _Rows, budget: int) -> None:
-        while self.waiting and self._free_slots and budget > 0:
-            request = self.waiting[0]
-            if request.pending or not self._take_blocks(request):
-                return
-            self.waiting.popleft()
-            request.phase = Phase.RUNNING
-            request.slot = heapq.heappop(self._free_slots)
-            self.running.append(request)
-            rows.admissions.append(
-                Admission(request.slot, request.prompt_length, list(request.tokens), request.seed, request.params)
-            )
-            count = min(request.length - request.computed, budget)
-            self._advance(rows, request, count, list(request.blocks))
-            budget -= count
+        All others are computed again, but for what is cached from before that step: of this one nothing is sure.
+        """
+        step, sampled = self._in_flight.pop()
+        assert step == plan.step, f"step {plan.step} did not run, step {step} was the last one"
+        for request in sampled:
+            request.pending -= 1
+        starts = dict(zip(plan.slots, plan.starts, strict=True))
+        of_step = [request for request in self.running if request.slot in starts]
+        for request in of_step:
+            self.caches.forget_from(request, starts[_slot(request)])
+        while self.running:
+            self._preempt(self.running[-1])
+        self._masks.forget()
+        youngest = max(of_step, key=lambda request: request.id)
+        youngest.error = error
+        self._finish(youngest, "error")
+        return Output(youngest.id, NO_TOKEN, None, "error", youngest.cached_tokens or 0, youngest.queued_s)
 
-    def _take_blocks(self, request: Request) -> bool:
-        """Blocks for all tokens of a waiting request: cached ones first. The last token is always computed anew."""
-        cached: list[int] = []
-        parent = request.cache_parent
-        if self.pool.cache is not None:
-            cached, parent = self.pool.cache.match(request.tokens[:-1], request.salt)
-        fresh = self.pool.blocks_for(len(request.tokens)) - len(cached)
-        revived = sum(self.pool.is_idle(block) for block in cached)
-        others_run = self.pool.available < self.pool.num_blocks
-        kept_free = int(KEPT_FREE * self.pool.num_blocks) if others_run else 0
-        if fresh + revived + kept_free > self.pool.available:
-            return False
-        self.pool.hold(cached)
-        request.blocks = cached + self.pool.allocate(fresh)
-        request.computed = len(cached) * self.pool.block_size
-        request.registered_blocks, request.cache_parent = len(cached), parent
+    def _decode(self, draft: Draft, budget: int) -> bool:
+        """One token for each that is ready. True if some had to give up their blocks for it."""
+        due = [request for request in self._ready.values() if request.computed == request.room]
+        for request in due:
+            if request.room == request.longest - 1:
+                del self._ready[request.id]
+        rows, in_need = list(self._ready.values()), [request for request in due if request.id in self._ready]
+        if len(rows) > budget:
+            rows = heapq.nsmallest(budget, rows, key=_order)
+            in_need = [request for request in in_need if request in rows]
+        preemptions = self.preemptions
+        while len(in_need) > self.pool.available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            rows, in_need = ([each for each in some if each is not victim] for some in (rows, in_need))
+        draft.blocks += [(_slot(request), self.caches.grow(request)) for request in in_need]
+        rows.sort(key=_computed, reverse=True)
+        draft.decodes, draft.starts = rows, list(map(_computed, rows))
+        for request in rows:
+            request.computed += 1
+            if request.matcher is not None:
+                draft.constrained = True
+                del self._ready[request.id]
+        return self.preemptions > preemptions
+
+    def _continue_prompts(self, draft: Draft, budget: int, may_admit: bool) -> int:
+        """Chunks for the prompts that have begun. Returns the tokens they take, and those that pass a long one."""
+        left = budget
+        prompts = sorted(self._prompts.values(), key=_order)
+        if prompts and self._is_long(prompts[0]):
+            first, part = prompts[0], budget // PASSING
+            for request in prompts[1:]:
+                if not self._is_long(request):
+                    part -= self._compute(draft, request, part)
+            if may_admit and part:
+                part -= self._admit(draft, part, self._passing())
+            left -= budget // PASSING - part
+            prompts = [first]
+        for request in prompts:
+            left -= self._compute(draft, request, left)
+        return budget - left
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether one step cannot hold all of a prompt that is not in the cache."""
+        most = self.limits.max_num_batched_tokens
+        if request.rest > most and request.phase is Phase.WAITING:
+            return request.rest - self.caches.found(request) > most
+        return request.rest > most
+
+    def _passing(self) -> list[Request]:
+        """Waiting requests that one step could hold, as far as nobody of a better priority waits."""
+        if not self.waiting or not self._free_slots:
+            return []
+        best = self.waiting[0].params.priority
+        alike = takewhile(lambda request: request.params.priority == best, self.waiting)
+        return list(islice((each for each in alike if not self._is_long(each)), len(self._free_slots)))
+
+    def _admit(self, draft: Draft, budget: int, candidates: Iterable[Request]) -> int:
+        """Let requests in until one has to wait. Returns the tokens they take."""
+        left = budget
+        for request in list(islice(candidates, len(self._free_slots))) if left else ():
+            if not left or request.pending or not self.caches.take(request, self._kept_free(request)):
+                break
+            self._enter_batch(draft, request)
+            left -= self._compute(draft, request, left)
+        return budget - left
+
+    def _kept_free(self, request: Request) -> int:
+        if not self.running:
+            return 0
+        return kept_free(self.pool.num_blocks, len(self.running), again=request.preemptions > 0)
+
+    def _enter_batch(self, draft: Draft, request: Request) -> None:
+        _remove(self.waiting, request)
+        insort(self.running, request, key=_order)
+        request.phase = Phase.RUNNING
+        request.slot = slot = heapq.heappop(self._free_slots)
         if request.cached_tokens is None:
-            request.cached_tokens = request.computed
-            request.queued_s = time.monotonic() - request.arrived
+            request.cached_tokens, request.queued_s = request.computed, time.monotonic() - request.arrived
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
-        return True
+        draft.admissions.append(
+            Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params)
+        )
+        draft.blocks.append((slot, list(request.blocks)))
 
-    def _advance(self, rows: _Rows, request: Request, count: int, new_blocks: list[int]) -> None:
-        rows.rows.append((request, request.computed, count, new_blocks))
+    def _compute(self, draft: Draft, request: Request, most: int) -> int:
+        """A chunk of a prompt. Where only one token is left, or only the next one to sample, it is ready to decode."""
+        count = min(request.rest, most)
+        if not count:
+            return 0
+        draft.prompts.append((request, request.computed, count))
+        draft.constrained |= request.matcher is not None
         request.computed += count
-        self._register(request)
+        self.caches.register(request)
+        if request.rest > 1:
+            self._prompts[request.id] = request
+            return count
+        self._prompts.pop(request.id, None)
+        if request.rest == 1 or request.matcher is None:
+            self._ready[request.id] = request
+        return count
 
-    def _register(self, request: Request) -> None:
-        """Offer blocks that are full of known tokens to the prefix cache."""
-        if self.pool.cache is None:
-            return
-        size = self.pool.block_size
-        for index in range(request.registered_blocks, min(request.computed, len(request.tokens)) // size):
-            tokens = request.tokens[index * size : (index + 1) * size]
-            request.cache_parent = self.pool.cache.insert(request.cache_parent, tokens, request.blocks[index])
-            request.registered_blocks = index + 1
-
-    def _is_full(self, request: Request) -> bool:
-        """Every token it may have is launched already; only reading back is left."""
-        most = request.params.max_tokens
-        return request.length >= self.limits.max_model_len or (most is not None and request.outputs_launched >= most)
+    def _conclude(self, request: Request, token: int) -> str | None:
+        """Why a request ends, if it does; one under a grammar that goes on is ready for its next token."""
+        reason = self._finish_reason(request, token)
+        if reason is not None:
+            self._finish(request, reason)
+        elif request.matcher is not None and request.phase is Phase.RUNNING:
+            self._ready[request.id] = request
+        return reason
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         """A complete grammar ends the answer whatever else the request asks for; a failed one ends it with an error."""
-        params, produced = request.params, len(request.tokens) - request.prompt_length
         if request.matcher is not None:
             try:
                 request.matcher.accept(token)
@@ -250,36 +349,34 @@ class Scheduler:
                 return "error"
             if request.matcher.finished:
                 return "stop"
-        if produced >= params.min_tokens:
-            if token in self.eos_token_ids and not params.ignore_eos:
-                return "stop"
-            if token in params.stop_token_ids:
-                return "stop"
-        if params.max_tokens is not None and produced >= params.max_tokens:
-            return "length"
-        return "length" if len(request.tokens) >= self.limits.max_model_len else None
+        if token in request.ends and len(request.tokens) - request.prompt_length >= request.params.min_tokens:
+            return "stop"
+        return "length" if len(request.tokens) >= request.longest else None
 
     def _preempt(self, request: Request) -> None:
         self._leave_batch(request)
         request.phase = Phase.WAITING
-        request.computed = 0
-        request.registered_blocks, request.cache_parent = 0, request.salt
         request.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_order)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.phase is Phase.RUNNING:
             self._leave_batch(request)
         else:
-            self.waiting.remove(request)
+            _remove(self.waiting, request)
         request.phase = Phase.FINISHED
         request.finish_reason = reason
         del self.requests[request.id]
 
     def _leave_batch(self, request: Request) -> None:
-        self.running.remove(request)
-        self.pool.release(request.blocks)
-        request.blocks = []
+        _remove(self.running, request)
+        self._ready.pop(request.id, None)
+        self._prompts.pop(request.id, None)
+        self.caches.release(request)
         heapq.heappush(self._free_slots, _slot(request))
         request.slot = None
+
+
+def _remove(ordered: list[Request], request: Request) -> None:
+    del ordered[bisect_left(ordered, request.order, key=_order)]

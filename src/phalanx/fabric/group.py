@@ -40,6 +40,8 @@ class Group(Protocol):
     size: int
     seconds: float
     """Spent in collectives so far, by the host's clock."""
+    calls: int
+    """Collectives begun so far: ranks that have begun as many are in step."""
     in_graphs: bool
     """Whether its collectives may be captured in a CUDA graph."""
 
@@ -71,6 +73,7 @@ class Solo(Group):
     rank = 0
     size = 1
     seconds = 0.0
+    calls = 0
     in_graphs = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -140,7 +143,8 @@ def with_patience(work: Callable[[], None]) -> None:
 
 @contextmanager
 def collective(group: Group) -> Iterator[None]:
-    """Around one: what it takes is added to the group's seconds, and if it fails, a peer is gone."""
+    """Around one: it is counted, what it takes is added to the group's seconds, and if it fails, a peer is gone."""
+    group.calls += 1
     began = time.perf_counter()
     try:
         yield
@@ -159,6 +163,7 @@ class GlooGroup(Group):
         self.rank = rank
         self.size = size
         self.seconds = 0.0
+        self.calls = 0
         self._check: Check = nothing_to_say
 
     def connect(self, store: Store, host: str, check: Check = nothing_to_say) -> None:

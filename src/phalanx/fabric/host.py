@@ -37,6 +37,7 @@ class HostGroup(Group):
         self.rank = rank
         self.size = size
         self.seconds = 0.0
+        self.calls = 0
         self._round = 0
         self._check: Check = nothing_to_say
         self._flags = self._slots = torch.empty(0)

@@ -37,6 +37,7 @@ class NcclGroup(Group):
         self.rank = rank
         self.size = size
         self.device = device
+        self.calls = 0
         self._check: Check = nothing_to_say
         self._reduce, self._gather = AllreduceOptions(), AllgatherOptions()
         self._reduce.asyncOp = self._gather.asyncOp = False
@@ -69,6 +70,7 @@ class NcclGroup(Group):
             raise FabricError(str(failed[0])) from failed[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.calls += 1
         _join(self._group.allreduce([tensor], self._reduce))
         return tensor
 
@@ -77,6 +79,7 @@ class NcclGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = tensor.new_empty(self.size, rows, widest)
+        self.calls += 1
         _join(self._group._allgather_base(gathered, padded, self._gather))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 

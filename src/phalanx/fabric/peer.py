@@ -45,6 +45,7 @@ class PeerGroup(Group):
         self.rank = rank
         self.size = size
         self.device = device
+        self.calls = 0
         self._large = large
         self._check: Check = nothing_to_say
         self._areas: list[int] = []
@@ -78,6 +79,7 @@ class PeerGroup(Group):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         from phalanx.kernels.gpu import all_reduce
 
+        self.calls += 1
         if tensor.nbytes <= one_shot_bytes(self.size):
             all_reduce.one_shot(tensor, self._peers)
         elif tensor.nbytes <= TWO_SHOT_BYTES or self._large is None:
@@ -92,12 +94,14 @@ class PeerGroup(Group):
         from phalanx.kernels.gpu.all_reduce import fits_one_norm, one_shot_add_rms_norm
 
         if x.nbytes <= one_shot_bytes(self.size) and fits_one_norm(x):
+            self.calls += 1
             return one_shot_add_rms_norm(x, residual, weight, eps, quantised, self._peers)
         return super().all_reduce_add_norm(x, residual, weight, eps, quantised)
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         from phalanx.kernels.gpu.all_reduce import gather_columns
 
+        self.calls += 1
         return gather_columns(tensor, list(widths), self._edges_of(tuple(widths)), self._peers)
 
     def _edges_of(self, widths: tuple[int, ...]) -> Tensor:

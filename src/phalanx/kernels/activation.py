@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.fp8 import Quantised, quantise
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.quantise import quantise
+from phalanx.spec.ffn import SILU, Activation
+
+CLAMPED_SLOPE = 1.702
+
+
+def gate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """What an MLP's gate makes of the two halves of each row."""
+    return silu_and_mul(gate_up) if activation == SILU else gate_and_mul_torch(gate_up, activation)
+
+
+def gate_and_mul_quantised(gate_up: Tensor, activation: Activation) -> Quantised:
+    """The same, brought to FP8 on the way out."""
+    return silu_and_mul_quantised(gate_up) if activation == SILU else quantise(gate_and_mul_torch(gate_up, activation))
+
+
+def gate_and_mul_torch(gate_up: Tensor, activation: Activation) -> Tensor:
+    """The definition."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "clamped":
+        return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_SLOPE))
+    return (F.gelu(gate, approximate="tanh") if activation.kind == "gelu" else F.silu(gate)) * up
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half of each row."""
     if gate_up.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import rows as gpu
 
         product = gpu.silu_and_mul(gate_up)
         assert isinstance(product, Tensor)
@@ -28,7 +53,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def silu_and_mul_quantised(gate_up: Tensor) -> Quantised:
     """The same, brought to FP8 on the way out."""
     if gate_up.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import rows as gpu
 
         product = gpu.silu_and_mul(gate_up, quantised=True)
         assert isinstance(product, Quantised)

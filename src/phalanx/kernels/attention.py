@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,46 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.cache import take
-
-PROMPT_TILE = 128
-"""Rows of one prompt that a GPU takes at once."""
-
-SPLIT_TARGET = 264
-"""Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
-
-MOST_SPLITS = 16
-
-READERS = 147
-"""Programs that, each at its own speed, read as fast as memory does. From an H200, as is the next one."""
-
-PART_TOKENS = 0.75
-"""What a further program costs all of them, in tokens that one reads meanwhile."""
-
-
-def splits_of(rows: int, kv_heads: int, uneven: bool = False) -> int:
-    """The parts of every sequence, each a program for every KV head."""
-    wanted = MOST_SPLITS if uneven else max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads)))
-    return int(1 << (wanted - 1).bit_length())
-
-
-def is_uneven(lengths: Sequence[int], kv_heads: int) -> bool:
-    """Whether the GPU would wait for the longest of these sequences, and longer than further parts of all take it."""
-    rows = len(lengths)
-    longest_part = max(lengths) / splits_of(rows, kv_heads)
-    together = kv_heads * (sum(lengths) / READERS + rows * MOST_SPLITS * PART_TOKENS)
-    return longest_part > 2 * together
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """Sequences that compute one token: they come first in the batch and run as one padded product.
-
-    `uneven` says that some are much longer than the others, which is known where they are planned.
-    """
-
-    block_table: Tensor
-    positions: Tensor
-    uneven: bool = False
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 
 @dataclass(frozen=True)
@@ -64,25 +25,6 @@ class PrefillRow:
 
 
 @dataclass(frozen=True)
-class PrefillTiles:
-    """The same sequences for a GPU, cut into tiles of rows.
-
-    A tile is its row of `tables`, its first row, its rows, its first position, and where this step began its sequence.
-    `resumed` says whether any sequence has tokens from before this step.
-    """
-
-    tables: Tensor
-    tiles: Tensor
-    resumed: bool
-
-
-def tile_prompt(sequence: int, first: int, count: int, start: int) -> list[tuple[int, int, int, int, int]]:
-    """The tiles of one sequence, the longest look-back first."""
-    offsets = reversed(range(0, count, PROMPT_TILE))
-    return [(sequence, first + at, min(PROMPT_TILE, count - at), start + at, start) for at in offsets]
-
-
-@dataclass(frozen=True)
 class AttentionBatch:
     """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache."""
 
@@ -92,33 +34,49 @@ class AttentionBatch:
     tiles: PrefillTiles | None = None
 
 
+class Sight(NamedTuple):
+    """What a layer's queries may look at: all positions up to their own, the last `window`, or, where `chunked`, those
+    of their own chunk of `window` positions. `sinks` are scores, one a query head, that take part in the softmax alone.
+    """
+
+    window: int | None = None
+    chunked: bool = False
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the GPU has a kernel for it."""
+        return not self.chunked and self.sinks is None
+
+
 class Masks:
-    """The masks of one step, made once for each window and shared by all layers that have it."""
+    """The masks of one step, made once for each kind of sight and shared by all layers that have it."""
 
     def __init__(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> None:
         self._batch = batch
         self._block_size = block_size
         self._dtype = dtype
-        self._decode: dict[int | None, Tensor] = {}
-        self._prefill: dict[tuple[int, int | None], Tensor | None] = {}
+        self._decode: dict[tuple[int | None, bool], Tensor] = {}
+        self._prefill: dict[tuple[int, int | None, bool], Tensor | None] = {}
 
-    def decode(self, window: int | None) -> Tensor:
-        if window not in self._decode:
+    def decode(self, sight: Sight) -> Tensor:
+        key = (sight.window, sight.chunked)
+        if key not in self._decode:
             rows = self._batch.decode
             assert rows is not None
             length = rows.block_table.shape[1] * self._block_size
             keys = torch.arange(length, device=rows.positions.device)
-            self._decode[window] = self._additive(visible(rows.positions[:, None], keys, window))[:, None, None]
-        return self._decode[window]
+            self._decode[key] = self._additive(visible(rows.positions[:, None], keys, *key))[:, None, None]
+        return self._decode[key]
 
-    def prefill(self, row: PrefillRow, window: int | None) -> Tensor | None:
+    def prefill(self, row: PrefillRow, sight: Sight) -> Tensor | None:
         """None where plain causal attention from position 0 is meant."""
-        if row.start == 0 and (window is None or row.count <= window):
+        if row.start == 0 and (sight.window is None or row.count <= sight.window):
             return None
-        key = (row.first, window)
+        key = (row.first, sight.window, sight.chunked)
         if key not in self._prefill:
             positions = torch.arange(row.start + row.count, device=row.blocks.device)
-            self._prefill[key] = self._additive(visible(positions[row.start :, None], positions, window))
+            self._prefill[key] = self._additive(visible(positions[row.start :, None], positions, *key[1:]))
         return self._prefill[key]
 
     def _additive(self, allowed: Tensor) -> Tensor:
@@ -126,10 +84,12 @@ class Masks:
         return zeros.masked_fill_(~allowed, float("-inf"))
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, window: int | None, chunked: bool = False) -> Tensor:
     """Which key positions a query position may look at: itself and those before it, at most `window` of them."""
     allowed = keys <= queries
-    return allowed if window is None else allowed & (keys > queries - window)
+    if window is None:
+        return allowed
+    return allowed & (keys // window == queries // window if chunked else keys > queries - window)
 
 
 def paged_attention(
@@ -138,7 +98,7 @@ def paged_attention(
     cache: Tensor,
     batch: AttentionBatch,
     masks: Masks,
-    window: int | None,
+    sight: Sight,
     scale: float,
     value_scale: float = 1.0,
 ) -> Tensor:
@@ -150,15 +110,15 @@ def paged_attention(
     out = qkv.new_empty(qkv.shape[0], heads, qkv.shape[2])
     if batch.decode is not None:
         rows = batch.decode.positions.shape[0]
-        decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, window, scale, out[:rows], value_scale)
+        decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, sight, scale, out[:rows], value_scale)
     if batch.tiles is not None:
-        prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale)
+        prefill_attention(qkv, heads, cache, batch.tiles, sight, scale, out, value_scale)
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
-        mask = masks.prefill(row, window)
+        mask = masks.prefill(row, sight)
         fresh = mask is None and cache.dtype is qkv.dtype
         kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
-        torch.mul(_prefill(qkv[span, :heads], kv, mask, scale), value_scale, out=out[span])
+        torch.mul(_prefill(qkv[span, :heads], kv, mask, scale, sight.sinks), value_scale, out=out[span])
     return out
 
 
@@ -167,38 +127,44 @@ def decode_attention(
     cache: Tensor,
     rows: DecodeRows,
     masks: Masks,
-    window: int | None,
+    sight: Sight,
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
 ) -> None:
     """One new token a sequence, [rows, heads, head_dim], against all of its cached keys and values, into `out`."""
     count, heads, head_dim = q.shape
-    if q.is_cuda:
-        from phalanx.kernels import gpu
+    if q.is_cuda and sight.is_plain:
+        from phalanx.kernels.gpu import attention as gpu
 
-        gpu.decode_attention(q, cache, rows, window, scale, out, value_scale)
+        gpu.decode_attention(q, cache, rows, sight.window, scale, out, value_scale)
     elif cpu.runs(cache):
         block_size, kv_heads = cache.shape[1], cache.shape[3]
         table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
         cpu.call(
             "decode_attention",
             *(q, cache, table, rows.positions, out),
-            *(count, q.stride(0), table.shape[1], *sizes, window or 0, scale),
+            *(count, q.stride(0), table.shape[1], *sizes, sight.window or 0, int(sight.chunked), sight.sinks, scale),
         )
     else:
-        out.copy_(decode_attention_torch(q, cache, rows, masks.decode(window), scale, value_scale))
+        out.copy_(decode_attention_torch(q, cache, rows, masks.decode(sight), scale, value_scale, sight.sinks))
 
 
 def decode_attention_torch(
-    q: Tensor, cache: Tensor, rows: DecodeRows, mask: Tensor, scale: float, value_scale: float = 1.0
+    q: Tensor,
+    cache: Tensor,
+    rows: DecodeRows,
+    mask: Tensor,
+    scale: float,
+    value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition. The query heads of a group stand where a longer query would: one product a KV head."""
     count, heads, head_dim = q.shape
     kv = take(cache, rows.block_table.flatten(), q.dtype).view(count, -1, *cache.shape[2:])
     k, v = (part.transpose(1, 2) for part in kv.unbind(2))
     grouped = q.reshape(count, k.shape[1], -1, head_dim)
-    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    attended = _attend(grouped, k, v, mask, scale, None if sinks is None else sinks.view(k.shape[1], -1))
     return attended.reshape(count, heads, head_dim) * value_scale
 
 
@@ -207,25 +173,25 @@ def prefill_attention(
     heads: int,
     cache: Tensor,
     cut: PrefillTiles,
-    window: int | None,
+    sight: Sight,
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
 ) -> None:
     """Tiles of prompts against what is cached of their sequences, into their rows of `out`."""
-    if qkv.is_cuda:
-        from phalanx.kernels import gpu
+    if qkv.is_cuda and sight.is_plain:
+        from phalanx.kernels.gpu import attention as gpu
 
-        gpu.prefill_attention(qkv, heads, cache, cut, window, scale, out, value_scale)
+        gpu.prefill_attention(qkv, heads, cache, cut, sight.window, scale, out, value_scale)
     else:
-        prefill_attention_torch(qkv[:, :heads], cache, cut, window, scale, out, value_scale)
+        prefill_attention_torch(qkv[:, :heads], cache, cut, sight, scale, out, value_scale)
 
 
 def prefill_attention_torch(
     q: Tensor,
     cache: Tensor,
     cut: PrefillTiles,
-    window: int | None,
+    sight: Sight,
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
@@ -235,17 +201,37 @@ def prefill_attention_torch(
         if count:
             row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])])
             positions = torch.arange(start + count, device=q.device)
-            mask, kv = visible(positions[start:, None], positions, window), _gather(cache, row, q.dtype)
-            out[first : first + count] = _prefill(q[first : first + count], kv, mask, scale) * value_scale
+            allowed = visible(positions[start:, None], positions, sight.window, sight.chunked)
+            mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))
+            kv = _gather(cache, row, q.dtype)
+            out[first : first + count] = _prefill(q[first : first + count], kv, mask, scale, sight.sinks) * value_scale
 
 
 def _gather(cache: Tensor, row: PrefillRow, dtype: torch.dtype) -> Tensor:
     return take(cache, row.blocks, dtype).flatten(0, 1)[: row.start + row.count]
 
 
-def _prefill(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _prefill(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
     k, v = (part.transpose(0, 1)[None] for part in kv.unbind(1))
-    attended = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return attended[0].transpose(0, 1)
+    if sinks is None:
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
+    count, group = q.shape[0], q.shape[1] // k.shape[1]
+    if mask is None:
+        mask = torch.full((count, count), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    grouped = q.transpose(0, 1).reshape(1, k.shape[1], group * count, -1)
+    by_row = sinks.repeat_interleave(count).view(k.shape[1], -1)
+    attended = _attend(grouped, k, v, mask.repeat(group, 1), scale, by_row)
+    return attended.reshape(q.shape[1], count, -1).transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Softmax attention with one KV head for all rows of q, [sequences, kv_heads, rows, head_dim]; `sinks` by row."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q @ k.transpose(-1, -2)).float() * scale + mask
+    sunk = sinks.float()[None, :, :, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sunk), -1).softmax(-1)[..., :-1]
+    return weights.to(v.dtype) @ v

@@ -1,4 +1,4 @@
-"""The paged cache of keys and values: as they are computed, or in FP8 with one scale for each of the two."""
+"""The paged cache of keys and values, as they are computed or in FP8, and what is applied to heads on their way in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.fp8 import E4M3, LARGEST
+
+
+class HeadNorms(NamedTuple):
+    """The RMS norms that some models apply to each query and key head."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
 
 
 class CacheScales(NamedTuple):

@@ -177,15 +177,18 @@ static void prefetch_block(const float *keys, index_t block_size, index_t entry,
 /* Attention of one new token a sequence. q and out rows are q_stride and heads * head_dim apart; window 0 means none. */
 void decode_attention(const float *q, const float *cache, const index_t *table, const index_t *positions, float *out,
                       index_t rows, index_t q_stride, index_t table_width, index_t block_size, index_t heads,
-                      index_t kv_heads, index_t head_dim, index_t window, float scale) {
+                      index_t kv_heads, index_t head_dim, index_t window, index_t chunked, const float *sinks,
+                      float scale) {
     index_t entry = 2 * kv_heads * head_dim, value = kv_heads * head_dim, group = heads / kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (index_t row = 0; row < rows; row++)
         for (index_t kv = 0; kv < kv_heads; kv++) {
             const index_t *blocks = table + row * table_width;
             index_t last = positions[row], at = window && last >= window ? last - window + 1 : 0;
+            if (chunked) at = last / window * window;
             float *o = out + (row * heads + kv * group) * head_dim, best[group], total[group];
-            for (index_t head = 0; head < group; head++) best[head] = -INFINITY, total[head] = 0;
+            for (index_t head = 0; head < group; head++)
+                best[head] = sinks ? sinks[kv * group + head] : -INFINITY, total[head] = sinks ? 1 : 0;
             memset(o, 0, group * head_dim * sizeof(float));
             while (at <= last) {
                 index_t block = at / block_size, end = (block + 1) * block_size;

@@ -22,7 +22,7 @@ _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_INDEX] * 2 + [_FLOAT],
     "silu_and_mul": [_POINTER] * 2 + [_INDEX] * 2,
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
-    "decode_attention": [_POINTER] * 5 + [_INDEX] * 8 + [_FLOAT],
+    "decode_attention": [_POINTER] * 5 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 3,
     "meet": [_POINTER] + [_INDEX] * 4,
 }

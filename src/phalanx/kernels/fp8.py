@@ -22,24 +22,6 @@ class Quantised(NamedTuple):
     scales: Tensor
 
 
-def quantise(x: Tensor) -> Quantised:
-    """Each group of 128 columns of a row divided by what brings its largest value to 448."""
-    if x.is_cuda:
-        from phalanx.kernels import gpu
-
-        return gpu.quantise(x)
-    return quantise_torch(x)
-
-
-def quantise_torch(x: Tensor) -> Quantised:
-    """The definition."""
-    rows, width = x.shape
-    groups = F.pad(x.float(), (0, -width % GROUP)).view(rows, -1, GROUP)
-    scales = groups.abs().amax(-1).clamp_min(1e-10) / LARGEST
-    values = (groups / scales[..., None]).to(E4M3).view(rows, -1)[:, :width]
-    return Quantised(values.contiguous(), scales.t().contiguous().t())
-
-
 def dequantise(values: Tensor, scales: Tensor, row_block: int, dtype: torch.dtype) -> Tensor:
     """Every element times the scale of the tile of `row_block` x 128 that it lies in, for one matrix or a stack."""
     rows, columns = values.shape[-2:]

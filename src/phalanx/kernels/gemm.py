@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise, quantise
+from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise
+from phalanx.kernels.quantise import quantise
 
 SKINNY = range(2, 17)
 """Rows for which the C kernel reads the weight faster than oneDNN and BLAS."""
@@ -35,7 +36,7 @@ class Gemm:
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
         if x.is_cuda and self.weight.numel():
-            from phalanx.kernels import gpu
+            from phalanx.kernels.gpu import gemm as gpu
 
             return gpu.product(x, self.weight, self.bias)
         if x.shape[0] in SKINNY and cpu.runs(x):
@@ -64,10 +65,13 @@ class Fp8Gemm:
             return F.linear(x, self.weight.dequantised(self.dtype), self.bias)
         x = x if isinstance(x, Quantised) else quantise(x)
         if x.values.is_cuda:
-            from phalanx.kernels import gpu
+            from phalanx.kernels.gpu import gemm as gpu
 
             return gpu.fp8_product(x, self.weight, self.bias, self.dtype)
         return fp8_product_torch(x, self.weight, self.bias, self.dtype)
+
+
+Product = Gemm | Fp8Gemm
 
 
 def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -2,52 +2,103 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.activation import silu_and_mul
+from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.fp8 import Fp8Weight
+from phalanx.spec.ffn import SILU, Activation, Router
 
 
-def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of each token's experts: softmax over all, in float32, then the best."""
-    if logits.is_cuda:
-        from phalanx.kernels import gpu
+def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of each token's experts."""
+    plain = router.score == "softmax" and router.groups == 1 and router.scaling == 1.0 and correction is None
+    if logits.is_cuda and plain:
+        from phalanx.kernels.gpu import moe as gpu
 
-        return gpu.route(logits, experts_per_token, renormalise)
-    return route_torch(logits, experts_per_token, renormalise)
+        return gpu.route(logits, router.experts_per_token, router.renormalise)
+    return route_torch(logits, router, correction)
 
 
-def route_torch(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The definition."""
-    weights, experts = torch.softmax(logits.float(), dim=-1).topk(experts_per_token, dim=-1)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+def route_torch(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The definition, in float32 but for a softmax over the chosen ones, which is in the logits' own dtype."""
+    if router.score == "chosen_softmax":
+        best, experts = logits.topk(router.experts_per_token, dim=-1)
+        return best.softmax(-1), experts
+    scores = _scores(logits, router)
+    choice = _choice(logits, scores, router, correction)
+    experts = choice.topk(router.experts_per_token, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if router.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights if router.scaling == 1.0 else weights * router.scaling, experts
+
+
+def _scores(logits: Tensor, router: Router) -> Tensor:
+    wide = logits.float()
+    if router.score == "softmax":
+        return wide.softmax(-1)
+    return wide.sigmoid() if router.score == "sigmoid" else F.softplus(wide).sqrt()
+
+
+def _choice(logits: Tensor, scores: Tensor, router: Router, correction: Tensor | None) -> Tensor:
+    """What the best are chosen by: scores, with their correction, of the best groups alone."""
+    if correction is None:
+        return scores if router.score == "softmax" else logits
+    choice = scores + correction
+    if router.groups == 1:
+        return choice
+    grouped = choice.unflatten(-1, (router.groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best).scatter_(-1, best.topk(router.kept_groups, dim=-1).indices, 1.0)
+    return grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(-2)
+
+
+class ExpertWeights(NamedTuple):
+    """This rank's share of all experts: gate_up is [experts, 2 * inner, hidden], down [experts, hidden, inner].
+
+    Of the down products' biases rank 0 has all and the others none, so that each counts once.
+    """
+
+    gate_up: Tensor | Fp8Weight
+    down: Tensor | Fp8Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 def fused_experts(
-    x: Tensor, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight, weights: Tensor, experts: Tensor
+    x: Tensor,
+    held: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    activation: Activation = SILU,
+    weighs_input: bool = False,
 ) -> Tensor:
-    """sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
+    """sum over a token's experts of weight * down(gate(x) * up(x)), or, where that is meant, the same of weight * x.
 
-    x is [tokens, hidden], gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner], where inner is this
-    rank's share: the result is a partial sum.
+    x is [tokens, hidden]; the result is a partial sum over ranks.
     """
+    gate_up, down, *biases = held
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight) and (x.dtype == torch.float32 or not x.is_cuda):
         gate_up, down = gate_up.dequantised(x.dtype), down.dequantised(x.dtype)
-    if x.is_cuda and gate_up.numel():
-        from phalanx.kernels import gpu
+    plain = activation == SILU and biases == [None, None] and not weighs_input
+    if x.is_cuda and gate_up.numel() and plain:
+        from phalanx.kernels.gpu import moe as gpu
 
         return gpu.fused_experts(x, gate_up, down, weights, experts)
+    return fused_experts_torch(x, ExpertWeights(gate_up, down, *biases), weights, experts, activation, weighs_input)
+
+
+def fused_experts_torch(
+    x: Tensor, held: ExpertWeights, weights: Tensor, experts: Tensor, activation: Activation, weighs_input: bool
+) -> Tensor:
+    """The definition."""
+    gate_up, down, gate_up_bias, down_bias = held
     assert isinstance(gate_up, Tensor)
     assert isinstance(down, Tensor)
-    return fused_experts_torch(x, gate_up, down, weights, experts)
-
-
-def fused_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """The definition."""
     out = torch.zeros_like(x)
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
@@ -57,7 +108,10 @@ def fused_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tenso
     for expert, count in enumerate(counts):
         if count:
             mine = slice(first, first + count)
-            inner = silu_and_mul(F.linear(x[tokens[mine]], gate_up[expert]))
-            out.index_add_(0, tokens[mine], F.linear(inner, down[expert]) * scales[mine])
+            taken = x[tokens[mine]] * scales[mine] if weighs_input else x[tokens[mine]]
+            entered = F.linear(taken, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            inner = gate_and_mul(entered, activation)
+            given = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+            out.index_add_(0, tokens[mine], given if weighs_input else given * scales[mine])
             first += count
     return out

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.fp8 import Quantised, quantise
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.quantise import quantise
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place."""
     if x.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import rows as gpu
 
         normed = gpu.add_rms_norm(x, residual, weight, eps)
         assert isinstance(normed, Tensor)
@@ -28,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
     """The same, brought to FP8 on the way out."""
     if x.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import rows as gpu
 
         normed = gpu.add_rms_norm(x, residual, weight, eps, quantised=True)
         assert isinstance(normed, Quantised)
@@ -37,9 +38,10 @@ def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, e
 
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The definition: weight * h / sqrt(mean(h^2) + eps), the mean taken in float32."""
+    """The definition: weight * h / sqrt(mean(h^2) + eps), the mean in float32, and all where the weight is float32."""
     h = x if residual is None else residual.add_(x)
     if h.dtype == torch.float32:
         return F.rms_norm(h, weight.shape, weight, eps)
     wide = h.float()
-    return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(h.dtype)
+    normed = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight * normed).to(h.dtype) if weight.dtype is torch.float32 else weight * normed.to(h.dtype)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.cache import UNSCALED, CacheScales, store
+from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms, store
 from phalanx.kernels.norm import add_rms_norm
 from phalanx.spec import Rope
 
@@ -23,7 +22,7 @@ def inverse_frequencies(rope: Rope) -> Tensor:
         return _llama3(rope, plain)
     if rope.kind == "yarn":
         return _yarn(rope, plain)
-    return plain
+    return plain / torch.tensor(rope.divisors) if rope.kind == "longrope" else plain
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
@@ -50,19 +49,22 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
     return plain * (1 - stretch) + plain / rope.factor * stretch
 
 
-def rotary_table(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for every position, both of width `rotary_dim`, ready for `apply_rotary`."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+def cos_and_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin at these positions, [tokens, 1, rotary_dim], ready for `apply_rotary`."""
+    if positions.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        return gpu.cos_and_sin(positions, frequencies, factor, dtype)
+    return cos_and_sin_torch(positions, frequencies, factor, dtype)
 
 
-class HeadNorms(NamedTuple):
-    """The RMS norms that some models apply to each query and key head."""
-
-    query: Tensor
-    key: Tensor
-    eps: float
+def cos_and_sin_torch(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The definition, in float32."""
+    angles = positions.float()[:, None, None] * frequencies
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate_and_store(
@@ -82,7 +84,7 @@ def rotate_and_store(
     is each token's place in the flattened cache. `scales` are an FP8 cache's.
     """
     if qkv.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import rows as gpu
 
         gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms, scales)
         return

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
-PARAMETERS = 5
-ONE = 2.0**42
-"""The weight of a row's best token. Up to 2**20 of them add up without overflow."""
+from phalanx.kernels.sampling_table import ONE, TOKEN
 
 
 def likeliest(scores: Tensor) -> Tensor:
     """The column of each row's largest score; on a GPU the first of equals."""
     if scores.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import sampling as gpu
 
         return gpu.likeliest(scores)
-    return scores.argmax(-1)
-
-
-def pack(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> Tensor:
-    """What a request asks of `draw`, as a row of its table: whole numbers, and the bits of real ones.
-
-    A temperature of zero stands for all that are greedy.
-    """
-    bits = struct.unpack("3q", struct.pack("3d", temperature if temperature >= GREEDY_BELOW else 0.0, top_p, min_p))
-    return torch.tensor([seed, top_k, *bits])
+    return scores.argmax(-1).to(TOKEN)
 
 
 def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -40,7 +26,7 @@ def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Ten
     the column of that score.
     """
     if scores.is_cuda:
-        from phalanx.kernels import gpu
+        from phalanx.kernels.gpu import sampling as gpu
 
         return gpu.draw(scores, table, slots, positions)
     return draw_torch(scores, table, slots, positions)
@@ -90,7 +76,7 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     targets = (draws[:, None] * total).long().minimum(total - 1)
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(TOKEN)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

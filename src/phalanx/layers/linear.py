@@ -24,8 +24,9 @@ def _product(place: Place, names: Sequence[str], rows: list[int], columns: int, 
 class ColumnParallelLinear:
     """Several projections of one input as one product. Each rank computes its own output rows: nothing to exchange."""
 
-    def __init__(self, place: Place, names: Sequence[str], bias: bool) -> None:
+    def __init__(self, place: Place, names: Sequence[str]) -> None:
         self.names = names
+        bias = place.has(f"{names[0]}.bias")
         self.rows = [place.share_of(f"{name}.weight")[0] for name in names]
         columns = place.share_of(f"{names[0]}.weight")[1]
         self.product = _product(place, names, self.rows, columns, place.empty(sum(self.rows)) if bias else None)
@@ -47,8 +48,9 @@ class RowParallelLinear:
     The bias counts once: rank 0 has it in its part.
     """
 
-    def __init__(self, place: Place, name: str, bias: bool) -> None:
+    def __init__(self, place: Place, name: str) -> None:
         self.name = name
+        bias = place.has(f"{name}.bias")
         rows, columns = place.share_of(f"{name}.weight")
         self.bias = place.empty(rows) if bias else None
         self.product = _product(place, [name], [rows], columns, self.bias if place.group.rank == 0 else None)

@@ -12,11 +12,11 @@ from phalanx.layers.place import Place
 
 
 class RmsNorm:
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Place, name: str, eps: float | None = None) -> None:
         self.name = name
         self.group = place.group
-        self.weight = place.empty(*place.share_of(f"{name}.weight"))
-        self.eps = place.spec.norm_eps
+        self.weight = place.empty_for(f"{name}.weight")
+        self.eps = place.spec.norm_eps if eps is None else eps
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self.name}.weight", self.weight

@@ -59,7 +59,16 @@ class Place:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def empty_cache(self, kv_heads: int) -> Tensor:
-        """A layer's keys and values, without a block yet."""
+    def empty_for(self, name: str) -> Tensor:
+        """Memory for this rank's share of a tensor that is held as it is, in float32 where that is meant."""
+        dtype = torch.float32 if self.spec.tensors[name].wide else self.dtype
+        return torch.empty(self.share_of(name), dtype=dtype, device=self.device)
+
+    def has(self, name: str) -> bool:
+        """Whether the model has such a tensor."""
+        return name in self.spec.tensors
+
+    def empty_cache(self, *entry: int) -> Tensor:
+        """What a layer keeps of tokens, [blocks, block_size, *entry], without a block yet."""
         dtype = E4M3 if self.fp8_cache else self.dtype
-        return torch.empty(0, 0, 2, kv_heads, self.spec.head_dim, dtype=dtype, device=self.device)
+        return torch.empty(0, 0, *entry, dtype=dtype, device=self.device)

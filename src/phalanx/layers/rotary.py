@@ -1,19 +1,21 @@
-"""The rotary table of a model, shared by its layers."""
+"""Rotary embedding at the positions of a step, for every rope that layers of the model have."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from phalanx.kernels.rotary import rotary_table
+from phalanx.kernels.rotary import cos_and_sin, inverse_frequencies
 from phalanx.layers.place import Place
+from phalanx.spec.rope import Rope
 
 
 class Rotary:
-    def __init__(self, place: Place, max_positions: int) -> None:
-        cos, sin = rotary_table(place.spec.rope, max_positions)
-        self.cos = cos.to(place.device, place.dtype)[:, None]
-        self.sin = sin.to(place.device, place.dtype)[:, None]
+    """No table of positions: a step computes those it needs, once for all layers that turn alike."""
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, place: Place, ropes: set[Rope]) -> None:
+        self._dtype = place.dtype
+        self._frequencies = {rope: inverse_frequencies(rope).to(place.device) for rope in ropes}
+
+    def __call__(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin at these positions, [tokens, 1, rotary_dim]."""
-        return self.cos[positions], self.sin[positions]
+        return cos_and_sin(positions, self._frequencies[rope], rope.attention_factor, self._dtype)

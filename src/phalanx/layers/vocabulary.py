@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,12 +20,17 @@ class Embedding:
     def __init__(self, place: Place) -> None:
         self.group = place.group
         self.rows = place.shard.vocab
+        self.scale = place.spec.embedding_scale
         self.weight = place.empty(*place.share_of(self.name))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield self.name, self.weight
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        found = self._look_up(tokens)
+        return found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype)
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
         owned = (tokens >= self.rows.start) & (tokens < self.rows.stop)
@@ -44,6 +50,7 @@ class Head:
         self.tied = place.spec.tied_embeddings
         weight = embedding.weight if self.tied else place.empty(*place.share_of(self.name))
         self.product = Gemm(weight)
+        self.scale = place.spec.logit_scale
         self.widths = [len(shard.vocab) for shard in place.layout.shards]
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,4 +58,5 @@ class Head:
             yield self.name, self.product.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.group.all_gather_columns(self.product(hidden), self.widths)
+        scores = self.group.all_gather_columns(self.product(hidden), self.widths)
+        return scores if self.scale == 1.0 else scores.mul_(self.scale)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from phalanx.errors import ConfigError
+from phalanx.models import catalog
 from phalanx.plan.choose import Plan, choose
 from phalanx.plan.engines import ENGINES, engine
 from phalanx.plan.price import Tariff
@@ -19,7 +20,6 @@ from phalanx.plan.record import launch_of, to_dict
 from phalanx.plan.report import show
 from phalanx.plan.slo import Slo
 from phalanx.plan.traffic import read_trace
-from phalanx.spec import catalog
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
 from phalanx.spec.machine import Machine
@@ -27,7 +27,7 @@ from phalanx.spec.workload import Workload
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What was asked for, as it was written."""
 
     model: str
@@ -52,7 +52,7 @@ class Question:
     calibration: Path | Calibration | None = None
 
 
-def answer(question: Question, recipe: str | None, folder: Path | None, as_json: bool) -> None:
+def answer(question: PlanQuestion, recipe: str | None, folder: Path | None, as_json: bool) -> None:
     """Plan, then print the plan and write or print its files. Raises when nothing fits, after saying why."""
     plan = ask(question)
     files = make_recipe(launch_of(plan, plan.best), recipe) if recipe is not None and plan.best else None
@@ -71,7 +71,7 @@ def answer(question: Question, recipe: str | None, folder: Path | None, as_json:
         )
 
 
-def ask(question: Question) -> Plan:
+def ask(question: PlanQuestion) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
     spec = catalog.model(question.model)
     machine = _machine(question)
@@ -91,14 +91,14 @@ def ask(question: Question) -> Plan:
     )
 
 
-def _machine(question: Question) -> Machine:
+def _machine(question: PlanQuestion) -> Machine:
     machine, calibration = Machine.parse(question.machine), question.calibration
     if calibration is None:
         return machine
     return machine.calibrated(Calibration.read(calibration) if isinstance(calibration, Path) else calibration)
 
 
-def _workload(question: Question) -> Workload:
+def _workload(question: PlanQuestion) -> Workload:
     trace = read_trace(question.trace) if question.trace is not None else ()
     return Workload(
         input_tokens=question.input_tokens,

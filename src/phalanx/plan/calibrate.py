@@ -21,8 +21,8 @@ import numpy as np
 
 from phalanx.cost.correction import effects
 from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, write_fitted
-from phalanx.cost.price import Limits, Rates, combine, first_token_seconds
-from phalanx.cost.step import Step
+from phalanx.cost.price import Rates, RooflineTimes, combine, first_token_seconds
+from phalanx.engine.step_sums import StepSums
 from phalanx.errors import PhalanxError
 from phalanx.plan.measurements import Case, prepare, read_measurements
 from phalanx.plan.simulate import Trace, simulate
@@ -87,7 +87,7 @@ _SLOPE_SPREAD = {
 class Data:
     """Cases with their traces as arrays: every row's TPOT and TTFT is a weighted sum over steps."""
 
-    def __init__(self, cases: Sequence[Case], traces: Sequence[list[tuple[Step, float, float]]]) -> None:
+    def __init__(self, cases: Sequence[Case], traces: Sequence[list[tuple[StepSums, float, float]]]) -> None:
         self.cases = list(cases)
         steps = [
             (row, *case.limits.of(step), first, between)
@@ -96,7 +96,7 @@ class Data:
         ]
         columns = np.array(steps, dtype=float).T
         self.row = columns[0].astype(int)
-        self.limits = Limits(*columns[1 : 1 + len(Limits._fields)])
+        self.limits = RooflineTimes(*columns[1 : 1 + len(RooflineTimes._fields)])
         self.weights = {"ttft": columns[-2], "tpot": columns[-1]}
         self.prompt_tokens = np.array([case.workload.input_tokens for case in cases], dtype=float)
         self.measured = {
@@ -114,7 +114,7 @@ class Data:
         place[rows] = np.arange(len(rows))
         chosen = place[self.row] >= 0
         part.row = place[self.row[chosen]]
-        part.limits = Limits(*(np.asarray(column)[chosen] for column in self.limits))
+        part.limits = RooflineTimes(*(np.asarray(column)[chosen] for column in self.limits))
         part.weights = {name: weight[chosen] for name, weight in self.weights.items()}
         part.prompt_tokens = self.prompt_tokens[rows]
         part.measured = {name: values[rows] for name, values in self.measured.items()}
@@ -133,22 +133,22 @@ class Data:
         }
 
 
-def summarise(trace: Trace) -> list[tuple[Step, float, float]]:
+def summarise(trace: Trace) -> list[tuple[StepSums, float, float]]:
     """Steps that are alike as one, with their weights in the mean TTFT and the mean TPOT."""
     ttft, tpot = trace.step_weights()
-    alike: dict[tuple[int, ...], list[tuple[Step, float, float]]] = {}
+    alike: dict[tuple[int, ...], list[tuple[StepSums, float, float]]] = {}
     for step, first, between in zip(trace.steps, ttft, tpot, strict=True):
         if first > 0 or between > 0:
             alike.setdefault(_likeness(step), []).append((step, first, between))
     return [_mean_step(group) for group in alike.values()]
 
 
-def _likeness(step: Step) -> tuple[int, ...]:
+def _likeness(step: StepSums) -> tuple[int, ...]:
     sizes = (step.decodes, 0.05), (step.prompt_tokens, 0.04), (step.context, 0.4), (step.prompt_pairs, 0.4)
     return (min(step.prompts, 3), *(round(float(np.log1p(size)) / grain) for size, grain in sizes))
 
 
-def _mean_step(group: list[tuple[Step, float, float]]) -> tuple[Step, float, float]:
+def _mean_step(group: list[tuple[StepSums, float, float]]) -> tuple[StepSums, float, float]:
     firsts, betweens = sum(first for _, first, _ in group), sum(between for *_, between in group)
     shares = [first / (firsts or 1.0) + between / (betweens or 1.0) for _, first, between in group]
     total = sum(shares)
@@ -157,12 +157,12 @@ def _mean_step(group: list[tuple[Step, float, float]]) -> tuple[Step, float, flo
         return sum(getattr(step, name) * share for (step, *_), share in zip(group, shares, strict=True)) / total
 
     fields = ("decodes", "context", "prompt_tokens", "prompt_pairs", "prompts")
-    return Step(*(mean(name) for name in fields)), firsts, betweens  # type: ignore[arg-type]
+    return StepSums(*(mean(name) for name in fields)), firsts, betweens  # type: ignore[arg-type]
 
 
 def load_data(cases: Sequence[Case]) -> Data:
     """Simulate what the cases need, each closed loop once."""
-    known: dict[Any, list[tuple[Step, float, float]]] = {}
+    known: dict[Any, list[tuple[StepSums, float, float]]] = {}
     for case in cases:
         if case.trace_key not in known:
             known[case.trace_key] = summarise(simulate(*case.trace_key))

@@ -10,7 +10,7 @@ from functools import cached_property
 from phalanx.plan.engines import ENGINES, GIB, EngineTraits
 from phalanx.plan.fit import Fit, fit
 from phalanx.plan.predict import Prediction, predict
-from phalanx.plan.price import Cost, Power, Tariff, cost, power, usd_per_million
+from phalanx.plan.price import HourlyCost, Power, Tariff, cost, power, usd_per_million
 from phalanx.plan.shapes import MOST_RANKS, shape
 from phalanx.plan.slo import Slo
 from phalanx.spec.machine import Machine
@@ -35,7 +35,7 @@ class Candidate:
     workload: Workload
     group: Machine
     paid: Machine
-    cost: Cost
+    cost: HourlyCost
 
     @property
     def gpus(self) -> int:

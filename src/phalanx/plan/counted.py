@@ -6,16 +6,20 @@ an answer ends, a block is full. Tests hold every step against `ScheduledBatch`,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from phalanx.cost.rules import Rules
-from phalanx.cost.step import Step
-from phalanx.engine.scheduler import KEPT_FREE
-from phalanx.plan.scheduled import BLOCK_SIZE, MostSteps, Moves, Room
+from phalanx.engine.defaults import BLOCK_SIZE
+from phalanx.engine.scheduler import PASSING, kept_free
+from phalanx.engine.step_sums import StepSums
+from phalanx.plan.scheduled import MostSteps, Moves, Room
 from phalanx.spec.workload import Workload
+
+_arrival = attrgetter("index")
 
 
 def _blocks(tokens: int) -> int:
@@ -36,6 +40,7 @@ class _Sequence:
     offset: int = 0
     last_round: int = 0
     has_begun: bool = False
+    preempted: bool = False
 
     @property
     def rest(self) -> int:
@@ -45,29 +50,6 @@ class _Sequence:
     def full_at(self) -> int:
         """Its blocks are full, and it needs another, in rounds that leave this when divided by the block size."""
         return -self.offset % BLOCK_SIZE
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The sums of a step. Rows of one token count as decodes, whatever they compute."""
-
-    decodes: int = 0
-    context: int = 0
-    prompt_tokens: int = 0
-    prompt_pairs: float = 0.0
-    prompts: int = 0
-
-    def add(self, start: int, count: int) -> None:
-        if count == 1:
-            self.decodes += 1
-            self.context += start + 1
-            return
-        self.prompts += 1
-        self.prompt_tokens += count
-        self.prompt_pairs += count * (start + (count + 1) / 2)
-
-    def to_step(self) -> Step:
-        return Step(self.decodes, self.context, self.prompt_tokens, self.prompt_pairs, self.prompts)
 
 
 class CountedBatch:
@@ -81,7 +63,7 @@ class CountedBatch:
     def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> None:
         self._room = Room.of(workload, rules, kv_tokens)
         self._admission = rules.admission
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: list[_Sequence] = []
         self._running: dict[int, _Sequence] = {}
         self._prompts: list[_Sequence] = []
         self._free = self._room.blocks
@@ -91,7 +73,7 @@ class CountedBatch:
         self._full_at = [0] * BLOCK_SIZE
         self._ending: dict[int, list[_Sequence]] = {}
         self._sampled: list[_Sequence] = []
-        self._rows = _Rows()
+        self._sums = StepSums()
         self.preemptions = 0
         self.cached_tokens = 0
 
@@ -103,7 +85,7 @@ class CountedBatch:
         self._waiting.append(_Sequence(index, input_tokens, output_tokens))
 
     def step(self) -> Moves:
-        self._rows, self._sampled = _Rows(), []
+        self._sums, self._sampled = StepSums(), []
         if self._admission == "first":
             self._prompts_alone()
         else:
@@ -112,16 +94,34 @@ class CountedBatch:
 
     def _prompts_alone(self) -> None:
         budget = self._continue_prompts(self._room.step_tokens, [each for each in self._prompts if each.rest > 1])
-        self._admit(budget, len(self._waiting))
-        if not self._rows.prompts and not self._sampled:
+        self._admit(budget, self._waiting)
+        if not self._sums.prompts and not self._sampled:
             self._decode()
             self._continue_prompts(self._room.step_tokens, self._prompts)
 
     def _prompts_beside_decodes(self) -> None:
         preempted = self._decode()
-        budget = self._continue_prompts(self._room.step_tokens - self._decoding, self._prompts)
+        last_tokens = [each for each in self._prompts if each.rest == 1]
+        budget = self._continue_prompts(self._room.step_tokens - self._decoding, last_tokens)
+        if self._admission == "fair":
+            budget -= self._let_pass(budget // PASSING, may_admit=not preempted)
+        budget = self._continue_prompts(budget, [each for each in self._prompts if each.rest > 1])
         if not preempted:
-            self._admit(budget, self._fitting(budget) if self._admission == "whole" else len(self._waiting))
+            whole = self._admission == "whole"
+            self._admit(budget, islice(self._waiting, self._fitting(budget)) if whole else self._waiting)
+
+    def _let_pass(self, part: int, may_admit: bool) -> int:
+        """Tokens of a step that go to shorter prompts while the first one is long."""
+        prompts = sorted((each for each in self._prompts if each.rest > 1), key=_arrival)
+        if not prompts or not self._is_long(prompts[0]):
+            return 0
+        left = self._continue_prompts(part, [each for each in prompts if not self._is_long(each)])
+        if may_admit:
+            left = self._admit(left, [each for each in self._waiting if not self._is_long(each)])
+        return part - left
+
+    def _is_long(self, sequence: _Sequence) -> bool:
+        return sequence.rest > self._room.step_tokens
 
     def _fitting(self, budget: int) -> int:
         """How many of the waiting requests fit whole, or one that would never."""
@@ -134,25 +134,26 @@ class CountedBatch:
         return count
 
     def _continue_prompts(self, budget: int, prompts: list[_Sequence]) -> int:
-        for sequence in list(prompts):
+        for sequence in sorted(prompts, key=_arrival):
             if budget > 0:
                 self._prompts.remove(sequence)
                 budget -= self._compute(sequence, min(sequence.rest, budget))
         return budget
 
-    def _admit(self, budget: int, most: int) -> None:
-        for sequence in list(islice(self._waiting, most)):
-            needed = _blocks(sequence.tokens)
-            kept_free = int(KEPT_FREE * self._room.blocks) if self._running else 0
-            if budget <= 0 or len(self._running) >= self._room.sequences or needed + kept_free > self._free:
-                return
-            self._waiting.popleft()
+    def _admit(self, budget: int, candidates: Iterable[_Sequence]) -> int:
+        for sequence in list(islice(candidates, self._room.sequences - len(self._running))):
+            needed, running = _blocks(sequence.tokens), len(self._running)
+            spared = kept_free(self._room.blocks, running, sequence.preempted) if running else 0
+            if budget <= 0 or needed + spared > self._free:
+                break
+            self._waiting.remove(sequence)
             self._running[sequence.index] = sequence
             self._free -= needed
             budget -= self._compute(sequence, min(sequence.tokens, budget))
+        return budget
 
     def _compute(self, sequence: _Sequence, count: int) -> int:
-        self._rows.add(sequence.computed, count)
+        self._sums.add_row(sequence.computed, count)
         sequence.computed += count
         (self._prompts if sequence.rest else self._sampled).append(sequence)
         return count
@@ -165,24 +166,18 @@ class CountedBatch:
             self._make_room()
         else:
             self._free -= needed
-        self._rows.decodes += self._decoding
-        self._rows.context += self._computed + self._decoding
+        self._sums.decodes += self._decoding
+        self._sums.context += self._computed + self._decoding
         if self._decoding:
             self._rounds += 1
             self._computed += self._decoding
         return preempted
 
     def _make_room(self) -> None:
-        """In order of arrival everyone who needs a block takes one; where there is none, the youngest gives up all."""
-        for sequence in list(self._running.values()):
-            if sequence.index not in self._running or not self._needs_block(sequence):
-                continue
-            while not self._free:
-                youngest = next(reversed(self._running.values()))
-                self._preempt(youngest)
-                if youngest is sequence:
-                    return
-            self._free -= 1
+        """The last to arrive give up all their blocks, until there is one for everyone left who needs one."""
+        while (needed := sum(map(self._needs_block, self._running.values()))) > self._free:
+            self._preempt(self._running[max(self._running)])
+        self._free -= needed
 
     def _needs_block(self, sequence: _Sequence) -> bool:
         return sequence.last_round > 0 and sequence.full_at == self._rounds % BLOCK_SIZE
@@ -198,7 +193,8 @@ class CountedBatch:
             self._prompts.remove(sequence)
             self._free += _blocks(sequence.tokens)
         sequence.computed = 0
-        self._waiting.appendleft(sequence)
+        sequence.preempted = True
+        insort(self._waiting, sequence, key=_arrival)
         self.preemptions += 1
 
     def _leave(self, sequence: _Sequence) -> int:
@@ -226,7 +222,7 @@ class CountedBatch:
             if not sequence.left:
                 self._leave(sequence)
                 last.append(sequence.index)
-        return Moves(self._rows.to_step(), first, last)
+        return Moves(self._sums, first, last)
 
     def _begin_decode(self, sequence: _Sequence) -> None:
         sequence.offset = sequence.tokens - self._rounds
@@ -237,9 +233,9 @@ class CountedBatch:
             sequence.last_round = self._rounds + sequence.left
             self._ending.setdefault(sequence.last_round, []).append(sequence)
 
-    def leap(self, most: MostSteps) -> Step | None:
-        """Take all steps up to the next change at once: until then every step is a decode of the same requests."""
-        if not self._running or self._rows.prompt_tokens:
+    def leap(self, most: MostSteps) -> tuple[StepSums, int] | None:
+        """Take all steps up to the next change at once, each a decode of the same requests: their mean and number."""
+        if not self._running or self._sums.prompt_tokens:
             return None
         count = min(min(filter(self._ending.get, self._ending)) - self._rounds - 1, most(self._present()))
         while count > 0 and sum(self._missing(count)) > self._free:
@@ -247,13 +243,13 @@ class CountedBatch:
         if count <= 0:
             return None
         self._free -= sum(self._missing(count))
-        step = Step(self._decoding, self._computed + self._decoding * (count + 1) / 2, repeats=count)
+        mean = StepSums(self._decoding, self._computed + self._decoding * (count + 1) / 2)
         self._rounds += count
         self._computed += count * self._decoding
-        return step
+        return mean, count
 
-    def _present(self) -> Step:
-        return Step(self._decoding, self._computed)
+    def _present(self) -> StepSums:
+        return StepSums(self._decoding, self._computed)
 
     def _missing(self, count: int) -> Iterator[int]:
         """Blocks that `count` more rounds take, by when the last one is full."""

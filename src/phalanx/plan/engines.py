@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from phalanx.engine.defaults import MAX_NUM_BATCHED_TOKENS
 from phalanx.errors import ConfigError
 from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine
@@ -59,7 +60,7 @@ class EngineTraits:
     def batched_tokens(self, gpu: Gpu) -> int:
         """Tokens of one step unless told otherwise."""
         if self.name == "phalanx":
-            return 2048
+            return MAX_NUM_BATCHED_TOKENS
         return 8192 if gpu.memory_bytes >= 70 * GIB or self.name != "vllm" else 2048
 
     def refuses_card(self, machine: Machine) -> str | None:

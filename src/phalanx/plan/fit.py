@@ -17,10 +17,12 @@ from phalanx.plan.engines import (
     EngineTraits,
     static_reserve,
 )
+from phalanx.spec.cache import CacheKind
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.model import CacheKind, ModelSpec, Tensor
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensors import Tensor
 
 _EXPERT_COPIES = 3
 """Copies of the routed tokens a step holds at once: gathered by expert, multiplied, and put back."""
@@ -235,7 +237,7 @@ def activation_bytes(layout: Layout, rank: int, tokens: int, sequences: int) -> 
     """The most a step of `tokens` holds at once: the residual and the widest layer, or the logits of all sequences."""
     spec, shard = layout.spec, layout.shards[rank]
     stream = 2 * spec.hidden
-    dense = 3 * len(shard.ffn) if _has_dense_layers(spec) else 0
+    dense = 3 * len(shard.ffn)
     routed = 0
     if spec.moe is not None:
         routed = _EXPERT_COPIES * spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden)
@@ -246,10 +248,6 @@ def activation_bytes(layout: Layout, rank: int, tokens: int, sequences: int) -> 
     if logits > layer:
         return logits, f"{min(sequences, tokens)} x {spec.vocab} logits x {_LOGIT_BYTES} B"
     return layer, f"{tokens} tokens x ({stream} + {widest}) x 2 B"
-
-
-def _has_dense_layers(spec: ModelSpec) -> bool:
-    return spec.moe is None or len(spec.moe.sparse_layers) < spec.layers
 
 
 def _notes(spec: ModelSpec, machine: Machine, weight_format: str) -> list[str]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.cost.correction import Traits, traits_of
-from phalanx.cost.price import StepLimits
+from phalanx.cost.price import Roofline
 from phalanx.cost.profiles import EngineProfile, profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
 from phalanx.errors import PhalanxError
+from phalanx.models import catalog
 from phalanx.plan.engines import engine as engine_traits
 from phalanx.plan.fit import fit
-from phalanx.spec import catalog
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -77,7 +77,7 @@ class Case:
     rules: Rules
     workload: Workload
     kv_tokens: int | None
-    limits: StepLimits
+    limits: Roofline
     traits: Traits
 
     @property
@@ -148,7 +148,7 @@ def prepare(measurement: Measurement) -> Case:
         rules,
         workload,
         _kv_tokens(spec, machine, measurement, min(rules.max_sequences, workload.concurrency)),
-        StepLimits(work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce),
+        Roofline(work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce),
         traits,
     )
 
@@ -190,7 +190,7 @@ def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
 
 def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequences: int) -> int | None:
     """Room of the KV cache where it is short; None where it never runs out or, by our count, nothing fits at all."""
-    if spec.mla is not None and measurement.ep > 1:
+    if spec.latent and measurement.ep > 1:
         return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
     longest = measurement.input_tokens + measurement.output_tokens
     fitted = fit(

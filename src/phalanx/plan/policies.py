@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from phalanx.cost.rules import Admission
-from phalanx.engine.plan import StepPlan
 from phalanx.engine.request import Request
-from phalanx.engine.scheduler import Scheduler, _Rows
+from phalanx.engine.scheduler import Draft, Scheduler
 
 
-def _is_prompt(request: Request) -> bool:
-    return request.length - request.computed > 1
+class FirstCome(Scheduler):
+    """Prompts in order: none of them passes a long one."""
+
+    def _is_long(self, request: Request) -> bool:
+        return False
 
 
-class PrefillFirst(Scheduler):
+class PrefillFirst(FirstCome):
     """A step holds prompts or decodes, never both; prompts go first and decodes wait."""
 
-    def schedule(self) -> StepPlan | None:
-        decoding = [request for request in self.running if not _is_prompt(request)]
-        self.running = [request for request in self.running if _is_prompt(request)]
-        plan = super().schedule()
-        self.running = decoding + self.running
-        return plan if plan is not None else super().schedule()
+    def _fill(self, draft: Draft) -> None:
+        budget = self.limits.max_num_batched_tokens
+        budget -= self._continue_prompts(draft, budget, may_admit=True)
+        self._admit(draft, budget, self.waiting)
+        if not draft.prompts:
+            super()._fill(draft)
 
 
-class WholePrompts(Scheduler):
+class WholePrompts(FirstCome):
     """A prompt is not cut: it waits for a step with room for all of it. One too long to fit beside the decodes alone
     runs in pieces.
     """
 
-    def _admit_waiting(self, rows: _Rows, budget: int) -> None:
-        fitting = self._fitting(budget)
-        behind = list(islice(self.waiting, fitting, None))
-        self.waiting = deque(islice(self.waiting, fitting))
-        super()._admit_waiting(rows, budget)
-        self.waiting.extend(behind)
+    def _admit(self, draft: Draft, budget: int, candidates: Iterable[Request]) -> int:
+        return super()._admit(draft, budget, islice(candidates, self._fitting(budget)))
 
     def _fitting(self, budget: int) -> int:
         """How many of the waiting requests fit whole, or one that would never."""
@@ -44,9 +42,14 @@ class WholePrompts(Scheduler):
         for request in self.waiting:
             budget -= request.length
             if budget < 0:
-                return count or int(not any(map(_is_prompt, self.running)))
+                return count or int(not self._prompts)
             count += 1
         return count
 
 
-POLICIES: dict[Admission, type[Scheduler]] = {"mixed": Scheduler, "whole": WholePrompts, "first": PrefillFirst}
+POLICIES: dict[Admission, type[Scheduler]] = {
+    "fair": Scheduler,
+    "mixed": FirstCome,
+    "whole": WholePrompts,
+    "first": PrefillFirst,
+}

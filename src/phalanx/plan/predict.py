@@ -9,11 +9,11 @@ from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.fitted import Fitted, Quantity, load_fitted
-from phalanx.cost.price import Cost, StepLimits, combine, first_token_seconds
+from phalanx.cost.price import Roofline, StepCost, combine, first_token_seconds
 from phalanx.cost.profiles import profile
 from phalanx.cost.rules import Rules
-from phalanx.cost.step import Step
 from phalanx.cost.work import count_work
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan.simulate import Price, Times, Trace, simulate
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -44,7 +44,7 @@ class Prediction:
     ttft: Interval
     tpot: Interval
     throughput: Interval
-    step: Cost
+    step: StepCost
     requests_ttft: tuple[float, ...]
     requests_tpot: tuple[float, ...]
     preemptions: int
@@ -98,7 +98,7 @@ def predictor(
     found = profile(engine, version)
     work = count_work(spec, tp, weights, kv)
     traits = traits_of(spec.in_format(weights), found.fitted_as, version, slowest.name, tp, ep, workload)
-    limits = StepLimits(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
+    limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
     return Predictor(limits, traits, load_fitted())
 
 
@@ -106,18 +106,18 @@ def predictor(
 class Predictor:
     """Prices the steps of one deployment with fitted numbers."""
 
-    limits: StepLimits
+    limits: Roofline
     traits: Traits
     fitted: Fitted
 
-    def cost(self, step: Step) -> Cost:
+    def cost(self, step: StepSums) -> StepCost:
         return combine(self.limits.of(step), self.fitted.family_rates(self.traits.family))
 
     def under(self, workload: Workload) -> Predictor:
         """The same deployment under another load."""
         return replace(self, traits=replace(self.traits, workload=workload))
 
-    def seconds(self, step: Step) -> Interval:
+    def seconds(self, step: StepSums) -> Interval:
         """Of a step, corrected by what was measured of steps like it."""
         mid = float(self.cost(step).total) * self.fitted.tpot.correction(self.traits)
         return Interval.around(mid, self._half_width(self.fitted.tpot))
@@ -126,7 +126,7 @@ class Predictor:
         factor = self.fitted.tpot.correction(self.traits)
         rates = self.fitted.family_rates(self.traits.family)
 
-        def price(step: Step) -> float:
+        def price(step: StepSums) -> float:
             return float(combine(self.limits.of(step), rates).total) * factor
 
         trace = _trace(workload, rules, kv_tokens, price)
@@ -175,10 +175,11 @@ def _closed_loop(workload: Workload, rules: Rules, kv_tokens: int | None) -> Tra
     return simulate(workload, rules, kv_tokens)
 
 
-def _typical_step(workload: Workload, trace: Trace) -> Step:
+def _typical_step(workload: Workload, trace: Trace) -> StepSums:
     """A decode of as many sequences as there are on average, each in the middle of its answer."""
-    decoded = sum(step.decodes * step.repeats for step in trace.steps)
-    steps = sum(step.repeats for step in trace.steps if step.decodes)
+    counted = list(zip(trace.steps, trace.repeats, strict=True))
+    decoded = sum(step.decodes * repeats for step, repeats in counted)
+    steps = sum(repeats for step, repeats in counted if step.decodes)
     rows = max(1, round(decoded / steps)) if steps else 1
-    context = sum(step.context * step.repeats for step in trace.steps) / decoded if decoded else workload.longest
-    return Step(rows, rows * context)
+    context = sum(step.context * repeats for step, repeats in counted) / decoded if decoded else workload.longest
+    return StepSums(rows, rows * context)

@@ -49,7 +49,7 @@ class Tariff:
 
 
 @dataclass(frozen=True)
-class Cost:
+class HourlyCost:
     """USD an hour for the GPUs in use: on demand (low, median, high), reserved and owned. None: no price is known.
 
     `break_even` is the share of hours from which owning is cheaper than renting those hours on demand.
@@ -72,7 +72,7 @@ class Cost:
         return "rent, median of clouds" if self.rent else "owning" if self.owned is not None else "no price known"
 
 
-def cost(machine: Machine, tariff: Tariff) -> Cost:
+def cost(machine: Machine, tariff: Tariff) -> HourlyCost:
     """The price of running all GPUs of this machine for an hour."""
     rents = [gpu.price.rent for gpu in machine.gpus]
     rent = None
@@ -80,7 +80,7 @@ def cost(machine: Machine, tariff: Tariff) -> Cost:
         low, median, high = (sum(column) for column in zip(*(each for each in rents if each), strict=True))
         rent = (low, median, high)
     purchase, owned = _owning(machine, tariff)
-    return Cost(
+    return HourlyCost(
         rent=rent,
         reserved=rent[1] * RESERVED_SHARE if rent else None,
         owned=owned,

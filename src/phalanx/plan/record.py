@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from phalanx.models import catalog
 from phalanx.plan.choose import Candidate, Plan
 from phalanx.plan.engines import GIB
 from phalanx.plan.explain import advice, explain, gpus_needed
@@ -12,7 +13,6 @@ from phalanx.plan.fit import Fit
 from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
-from phalanx.spec import catalog
 from phalanx.spec.model import ModelSpec
 
 TAIL = 0.99
@@ -77,7 +77,7 @@ def _model_dict(name: str, spec: ModelSpec) -> dict[str, Any]:
         "family": spec.model_type,
         "parameters": spec.parameters,
         "active_parameters": spec.active_parameters,
-        "layers": spec.layers,
+        "layers": len(spec.layers),
         "caches": dict(Counter(cache.kind for cache in spec.caches)),
         "kv_bytes_per_token": spec.kv_bytes_per_token(),
         "state_bytes_per_sequence": sum(cache.state_bytes for cache in spec.caches),

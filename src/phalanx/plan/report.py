@@ -80,7 +80,7 @@ def _headline(plan: Plan) -> Text:
     text = Text()
     text.append(plan.model, style="bold")
     text.append(
-        f"  {spec.parameters / 1e9:.1f} B{active}, {spec.layers} layers ({kinds}), "
+        f"  {spec.parameters / 1e9:.1f} B{active}, {len(spec.layers)} layers ({kinds}), "
         f"KV {spec.kv_bytes_per_token() / 1024:.0f} KiB a token in bf16\n"
     )
     text.append(plan.machine.name, style="bold")

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from math import ceil
 
 from phalanx.cost.rules import Rules
-from phalanx.cost.step import Step
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.defaults import BLOCK_SIZE
 from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.plan import StepPlan
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import KEPT_FREE, Limits
+from phalanx.engine.step_plan import StepPlan
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan.policies import POLICIES
 from phalanx.spec.workload import Workload
 
-BLOCK_SIZE = 16
-MostSteps = Callable[[Step], int]
+MostSteps = Callable[[StepSums], int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Room:
             held = workload.mean_input + rules.kv_reserve * workload.mean_output
             most = max(1, min(most, int(kv_tokens / held)))
         blocks = -(-longest // BLOCK_SIZE)
-        enough = ceil(blocks * (most + 1) / (1 - KEPT_FREE))
+        enough = ceil((blocks * (most + 1) + most) / (1 - KEPT_FREE))
         room = enough if kv_tokens is None else max(blocks, kv_tokens // BLOCK_SIZE)
         return cls(most, max(rules.max_batched_tokens, 1), longest, room)
 
@@ -48,7 +48,7 @@ class Room:
 class Moves:
     """One step: what it computed, and the requests that got a token for the first time or their last one."""
 
-    step: Step
+    step: StepSums
     first: list[int]
     last: list[int]
 
@@ -64,7 +64,7 @@ class ScheduledBatch:
         self._runner = ModelledRunner(self._record)
         self._workload = workload
         self._requests: list[Request] = []
-        self._step = Step(0, 0)
+        self._step = StepSums()
         self._begun: set[int] = set()
 
     @property
@@ -102,26 +102,27 @@ class ScheduledBatch:
         return Moves(self._step, first, last)
 
     def _record(self, plan: StepPlan) -> float:
-        self._step = Step.of(plan)
+        self._step = plan.sums()
         return 0.0
 
-    def leap(self, most: MostSteps) -> Step | None:
-        """Take all steps up to the next change at once: until then every step is a decode of the same requests."""
+    def leap(self, most: MostSteps) -> tuple[StepSums, int] | None:
+        """Take all steps up to the next change at once, each a decode of the same requests: their mean and number."""
         running, pool = self._scheduler.running, self._scheduler.pool
         if not running or self._step.prompt_tokens:
             return None
         count = min((request.params.max_tokens or 1) - len(request.output) for request in running) - 1
         computed = sum(request.computed for request in running)
-        count = min(count, most(Step(len(running), computed)))
+        count = min(count, most(StepSums(len(running), computed)))
         while count > 0 and sum(self._missing(request, count) for request in running) > pool.available:
             count //= 2
         if count <= 0:
             return None
         for request in running:
-            request.blocks += pool.allocate(self._missing(request, count))
+            for _ in range(self._missing(request, count)):
+                self._scheduler.caches.grow(request)
             request.tokens.extend([0] * count)
             request.computed += count
-        return Step(len(running), computed + len(running) * (count + 1) / 2, repeats=count)
+        return StepSums(len(running), computed + len(running) * (count + 1) / 2), count
 
     def _missing(self, request: Request, count: int) -> int:
         return self._scheduler.pool.blocks_for(request.computed + count) - len(request.blocks)

@@ -86,10 +86,10 @@ def _indivisible(spec: ModelSpec, tp: int) -> Iterator[str]:
     """What must come out even where every rank holds the same shape."""
     if spec.heads % tp:
         yield f"{spec.heads} query heads do not divide by {tp}"
-    if spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads:
+    if not spec.latent and spec.kv_heads % tp and tp % spec.kv_heads:
         yield f"{spec.kv_heads} KV heads and {tp} ranks do not divide each other"
-    if spec.delta is not None and spec.delta.k_heads % tp:
-        yield f"{spec.delta.k_heads} delta-net key heads do not divide by {tp}"
+    if spec.state_heads % tp:
+        yield f"{spec.state_heads} delta-net key heads do not divide by {tp}"
     for what, columns in _columns(spec):
         if columns % tp:
             yield f"{what} {columns} columns do not divide by {tp}"
@@ -103,15 +103,14 @@ def _cut_blocks(spec: ModelSpec, tp: int) -> Iterator[str]:
     for what, columns in _columns(spec):
         if columns % tp == 0 and columns // tp % unit:
             yield f"{what} {columns} columns over {tp} ranks are {columns // tp}, no multiple of the {unit}-wide block"
-    if spec.mla is None:
+    if not spec.latent:
         kv_rows = max(spec.kv_heads // tp, 1) * spec.head_dim
         if kv_rows % unit and spec.number_format == "fp8":
             yield f"KV projections' {kv_rows} rows a rank are no multiple of the {unit}-wide block"
 
 
 def _columns(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    has_dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.layers
-    if has_dense:
+    if spec.intermediate:
         yield "FFN's", spec.intermediate
     if spec.moe is not None:
         yield "experts'", spec.moe.intermediate

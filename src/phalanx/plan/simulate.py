@@ -7,12 +7,13 @@ Where nothing is shared between prompts, the scheduler's steps are counted, whic
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
 from phalanx.cost.rules import Rules
-from phalanx.cost.step import Step
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan.counted import CountedBatch
 from phalanx.plan.scheduled import ScheduledBatch
 from phalanx.spec.workload import Workload
@@ -20,7 +21,7 @@ from phalanx.spec.workload import Workload
 _FOREVER = 2**31
 _FEWEST_WAVES = 3
 _FEWEST_REQUESTS = 64
-Price = Callable[[Step], float]
+Price = Callable[[StepSums], float]
 
 
 @dataclass
@@ -41,9 +42,10 @@ class Passage:
 
 @dataclass
 class Trace:
-    """Every step of a run in order, and the passage of every request."""
+    """Every step of a run in order, and the passage of every request. Steps alike stand once, with their number."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepSums] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
     idle_seconds: float = 0.0
     preemptions: int = 0
@@ -62,15 +64,14 @@ class Trace:
                 share = passage.weight / answers / (passage.output_tokens - 1)
                 tpot[passage.first] += share
                 tpot[passage.last] -= share
-        repeats = [step.repeats for step in self.steps]
         return tuple(  # type: ignore[return-value]
-            [max(0.0, running) * count for running, count in zip(accumulate(changes), repeats, strict=False)]
+            [max(0.0, running) * count for running, count in zip(accumulate(changes), self.repeats, strict=False)]
             for changes in (ttft, tpot)
         )
 
     def times(self, price: Price) -> Times:
         """What requests see when steps cost this much."""
-        clock = list(accumulate((price(step) * step.repeats for step in self.steps), initial=0.0))
+        clock = list(accumulate(map(operator.mul, map(price, self.steps), self.repeats), initial=0.0))
         longer = [passage for passage in self.passages if passage.output_tokens > 1]
         ttft = [clock[passage.first] - clock[passage.sent] + passage.early for passage in self.passages]
         tpot = [(clock[passage.last] - clock[passage.first]) / (passage.output_tokens - 1) for passage in longer]
@@ -187,16 +188,17 @@ class _Simulation:
             self._passages[index].last = boundary
         return len(moves.last)
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: StepSums, repeats: int = 1) -> None:
         self.trace.steps.append(step)
-        self.clock += step.repeats * self._price(step)
+        self.trace.repeats.append(repeats)
+        self.clock += repeats * self._price(step)
 
     def _leap(self) -> None:
-        step = self.batch.leap(self._steps_before_next)
-        if step is not None:
-            self._take(step)
+        leap = self.batch.leap(self._steps_before_next)
+        if leap is not None:
+            self._take(*leap)
 
-    def _steps_before_next(self, step: Step) -> int:
+    def _steps_before_next(self, step: StepSums) -> int:
         """Steps like this one that end before the next request arrives by the clock."""
         if self.workload.is_closed_loop or self._next is None:
             return _FOREVER

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.models import catalog
 from phalanx.plan.choose import Candidate, choose, default_formats
 from phalanx.plan.engines import GIB, EngineTraits
 from phalanx.plan.fit import Fit, fit
 from phalanx.plan.shapes import MOST_RANKS, shape
-from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload

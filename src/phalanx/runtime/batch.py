@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from dataclasses import dataclass
 from itertools import chain
@@ -9,17 +10,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import Admission, StepPlan
+from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
-from phalanx.kernels.attention import (
-    PROMPT_TILE,
-    AttentionBatch,
-    DecodeRows,
-    PrefillRow,
-    PrefillTiles,
-    tile_prompt,
-)
-from phalanx.kernels.sampling import PARAMETERS, pack
+from phalanx.engine.step_plan import Admission, StepPlan
+from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
+from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
+from phalanx.runtime.masks import Masks
 
 
 def tensor_of(values: list[int]) -> Tensor:
@@ -33,6 +30,13 @@ class Occupant:
 
     params: SamplingParams
     prompt_length: int
+
+    @property
+    def plain_from(self) -> int:
+        """The position from which on nothing changes its scores or reports them, grammars aside."""
+        params = self.params
+        always_special = params.penalised or params.logit_bias or params.logprobs is not None
+        return sys.maxsize if always_special else self.prompt_length + params.min_tokens
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,20 @@ class Batch:
     `tokens[slot, position]` holds prompts from admission on and sampled tokens from the step that made them, so the
     next step can be launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose
     table points at a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
+
+    Of most rows the sampler needs to know two things only, which lie beside each other by slot: from which position on
+    they are `plain`, and whether they are drawn at random.
     """
 
     def __init__(self, slots: int, max_model_len: int, block_size: int, spare_block: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
+        self.plain_from = [0] * slots
+        self.is_drawn = [False] * slots
+        self.masks = Masks(places_for(slots), device)
         self.spare_slot = slots
-        self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=TOKEN, device=device)
         self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
         self._tables = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
@@ -97,19 +107,19 @@ class Batch:
         return sent.split([len(part) for part in parts])
 
     def update(self, plan: StepPlan) -> None:
-        """Take in new requests and new blocks."""
+        """Take in new requests, new masks and new blocks."""
         if plan.admissions:
             self._admit(plan.admissions)
+        self.masks.take_in(plan.new_masks, self.send)
         rows: list[int] = []
         columns: list[int] = []
         added: list[int] = []
-        for slot, blocks in zip(plan.slots, plan.new_blocks, strict=True):
-            if blocks:
-                length = self._table_lengths[slot]
-                rows += [slot] * len(blocks)
-                columns += range(length, length + len(blocks))
-                added += blocks
-                self._table_lengths[slot] = length + len(blocks)
+        for slot, blocks in plan.new_blocks:
+            length = self._table_lengths[slot]
+            rows += [slot] * len(blocks)
+            columns += range(length, length + len(blocks))
+            added += blocks
+            self._table_lengths[slot] = length + len(blocks)
         if added:
             where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
             self._tables[where, at] = values
@@ -150,13 +160,24 @@ class Batch:
             tensor_of(list(chain.from_iterable(admission.tokens for admission in admissions))),
             torch.cat(asked),
         )
-        self.tokens[slot_of, positions] = tokens
+        self.tokens[slot_of, positions] = tokens.to(TOKEN)
         self.sampling[admitted] = parameters.view(-1, PARAMETERS)
         for admission in admissions:
             self._table_lengths[admission.slot] = 0
-            self.occupants[admission.slot] = Occupant(admission.params, admission.prompt_length)
+            occupant = Occupant(admission.params, admission.prompt_length)
+            self.occupants[admission.slot] = occupant
+            self.plain_from[admission.slot] = occupant.plain_from
+            self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
+
+    def occupant(self, slot: int) -> Occupant:
+        found = self.occupants[slot]
+        assert found is not None, f"slot {slot} was never admitted"
+        return found
 
     def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
+        """A CPU looks no further than the longest of them; a GPU has one kernel for whole tables, as in graphs."""
+        if self.device.type == "cuda":
+            return DecodeRows(self._tables[slots], starts)
         width = max(plan.starts[: len(slots)]) // self.block_size + 1
         return DecodeRows(self._tables[slots, :width], starts)
 

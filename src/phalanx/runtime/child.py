@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import phalanx
-
 Process = subprocess.Popen[bytes]
 
 
@@ -25,7 +23,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def with_phalanx(variables: Mapping[str, str]) -> dict[str, str]:
     """These variables, with this very Phalanx first on the path."""
-    source = str(Path(phalanx.__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     paths = [source, *filter(None, [variables.get("PYTHONPATH")])]
     return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from phalanx.engine.plan import StepTimes
+from phalanx.engine.step_plan import StepTimes
 from phalanx.fabric.group import Group
 
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.engine import defaults
 from phalanx.errors import ConfigError
+from phalanx.spec.formats import DTYPE_NAMES
 
-DTYPES = ("auto", "fp32", "bf16", "fp16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("local", "ray")
+WARM_UPS = ("full", "quick", "off")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an engine. None means: chosen from the model and the machine.
 
     `model` is a folder, a GGUF file or a Hugging Face id; None is the default model. `kv_cache_memory` is bytes a rank.
+    `dtype` may go by torch's and vLLM's names too, or be a torch dtype: it is kept as "fp32", "bf16", "fp16" or "auto".
     `kv_cache_dtype` is "fp8" for keys and values in e4m3, or "auto" for the dtype that the model is computed in.
 
     With `executor="ray"` the ranks run on the machines of a Ray cluster: `ranks_per_node` on each (default: one a GPU,
     or one a machine on CPUs), talking over `interface` (default: the one Ray uses). `node_wait_s` is how long to wait
     for machines that are missing.
+
+    `warm_up` says what is made ready before the first request: "full" builds all kernels and captures all CUDA graphs,
+    "quick" all kernels and the graphs that can stand in for the others, which follow when the engine idles; with "off"
+    each is made when it is first needed, as suits a script.
 
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
@@ -31,13 +38,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     load_format: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
+    max_num_seqs: int = defaults.MAX_NUM_SEQS
+    max_num_batched_tokens: int = defaults.MAX_NUM_BATCHED_TOKENS
+    block_size: int = defaults.BLOCK_SIZE
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
+    warm_up: str = "off"
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -51,11 +59,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
-        self._one_of("dtype", self.dtype, DTYPES)
+        msgspec.structs.force_setattr(self, "dtype", _dtype(self.dtype))
         self._one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
         self._one_of("executor", self.executor, EXECUTORS)
+        self._one_of("warm_up", self.warm_up, WARM_UPS)
         for name in ("ranks_per_node", "interface", "ray_address"):
             if self.executor == "local" and getattr(self, name) is not None:
                 raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")
@@ -69,3 +78,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> None:
         if value not in known:
             raise ConfigError("bad_option", f"{name} is {value!r}.", f"Use one of {', '.join(known)}.")
+
+
+def _dtype(asked: object) -> str:
+    """By our name, whichever it goes by: a torch dtype calls itself `torch.bfloat16`."""
+    name = str(asked).removeprefix("torch.")
+    if name == "auto" or name in DTYPE_NAMES:
+        return DTYPE_NAMES.get(name, name)
+    raise ConfigError("bad_option", f"dtype is {asked!r}.", f"Use one of auto, {', '.join(DTYPE_NAMES)}.")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 
-from phalanx.engine.plan import Beat, StepPlan, StepResult
-from phalanx.errors import EngineDeadError, PhalanxError
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.messages import Done, Ready, encode, pack_plan
+from phalanx.runtime.messages import CONNECT, GO_ON, TEND, Done, Ready, Room, Short, encode, pack_plan
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.runtime.workers import LocalWorkers, Workers
@@ -20,6 +21,8 @@ from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
 
 _POLL_MS = 100
+_SHORT_WITHIN_S = 10.0
+"""How long rank 0, when it has no memory for a step, waits to hear the same from the others."""
 _AGAIN = "Start the engine again; if it recurs, run the same request with tp=1 to tell the rank from the model."
 
 
@@ -42,6 +45,9 @@ class Executor:
     def __init__(self, config: EngineConfig, model_path: Path, progress: Progress) -> None:
         self._threads_before = torch.get_num_threads()
         self._dead: EngineDeadError | None = None
+        self._loaded: list[int] = []
+        self._blocks: dict[int, int] = {}
+        self._short: dict[int, Short] = {}
         self._digests: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._group: Group = Solo()
         self.workers = start_workers(config, model_path)
@@ -59,14 +65,15 @@ class Executor:
         checkpoint = Checkpoint(model_path, config.load_format)
         self._group = group = make_group(config, 0, spot)
         model = load_model(config, checkpoint, group, progress, spot)
-        blocks = [blocks_that_fit(config, model, spot)]
-        while len(blocks) < config.tp:
-            report = self.workers.receive(_POLL_MS)
-            if isinstance(report, Ready):
-                blocks.append(report.blocks)
-        sizes = agree_on_sizes(config, checkpoint.spec, blocks)
+        while len(self._loaded) < config.tp - 1:
+            self._hear(_POLL_MS)
+        self.workers.send(CONNECT)
+        group.connect(self.workers.store(), self.workers.host, self._check_peers)
+        self._blocks[0] = blocks_that_fit(config, model, spot)
+        while len(self._blocks) < config.tp:
+            self._hear(_POLL_MS)
+        sizes = agree_on_sizes(config, checkpoint.spec, list(self._blocks.values()))
         self.workers.send([encode(sizes)])
-        group.connect(self.workers.store(), self.workers.host, self.workers.check)
         self.runner = make_runner(config, model, sizes)
         self.depth = self.runner.depth
         self.workers.started()
@@ -78,6 +85,8 @@ class Executor:
             self.workers.send(pack_plan(plan))
             self.runner.launch(plan)
         except Exception as error:
+            if isinstance(error, StepMemoryError) and self._all_are_short():
+                raise
             raise self._stop(error) from error
 
     def collect(self) -> StepResult:
@@ -85,11 +94,57 @@ class Executor:
         try:
             result = self.runner.collect()
             self._compare(Done(0, result.step, digest(result.tokens)))
-            while (report := self.workers.receive(0)) is not None:
-                self._compare(report)
+            self._hear(timeout_ms=0)
+            if self._short:
+                raise _Shortage(*self._short.values())
         except Exception as error:
             raise self._stop(error) from error
         return result
+
+    def _hear(self, timeout_ms: int) -> None:
+        """Take in all reports that have come. FabricError if a rank is gone."""
+        while (report := self.workers.receive(timeout_ms)) is not None:
+            match report:
+                case Ready():
+                    self._loaded.append(report.rank)
+                case Room():
+                    self._blocks[report.rank] = report.blocks
+                case Short():
+                    self._short[report.rank] = report
+                case Done():
+                    self._compare(report)
+
+    def _check_peers(self) -> None:
+        """Called while rank 0 waits in a collective. In vain, if another rank gave up before it came to this one."""
+        self._hear(timeout_ms=0)
+        behind = [short for short in self._short.values() if short.calls < self._group.calls]
+        if behind:
+            raise _Shortage(*behind)
+
+    def _all_are_short(self) -> bool:
+        """Whether every rank gave the step up at the same point: then no collective waits for anyone, and all go on."""
+        deadline = time.monotonic() + _SHORT_WITHIN_S
+        while len(self._short) < self._group.size - 1 and time.monotonic() < deadline:
+            try:
+                self._hear(_POLL_MS)
+            except FabricError:
+                return False
+        calls = [short.calls for short in self._short.values()]
+        if calls != [self._group.calls] * (self._group.size - 1):
+            return False
+        self._short.clear()
+        self.workers.send(GO_ON)
+        return True
+
+    def tend(self) -> bool:
+        if not self.runner.put_off:
+            return False
+        self._check_alive()
+        try:
+            self.workers.send(TEND)
+            return self.runner.tend()
+        except Exception as error:
+            raise self._stop(error) from error
 
     def beats(self) -> list[Beat]:
         """EngineDeadError if a rank is gone: rank 0 may be waiting for it, or for work, and not know."""
@@ -101,9 +156,8 @@ class Executor:
             raise self._explain(error) from error
         return self.workers.beats()
 
-    def _compare(self, report: Ready | Done) -> None:
+    def _compare(self, report: Done) -> None:
         """Once every rank has reported a step, hold their tokens against rank 0's."""
-        assert isinstance(report, Done)
         digests = self._digests[report.step]
         digests[report.rank] = report.digest
         if len(digests) == self._group.size:
@@ -128,6 +182,8 @@ class Executor:
                 f"{self._name(error.rank)} sampled other tokens than rank 0 in step {error.step}.",
                 "Its memory, its link or its software differs from the others': check that machine first.",
             )
+        if isinstance(error, StepMemoryError | _Shortage):
+            return EngineDeadError("out_of_memory", f"{error.found} Not all ranks did at once.", error.fix)
         cause = self.workers.cause_of_death() if isinstance(error, FabricError) else None
         if cause is None:
             trace = "".join(traceback.format_exception(error))
@@ -146,6 +202,15 @@ class Executor:
         self.workers.close()
         self._group.close()
         torch.set_num_threads(self._threads_before)
+
+
+class _Shortage(Exception):
+    """Ranks had no memory for a step, and others did."""
+
+    def __init__(self, *short: Short) -> None:
+        super().__init__(short)
+        self.found = " ".join(each.found for each in short)
+        self.fix = short[0].fix
 
 
 class _Disagreement(Exception):

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import StepPlan
+from phalanx.engine.step_plan import StepPlan
 from phalanx.fabric.group import Group
-from phalanx.kernels.attention import is_uneven
 from phalanx.kernels.sampling import draw, likeliest
-from phalanx.models.decoder import Decoder
+from phalanx.kernels.tiling import is_uneven
+from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch
 
 
@@ -30,11 +30,15 @@ class Recorded(NamedTuple):
     tokens: Tensor
 
 
+Run = Callable[[], tuple[Tensor, Tensor]]
+
+
 class Recorder:
     """Captures graphs that share one memory: they run one after the other.
 
     A graph may use the place of another one's results. So results last until the next replay of any graph: what reads
-    them must be queued before it.
+    them must be queued before it. The largest graph had better be the first: the others then need no memory of their
+    own.
     """
 
     def __init__(self, group: Group) -> None:
@@ -44,15 +48,29 @@ class Recorder:
     def _memory(self) -> torch.cuda._POOL_HANDLE:
         return torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
-        """Run once so that every kernel is compiled, then record."""
-        run()
+    def __call__(self, rehearse: Run, run: Run) -> Recorded:
+        """Rehearse, so that every kernel is there, then record."""
+        rehearse()
         self._group.wait_for(torch.cuda.current_stream().record_event())
         graph = torch.cuda.CUDAGraph()
         # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             scores, tokens = run()
-        return Recorded(graph, scores, tokens)
+        return Recorded(graph, unowned(scores), unowned(tokens))
+
+
+class _Memory:
+    """Some bytes of a device, in the words that libraries pass them on by."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same place on the device, which does not count as taken for it: a graph recorded later may use it too."""
+    assert tensor.is_contiguous()
+    found = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    return found.view(tensor.dtype).view(tensor.shape)
 
 
 def score_and_keep(
@@ -69,17 +87,21 @@ def score_and_keep(
     return scores, tokens
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
+    """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven."""
+
     size: int
     drawn: bool
     uneven: bool
 
 
 class DecodeGraphs:
-    """One graph a batch size, captured when first needed; a batch runs in the next larger one.
+    """One graph a batch size; a batch runs in the next larger one. Batches of uneven lengths have their own.
 
-    Batches of uneven lengths have their own. All ranks must agree on the graph, for to capture one they talk: what a
-    rank holds more than another does not count.
+    With `on_demand`, a graph is captured when it is first needed. Otherwise no step waits for that: until a graph is
+    captured, another one stands in for it. One that draws tokens serves greedy rows too, one for equal lengths uneven
+    ones, if slowly. All ranks must agree on the graph, for to capture one they talk: what a rank holds more than
+    another does not count.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
     leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
@@ -89,43 +111,82 @@ class DecodeGraphs:
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self._model = model
+        self._sketch = model.sketch()
         self._batch = batch
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
         self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
-        self._graphs: dict[_Kind, Recorded] = {}
+        self._graphs: dict[Kind, Recorded] = {}
+        self.on_demand = True
         self.recorder = Recorder(model.place.group)
 
     @staticmethod
     def serve(model: Decoder) -> bool:
-        """Whether this model can be captured: on a GPU, with ranks that talk on its queue."""
-        return model.place.device.type == "cuda" and model.place.group.in_graphs
+        """Whether this model can be captured: on a GPU, with parts and ranks that need no host."""
+        return model.place.device.type == "cuda" and model.place.group.in_graphs and model.in_graphs
 
-    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
-        """Scores and tokens of a plan whose rows have one token each; the next run overwrites them."""
+    @property
+    def kinds(self) -> list[Kind]:
+        """All that may be needed, the largest first: it can stand in for any other."""
+        ways = [(True, False), (True, True), (False, False), (False, True)]
+        return [Kind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
+
+    @property
+    def first_kinds(self) -> list[Kind]:
+        """Those that can stand in for all others: where tokens are drawn, the likeliest are for greedy rows."""
+        return [kind for kind in self.kinds if kind.drawn]
+
+    def take(self, plan: StepPlan) -> bool:
+        """Whether this is a step of single tokens for which there is a graph, or will be."""
+        if not (all(plan.samples) and max(plan.counts) == 1):
+            return False
+        return self.on_demand or bool(self._graphs)
+
+    def _kind_for(self, plan: StepPlan, drawn: bool) -> Kind:
         rows = len(plan.slots)
         size = next(size for size in self._sizes if size >= rows)
-        slots = plan.slots + [self._batch.spare_slot] * (size - rows)
-        starts = plan.starts + [0] * (size - rows)
-        where = torch.tensor([slots, starts], pin_memory=self._batch.device.type == "cuda")
-        kind = _Kind(size, drawn, is_uneven(starts, self._kv_heads))
+        return Kind(size, drawn, is_uneven(plan.starts + [0] * (size - rows), self._kv_heads))
+
+    def _stand_in(self, kind: Kind) -> Kind | None:
+        """The captured graph that does best what this kind would do."""
+        able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
+        return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
+
+    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of a plan that they take; the next run overwrites them."""
+        kind = self._kind_for(plan, drawn)
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(kind)
+            if self.on_demand:
+                self.capture(kind)
+            else:
+                kind = self._stand_in(kind) or kind
+        rows, size = len(plan.slots), kind.size
+        padding = size - rows
+        where = torch.tensor(
+            [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding],
+            pin_memory=self._batch.device.type == "cuda",
+        )
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
         graph, scores, tokens = self._graphs[kind]
         graph.replay()
         return scores[:rows], tokens[:rows]
 
-    def _capture(self, kind: _Kind) -> Recorded:
-        """With rows that touch the spare slot only."""
+    @torch.inference_mode()
+    def capture(self, kind: Kind) -> None:
+        if kind not in self._graphs:
+            self._graphs[kind] = self.recorder(lambda: self.rehearse(kind), lambda: self._forward(self._model, kind))
+
+    @torch.inference_mode()
+    def rehearse(self, kind: Kind) -> tuple[Tensor, Tensor]:
+        """Run every kernel of a graph once, with rows that touch the spare slot only."""
         self._slots[: kind.size] = self._batch.spare_slot
         self._positions[: kind.size] = 0
-        return self.recorder(lambda: self._forward(kind))
+        return self._forward(self._sketch, kind)
 
-    def _forward(self, kind: _Kind) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Decoder, kind: Kind) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
-        hidden = self._model(tokens, positions, attention)
-        return score_and_keep(self._model, self._batch, hidden, slots, positions, kind.drawn)
+        hidden = model(tokens, positions, attention)
+        return score_and_keep(model, self._batch, hidden, slots, positions, kind.drawn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.step_plan import Beat
 from phalanx.runtime.channel import Context, Keys, Receiver, Sender
 from phalanx.runtime.messages import Ready, Report, beat_decoder, report_decoder
 

@@ -6,7 +6,7 @@ from zlib import crc32
 
 import msgspec
 
-from phalanx.engine.plan import Beat, StepPlan
+from phalanx.engine.step_plan import Beat, StepPlan
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, Spot
@@ -27,7 +27,7 @@ class Meeting(msgspec.Struct, frozen=True):
     beacon: str | None = None
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class RankAssignment(msgspec.Struct, frozen=True):
     """The one line a worker reads from its standard input. If it fails, it leaves a Failure in the file `failure`.
 
     Between machines, `keys` are its own and `engine_key` is the one it trusts.
@@ -45,11 +45,17 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its share, has memory for this many KV blocks, and takes its orders there."""
+    """A rank has loaded its share, and takes its orders there."""
+
+    rank: int
+    orders: str
+
+
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """A rank has memory for this many KV blocks."""
 
     rank: int
     blocks: int
-    orders: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +64,15 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     rank: int
     step: int
     digest: int
+
+
+class Short(msgspec.Struct, frozen=True, tag=True):
+    """A rank had no memory for a step. Before it gave up it had begun so many collectives."""
+
+    rank: int
+    calls: int
+    found: str
+    fix: str
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -72,7 +87,16 @@ class Failure(msgspec.Struct, frozen=True):
     fix: str | None = None
 
 
-Report = Ready | Done
+Report = Ready | Room | Done | Short
+
+GO_ON = [b"go on"]
+"""An order: no rank had memory for the last step, and all gave it up at the same point."""
+
+TEND = [b"tend"]
+"""An order: do the next piece of what was put off. Every rank has put off the same."""
+
+CONNECT = [b"connect"]
+"""An order: all ranks have loaded; meet them."""
 
 report_decoder = msgspec.msgpack.Decoder(Report)
 beat_decoder = msgspec.msgpack.Decoder(Beat)

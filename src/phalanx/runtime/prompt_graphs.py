@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import StepPlan
-from phalanx.kernels.attention import PROMPT_TILE, tile_prompt
-from phalanx.models.decoder import Decoder
+from phalanx.engine.step_plan import StepPlan
+from phalanx.kernels.tiling import PROMPT_TILE, tile_prompt
+from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.graphs import Recorded, Recorder, score_and_keep
 from phalanx.spec import ModelSpec
@@ -57,7 +57,7 @@ class GraphSize(NamedTuple):
 
 def longest_step(spec: ModelSpec, ranks: int) -> int:
     """Tokens whose arithmetic takes as long as their launches: beyond them a graph saves nothing and padding costs."""
-    return int(spec.layers * LAUNCH_S_PER_LAYER * FLOPS_PER_S * ranks / spec.flops_per_token())
+    return int(len(spec.layers) * LAUNCH_S_PER_LAYER * FLOPS_PER_S * ranks / spec.flops_per_token())
 
 
 def room_for(decodes: int) -> int | None:
@@ -119,51 +119,98 @@ def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, dr
     return score_and_keep(model, batch, hidden, sampled_slots, positions[sampled], drawn)
 
 
-class PromptGraphs:
-    """One graph a size, captured when first needed, for steps with prompts and the decodes beside them.
+class PromptKind(NamedTuple):
+    """Which graph: what it has room for, and whether tokens are drawn or the likeliest."""
 
-    The numbers of `lay_out` come to a fixed place in one copy. All sizes leave their scores in the same place: those of
-    every size on its own would take more memory than all the rest.
+    size: GraphSize
+    drawn: bool
+
+
+class PromptGraphs:
+    """One graph a size, for steps of up to `tokens` tokens with prompts and the decodes beside them.
+
+    As decode graphs, they are captured when first needed or stand in for each other; a step for which none is captured
+    is launched kernel by kernel. The numbers of `lay_out` come to a fixed place in one copy. All sizes leave their
+    scores in the same place: those of every size on its own would take more memory than all the rest.
     """
 
-    def __init__(self, model: Decoder, batch: Batch, recorder: Recorder) -> None:
+    def __init__(self, model: Decoder, batch: Batch, recorder: Recorder, tokens: int) -> None:
         self._model = model
+        self._sketch = model.sketch()
         self._batch = batch
         self._recorder = recorder
         self._most_tokens = longest_step(model.place.spec, model.place.group.size)
-        most = GraphSize(TOKENS[-1], room_for(batch.spare_slot) or DECODES[-1])
-        self._scores = model.place.empty(most.samples, sum(model.head.widths))
-        self._graphs: dict[tuple[GraphSize, bool], tuple[Tensor, Recorded]] = {}
+        longest = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
+        self._tokens = [size for size in TOKENS if size <= min(longest, self._most_tokens)]
+        most = room_for(batch.spare_slot) or DECODES[-1]
+        self._rooms = [room for room in DECODES if room <= most]
+        self._scores = model.place.empty(GraphSize(TOKENS[-1], most).samples, sum(model.head.widths))
+        self._graphs: dict[PromptKind, tuple[Tensor, Recorded]] = {}
+        self.on_demand = True
+
+    @property
+    def kinds(self) -> list[PromptKind]:
+        """All that may be needed, the largest first: it can stand in for any other."""
+        sizes = {GraphSize(tokens, min(room, tokens)) for tokens in self._tokens for room in self._rooms}
+        return [PromptKind(size, drawn) for drawn in (True, False) for size in sorted(sizes, reverse=True)]
+
+    @property
+    def first_kinds(self) -> list[PromptKind]:
+        """Those that can stand in for all others, as of decode graphs."""
+        return [kind for kind in self.kinds if kind.drawn]
 
     def take(self, plan: StepPlan) -> bool:
-        return size_for(plan, self._most_tokens) is not None
+        return (self.on_demand or bool(self._graphs)) and size_for(plan, self._most_tokens) is not None
+
+    def _stand_in(self, kind: PromptKind) -> PromptKind | None:
+        """The smallest captured graph that does what this kind would do."""
+        able = [
+            other
+            for other in self._graphs
+            if other.size.tokens >= kind.size.tokens
+            and other.size.decodes >= kind.size.decodes
+            and other.drawn >= kind.drawn
+        ]
+        return min(able, default=None)
 
     def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
         """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
         size = size_for(plan, self._most_tokens)
         assert size is not None
-        numbers = tensor_of(lay_out(plan, size, self._batch.spare_slot))
+        kind = PromptKind(size, drawn)
+        if kind not in self._graphs:
+            if self.on_demand:
+                self.capture(kind)
+            else:
+                kind = self._stand_in(kind) or kind
+        numbers = tensor_of(lay_out(plan, kind.size, self._batch.spare_slot))
         if self._batch.device.type == "cuda":
             numbers = numbers.pin_memory()
-        scores, tokens = self._replay(size, drawn, numbers)
+        inputs, (graph, scores, tokens) = self._graphs[kind]
+        inputs.copy_(numbers, non_blocking=True)
+        graph.replay()
         sampled = sum(plan.samples)
         return scores[:sampled], tokens[:sampled]
 
-    def _replay(self, size: GraphSize, drawn: bool, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        kind = (size, drawn)
+    @torch.inference_mode()
+    def capture(self, kind: PromptKind) -> None:
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(*kind)
-        inputs, recorded = self._graphs[kind]
-        inputs.copy_(numbers, non_blocking=True)
-        recorded.graph.replay()
-        return recorded.scores, recorded.tokens
+            inputs = self._padding(kind.size)
+            recorded = self._recorder(
+                lambda: self._forward(self._sketch, kind, inputs), lambda: self._forward(self._model, kind, inputs)
+            )
+            self._graphs[kind] = inputs, recorded
 
-    def _capture(self, size: GraphSize, drawn: bool) -> tuple[Tensor, Recorded]:
-        """With a plan of no rows: all of them are the spare slot's."""
+    @torch.inference_mode()
+    def rehearse(self, kind: PromptKind) -> tuple[Tensor, Tensor]:
+        """Run every kernel of a graph once."""
+        return self._forward(self._sketch, kind, self._padding(kind.size))
+
+    def _padding(self, size: GraphSize) -> Tensor:
+        """A plan of no rows: all of them are the spare slot's."""
         nothing = StepPlan(0, [], [], [], [], [], [])
-        inputs = torch.tensor(lay_out(nothing, size, self._batch.spare_slot), device=self._batch.device)
-        return inputs, self._recorder(lambda: self._forward(size, drawn, inputs))
+        return torch.tensor(lay_out(nothing, size, self._batch.spare_slot), device=self._batch.device)
 
-    def _forward(self, size: GraphSize, drawn: bool, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        scores, tokens = run_padded(self._model, self._batch, inputs, size, drawn)
-        return self._scores[: size.samples].copy_(scores), tokens
+    def _forward(self, model: Decoder, kind: PromptKind, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        scores, tokens = run_padded(model, self._batch, inputs, kind.size, kind.drawn)
+        return self._scores[: kind.size.samples].copy_(scores), tokens

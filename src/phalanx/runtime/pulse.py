@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from phalanx.engine.plan import Beat, Totals
+from phalanx.engine.step_plan import Beat, Totals
 
 BEAT_EVERY_S = 0.5
 ENGINE_LOST_AFTER_S = 10.0

@@ -11,17 +11,17 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
+from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
-from phalanx.models.decoder import Decoder
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.memory import MIB, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.warm_up import warm_up
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, load_weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CPU_KV_SHARE = 0.25
-_CUDA_KV_SHARE = 0.9
 _CPU_PACK_SHARE = 0.25
 _FP8_CAPABILITY = (8, 9)
 
@@ -145,26 +145,36 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 
 
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
-    """KV blocks this rank has memory for."""
+    """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
+    block_bytes = model.cache_bytes_per_token * config.block_size
+    room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
     if config.num_blocks is not None:
+        _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
     budget = config.kv_cache_memory
-    if budget is None and model.place.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.place.device)
-        budget = int(free - (1 - _CUDA_KV_SHARE) * total) // spot.ranks_on_gpu
-    elif budget is None:
-        budget = int(psutil.virtual_memory().available * _CPU_KV_SHARE / spot.ranks_here)
-    block_bytes = model.cache_bytes_per_token * config.block_size
-    blocks = budget // block_bytes
-    if blocks < 1:
-        raise ConfigError(
-            "kv_too_small",
-            f"{budget / 2**20:.0f} MiB are left for keys and values on rank {model.place.group.rank}; "
-            f"one block of {config.block_size} tokens takes {block_bytes / 2**20:.1f} MiB.",
-            "Raise kv_cache_memory, use kv_cache_dtype fp8, more ranks or a smaller model.",
-        )
+    if budget is not None:
+        _check_fits("kv_cache_memory", budget, budget, room, model)
+        if budget < block_bytes:
+            raise ConfigError(
+                "kv_too_small",
+                f"kv_cache_memory is {budget} on rank {model.place.group.rank}; one block of {config.block_size} "
+                f"tokens takes {block_bytes}.",
+                f"Raise kv_cache_memory to {block_bytes} or more.",
+            )
+    elif room < block_bytes:
+        raise too_little(config, model, room, block_bytes - room)
     most = config.max_model_len or model.place.spec.max_positions
-    return min(blocks, config.max_num_seqs * -(-most // config.block_size))
+    return min((budget or room) // block_bytes, config.max_num_seqs * -(-most // config.block_size))
+
+
+def _check_fits(name: str, value: int, size: int, most: int, model: Decoder) -> None:
+    if value > most:
+        raise ConfigError(
+            "kv_too_large",
+            f"{name} is {value}, {size / MIB:.0f} MiB on rank {model.place.group.rank}; there is room for "
+            f"{max(0, most)} beside the model and the largest step.",
+            f"Lower {name} to {most}." if most > 0 else "Lower max_num_batched_tokens or max_num_seqs.",
+        )
 
 
 def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> Sizes:
@@ -181,5 +191,8 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
 
 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
-    model.allocate_cache(sizes.max_model_len, sizes.num_blocks, config.block_size)
-    return TorchRunner(model, config.max_num_seqs, sizes.max_model_len)
+    """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
+    model.allocate_cache(sizes.num_blocks, config.block_size)
+    runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    warm_up(runner, config.warm_up)
+    return runner

@@ -18,14 +18,14 @@ import msgspec
 import zmq
 from torch._C._distributed_c10d import Store
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.step_plan import Beat
 from phalanx.errors import ConfigError
 from phalanx.fabric.group import FabricError, serve_store
 from phalanx.runtime import environment
 from phalanx.runtime.channel import Beacon, Context, Gate, Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
-from phalanx.runtime.messages import Assignment, Meeting, Report
+from phalanx.runtime.messages import Meeting, RankAssignment, Report
 from phalanx.runtime.placement import Node, Wanted
 from phalanx.runtime.rank import Spot, on_gpus
 from phalanx.runtime.ray_cluster import RayCluster
@@ -99,7 +99,7 @@ class RayWorkers:
                 host=host,
                 beacon=self._beacon.address,
             )
-            assignment = Assignment(
+            assignment = RankAssignment(
                 config=self.config,
                 model_path=model_path,
                 rank=rank,

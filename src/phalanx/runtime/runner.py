@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
-from phalanx.engine.plan import Beat, StepPlan, StepResult
-from phalanx.models.decoder import Decoder
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.errors import StepMemoryError
+from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
-from phalanx.runtime.sampler import Sampled, Sampler, SamplingRow
+from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
 
 
 def digest(tokens: list[int]) -> int:
     """A fingerprint of a step's tokens, by which ranks notice that they disagree."""
-    return crc32(str(tokens).encode())
+    return crc32(array("q", tokens))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this error, or one that it stands for, says that memory ran out; a CPU has no class of its own for it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Launched(NamedTuple):
     """A step on its way. `done` comes on the device's queue behind everything else of it."""
 
     step: int
-    rows: list[SamplingRow]
+    rows: SamplingRows
     sampled: Sampled | None
     clock: StepClock
     done: torch.cuda.Event | None
@@ -39,13 +51,15 @@ class TorchRunner:
     read.
     """
 
-    def __init__(self, model: Decoder, slots: int, max_model_len: int) -> None:
+    def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int) -> None:
         self.model = model
+        self.limits = (slots, tokens, max_model_len)
         self.nodes: list[str] = []
         self.depth = 2 if model.place.device.type == "cuda" else 1
         self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
-        self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder) if self.graphs is not None else None
+        self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
+        self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[_Launched] = deque()
 
@@ -60,15 +74,29 @@ class TorchRunner:
         done = self._launched[0].done
         return done is None or done.query()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
+        try:
+            self._launch(plan)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StepMemoryError(
+                "out_of_memory",
+                f"Step {plan.step}, of {plan.num_tokens} tokens in {len(plan.slots)} sequences, ran out of memory on "
+                f"rank {self.model.place.group.rank}: {error}",
+                "Lower max_num_batched_tokens or max_num_seqs, give the KV cache less memory (kv_cache_memory), and "
+                "see who else uses this memory.",
+            ) from error
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         sampled: Sampled | None
         graphs = self._graphs_for(plan)
         if graphs is not None:
             sampled, rows = self._replay(plan, graphs, clock)
         else:
-            sampled, rows = self._forward(plan, clock)
+            sampled, rows = self._forward(plan, clock, self.model)
         clock.mark()
         clock.stop()
         reading = sampled.start_reading() if sampled is not None else None
@@ -76,38 +104,33 @@ class TorchRunner:
         self._launched.append(_Launched(plan.step, rows, reading, clock, done))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
-        if self.graphs is not None and all(plan.samples) and max(plan.counts) == 1:
-            return self.graphs
-        return self.prompt_graphs if self.prompt_graphs is not None and self.prompt_graphs.take(plan) else None
+        return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
 
-    def _forward(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, list[SamplingRow]]:
+    @torch.inference_mode()
+    def rehearse(self, plan: StepPlan, model: Decoder) -> None:
+        """Launch a step kernel by kernel with this model, the whole or a sketch of it. Nothing comes of it."""
+        sampled, _ = self._forward(plan, StepClock(model.place.device, model.place.group), model)
+        if sampled is not None:
+            sampled.start_reading()
+
+    def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> tuple[Sampled | None, SamplingRows]:
         inputs = self.batch.prepare(plan)
         clock.mark()
-        hidden = self.model(inputs.tokens, inputs.positions, inputs.attention, inputs.wanted)
-        rows = self._sampling_rows(plan)
-        scores = self.model.scores(hidden) if rows else None
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, inputs.wanted)
+        rows = SamplingRows.of(plan, self.batch)
+        scores = model.scores(hidden) if rows else None
         clock.mark()
         return self.sampler(scores, rows, self.batch) if scores is not None else None, rows
 
     def _replay(
         self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
-    ) -> tuple[Sampled, list[SamplingRow]]:
+    ) -> tuple[Sampled, SamplingRows]:
         self.batch.update(plan)
-        rows = self._sampling_rows(plan)
+        rows = SamplingRows.of(plan, self.batch)
         clock.mark()
-        scores, tokens = graphs.run(plan, drawn=any(row.is_drawn and row.is_plain for row in rows))
+        scores, tokens = graphs.run(plan, rows.drawn)
         clock.mark()
         return self.sampler(scores, rows, self.batch, tokens), rows
-
-    def _sampling_rows(self, plan: StepPlan) -> list[SamplingRow]:
-        rows, masks = [], dict(plan.masks)
-        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
-        for index, (slot, start, count, sampled) in enumerate(columns):
-            occupant = self.batch.occupants[slot]
-            assert occupant is not None, f"slot {slot} was never admitted"
-            if sampled:
-                rows.append(SamplingRow(occupant, slot, start + count, masks.get(index)))
-        return rows
 
     def collect(self) -> StepResult:
         step, rows, sampled, clock, done = self._launched.popleft()
@@ -115,6 +138,11 @@ class TorchRunner:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         return StepResult(step, tokens, logprobs, clock.times())
+
+    def tend(self) -> bool:
+        if self.put_off:
+            self.put_off.popleft()()
+        return bool(self.put_off)
 
     def beats(self) -> list[Beat]:
         return []

@@ -8,44 +8,71 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.engine.plan import TokenLogprobs
-from phalanx.kernels.sampling import GREEDY_BELOW, draw, likeliest
+from phalanx.engine.step_plan import StepPlan, TokenLogprobs
+from phalanx.kernels.sampling import draw, likeliest
 from phalanx.runtime.batch import Batch, Occupant
+
+_PENALTY_BYTES = 256 * 2**20
+_BYTES_PER_SCORE, _BYTES_PER_TOKEN = 4, 80
+"""What penalties take beside the scores: a count for each of them, and a few numbers for every token of the past."""
+
+
+def penalty_bytes(rows: int, vocab: int, longest: int) -> int:
+    """The most that penalties take at once."""
+    row = _BYTES_PER_SCORE * vocab + _BYTES_PER_TOKEN * longest
+    return max(row, min(rows * row, _PENALTY_BYTES))
 
 
 @dataclass(frozen=True)
-class SamplingRow:
-    """A row that yields a token: who asked, the position the token will have, and which tokens a grammar allows."""
+class SpecialRow:
+    """A row whose scores something changes or reports: which one of those that yield a token, who asked, the position
+    the token will have, and where to find the tokens that a grammar allows.
+    """
 
+    index: int
     occupant: Occupant
     slot: int
     position: int
-    mask: bytes | None = None
+    mask: int | None = None
 
-    @property
-    def produced(self) -> int:
-        return self.position - self.occupant.prompt_length
 
-    @property
-    def is_drawn(self) -> bool:
-        return self.occupant.params.temperature >= GREEDY_BELOW
+@dataclass(frozen=True)
+class SamplingRows:
+    """The rows of a step that yield a token: their slots and the positions of those tokens. Most have no more to say.
 
-    @property
-    def is_plain(self) -> bool:
-        """Nothing changes the scores or reports them."""
-        params = self.occupant.params
-        changed = params.penalised or params.logit_bias or self.produced < params.min_tokens or self.mask is not None
-        return not changed and params.logprobs is None
+    `drawn`: whether one of the plain ones is to be drawn at random.
+    """
 
-    def allows_other_than(self, tokens: Sequence[int]) -> bool:
-        if self.mask is None:
-            return True
-        return int.from_bytes(self.mask, "little") & ~sum(1 << token for token in set(tokens)) != 0
+    slots: list[int]
+    positions: list[int]
+    special: list[SpecialRow]
+    drawn: bool
+
+    @classmethod
+    def of(cls, plan: StepPlan, batch: Batch) -> SamplingRows:
+        ends = list(map(int.__add__, plan.starts, plan.counts))
+        slots, positions, masks = plan.slots, ends, dict(plan.masks)
+        if not all(plan.samples):
+            sampled = [row for row, samples in enumerate(plan.samples) if samples]
+            slots, positions = [slots[row] for row in sampled], [ends[row] for row in sampled]
+            masks = {index: masks[row] for index, row in enumerate(sampled) if row in masks}
+        plain_from = batch.plain_from
+        found = {index for index, slot in enumerate(slots) if positions[index] < plain_from[slot]} | masks.keys()
+        special = [
+            SpecialRow(index, batch.occupant(slots[index]), slots[index], positions[index], masks.get(index))
+            for index in sorted(found)
+        ]
+        is_drawn = batch.is_drawn
+        drawn = any(is_drawn[slot] for index, slot in enumerate(slots) if index not in found)
+        return cls(slots, positions, special, drawn)
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens, and log-probabilities if some were asked for: (sampled, top values, top ids) of the rows not plain."""
+    """Tokens, and log-probabilities if some were asked for: (sampled, top values, top ids) of the special rows."""
 
     tokens: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None
@@ -61,19 +88,13 @@ class Sampled:
         parts = None if self.logprobs is None else tuple(part.to("cpu", non_blocking=True) for part in self.logprobs)
         return Sampled(tokens, parts)  # type: ignore[arg-type]
 
-    def read(self, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        if self.logprobs is None:
-            return self.tokens.tolist(), [None] * len(rows)
-        of_special = zip(*(part.tolist() for part in self.logprobs), strict=True)
-        read: list[TokenLogprobs | None] = []
-        for row in rows:
-            if row.is_plain:
-                read.append(None)
-                continue
-            chosen, values, ids = next(of_special)
-            wanted = row.occupant.params.logprobs
-            top = list(zip(ids, values, strict=True))[:wanted]
-            read.append(None if wanted is None else TokenLogprobs(chosen, top))
+    def read(self, rows: SamplingRows) -> tuple[list[int], list[TokenLogprobs | None]]:
+        read: list[TokenLogprobs | None] = [None] * len(rows)
+        if self.logprobs is not None:
+            for row, chosen, values, ids in zip(rows.special, *map(Tensor.tolist, self.logprobs), strict=True):
+                wanted = row.occupant.params.logprobs
+                if wanted is not None:
+                    read[row.index] = TokenLogprobs(chosen, list(zip(ids, values, strict=True))[:wanted])
         return self.tokens.tolist(), read
 
 
@@ -81,37 +102,38 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos = list(eos_token_ids)
 
-    def __call__(
-        self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch, plain_tokens: Tensor | None = None
-    ) -> Sampled:
+    def __call__(self, scores: Tensor, rows: SamplingRows, batch: Batch, plain_tokens: Tensor | None = None) -> Sampled:
         """One token a row, which also goes into the batch's pool. `scores` may be changed.
 
         `plain_tokens` are those of the plain rows, where they have been chosen and put into the pool already.
         """
-        special = [index for index, row in enumerate(rows) if not row.is_plain]
+        special = rows.special
         if special and len(special) == len(rows):
-            return self._sample_special(scores, rows, batch)
-        tokens = _choose(scores, rows, batch) if plain_tokens is None else plain_tokens
+            return self._sample_special(scores, special, batch)
+        if plain_tokens is None:
+            plain_tokens = _choose(scores, rows.slots, rows.positions, rows.drawn, batch)
         if not special:
-            return Sampled(tokens, None)
-        (where,) = batch.send(torch.tensor(special))
-        of_special = self._sample_special(scores[where], [rows[index] for index in special], batch)
-        return Sampled(tokens.index_copy(0, where, of_special.tokens), of_special.logprobs)
+            return Sampled(plain_tokens, None)
+        (where,) = batch.send(torch.tensor([row.index for row in special]))
+        of_special = self._sample_special(scores[where], special, batch)
+        return Sampled(plain_tokens.index_copy(0, where, of_special.tokens), of_special.logprobs)
 
-    def _sample_special(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Sampled:
+    def _sample_special(self, scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> Sampled:
         """Log-probabilities are the model's own, before grammar, penalties, bias and temperature."""
         scores = scores.float()
         reported = any(row.occupant.params.logprobs is not None for row in rows)
         raw = torch.log_softmax(scores, -1) if reported else None
         self._adjust(scores, rows, batch)
-        tokens = _choose(scores, rows, batch)
+        drawn = any(batch.is_drawn[row.slot] for row in rows)
+        tokens = _choose(scores, [row.slot for row in rows], [row.position for row in rows], drawn, batch)
         return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
 
-    def _adjust(self, scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
+    def _adjust(self, scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> None:
         """Grammar, minimum length, bias and penalties. What is sent to the device here, nobody waits for."""
         _keep_allowed(scores, rows, batch)
         vocab, flat = scores.shape[1], scores.view(-1)
-        held = [index * vocab + end for index, row in enumerate(rows) for end in self._held_back(row) if end < vocab]
+        ends = [self._held_back(row, batch) for row in rows]
+        held = [index * vocab + end for index, some in enumerate(ends) for end in some if end < vocab]
         if held:
             (places,) = batch.send(torch.tensor(held))
             flat.index_fill_(0, places, float("-inf"))
@@ -121,58 +143,83 @@ class Sampler:
             for token, value in row.occupant.params.logit_bias.items()
         }
         if bias:
-            values = torch.tensor(list(bias.values()), dtype=torch.float64)
-            places, bits = batch.send(torch.tensor(list(bias)), values.view(torch.int64))
-            flat.index_add_(0, places, bits.view(torch.float64).float())
-        for row, own in zip(rows, scores, strict=True):
-            if row.occupant.params.penalised:
-                _penalise(own, row, batch.tokens[row.slot, : row.position])
+            places, values = batch.send(torch.tensor(list(bias)), _as_bits(list(bias.values())))
+            flat.index_add_(0, places, values.view(torch.float64).float())
+        _penalise(scores, rows, batch)
 
-    def _held_back(self, row: SamplingRow) -> list[int]:
+    def _held_back(self, row: SpecialRow, batch: Batch) -> list[int]:
         """No end before `min_tokens`, unless a grammar allows nothing else."""
         params = row.occupant.params
-        if row.produced >= params.min_tokens:
+        if row.position - row.occupant.prompt_length >= params.min_tokens:
             return []
         ends = params.stop_token_ids if params.ignore_eos else [*self._eos, *params.stop_token_ids]
-        return ends if row.allows_other_than(ends) else []
+        if row.mask is not None:
+            allowed = int.from_bytes(batch.masks.on_host[row.mask], "little")
+            if not allowed & ~sum(1 << token for token in set(ends)):
+                return []
+        return ends
 
 
-def _choose(scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> Tensor:
+def _choose(scores: Tensor, slots: list[int], positions: list[int], drawn: bool, batch: Batch) -> Tensor:
     """Each row's token by the parameters of its slot, into the pool."""
-    slots, positions = batch.send(
-        torch.tensor([row.slot for row in rows]), torch.tensor([row.position for row in rows])
-    )
-    drawn = any(row.is_drawn for row in rows)
-    tokens = draw(scores, batch.sampling, slots, positions) if drawn else likeliest(scores)
-    batch.tokens[slots, positions] = tokens
+    where, after = batch.send(torch.tensor(slots), torch.tensor(positions))
+    tokens = draw(scores, batch.sampling, where, after) if drawn else likeliest(scores)
+    batch.tokens[where, after] = tokens
     return tokens
 
 
-def _keep_allowed(scores: Tensor, rows: Sequence[SamplingRow], batch: Batch) -> None:
-    """-inf for what the grammars of the rows forbid. Tokens beyond the end of a mask are forbidden too."""
+def _keep_allowed(scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> None:
+    """-inf for what the grammars of the rows forbid."""
     masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
-    if not masks:
-        return
-    vocab, size = scores.shape[1], len(next(iter(masks.values())))
-    packed = torch.frombuffer(bytearray(b"".join(masks.values()) + bytes(8)), dtype=torch.uint8)
-    words, where = batch.send(packed[: len(packed) // 8 * 8].view(torch.int64), torch.tensor(list(masks)))
-    octets = words.view(torch.uint8)[: size * len(masks)].view(len(masks), -1, 1)
-    bits = octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)
-    allowed = torch.nn.functional.pad((bits & 1).flatten(1)[:, :vocab].bool(), (0, max(0, vocab - 8 * size)))
-    scores[where] = scores[where].masked_fill(~allowed, float("-inf"))
+    if masks:
+        where, places = batch.send(torch.tensor(list(masks)), torch.tensor(list(masks.values())))
+        scores[where] = scores[where].masked_fill(~batch.masks.allowed(places, scores.shape[1]), float("-inf"))
 
 
-def _penalise(scores: Tensor, row: SamplingRow, seen: Tensor) -> None:
+def _penalise(scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> None:
+    """All rows at once, or as many as need no more than a bounded memory, however long they are."""
+    together: list[tuple[int, SpecialRow]] = []
+    taken = 0
+    for index, row in enumerate(rows):
+        if row.occupant.params.penalised:
+            needed = _BYTES_PER_SCORE * scores.shape[1] + _BYTES_PER_TOKEN * row.position
+            if together and taken + needed > _PENALTY_BYTES:
+                _penalise_together(scores, together, batch)
+                together, taken = [], 0
+            together.append((index, row))
+            taken += needed
+    if together:
+        _penalise_together(scores, together, batch)
+
+
+def _penalise_together(scores: Tensor, penalised: Sequence[tuple[int, SpecialRow]], batch: Batch) -> None:
     """Repetition looks at prompt and output, presence and frequency at the output alone."""
-    params = row.occupant.params
-    repeated, factor = scores[seen], params.repetition_penalty
-    scores[seen] = torch.where(repeated > 0, repeated / factor, repeated * factor)
-    said = seen[row.occupant.prompt_length :]
-    counts = torch.zeros_like(scores).index_add_(0, said, torch.ones_like(said, dtype=scores.dtype))
-    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    vocab, flat, total = scores.shape[1], scores.view(-1), sum(row.position for _, row in penalised)
+    numbers = [(index, row.slot, row.position, row.occupant.prompt_length) for index, row in penalised]
+    asked = [row.occupant.params for _, row in penalised]
+    penalties = [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in asked]
+    sent, bits = batch.send(torch.tensor(numbers).T.flatten(), _as_bits(penalties))
+    where, slots, lengths, prompts = sent.view(4, -1)
+    row_of = torch.arange(len(penalised), device=sent.device).repeat_interleave(lengths, output_size=total)
+    position = torch.arange(total, device=sent.device) - (lengths.cumsum(0) - lengths)[row_of]
+    seen = batch.tokens[slots[row_of], position].long()
+    factor, presence, frequency = bits.view(torch.float64).float().view(-1, 3)[row_of].unbind(1)
+    places = where[row_of] * vocab + seen
+    found = flat[places]
+    changed = torch.where(found > 0, found / factor, found * factor)
+    if any(each.presence_penalty or each.frequency_penalty for each in asked):
+        said, at = (position >= prompts[row_of]).float(), row_of * vocab + seen
+        counts = torch.zeros(len(penalised) * vocab, device=sent.device).index_add_(0, at, said)[at]
+        changed -= frequency * counts + presence * (counts > 0)
+    flat[places] = changed
 
 
-def _logprobs_of(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
+def _as_bits(values: Sequence[float] | Sequence[tuple[float, ...]]) -> Tensor:
+    """Numbers as `Batch.send` takes them."""
+    return torch.tensor(values, dtype=torch.float64).flatten().view(torch.int64)
+
+
+def _logprobs_of(raw: Tensor, tokens: Tensor, rows: Sequence[SpecialRow]) -> tuple[Tensor, Tensor, Tensor]:
     most = max(row.occupant.params.logprobs or 0 for row in rows)
     values, ids = raw.topk(most, dim=-1)
-    return raw.gather(1, tokens[:, None])[:, 0], values, ids
+    return raw.gather(1, tokens[:, None].long())[:, 0], values, ids

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from phalanx import __version__
 from phalanx.runtime import child, environment
 from phalanx.runtime.channel import Keys
-from phalanx.runtime.messages import Assignment, Failure
+from phalanx.runtime.messages import Failure, RankAssignment
+from phalanx.version import __version__
 
 _WEIGHTS = ("*.safetensors", "*.json")
 
@@ -39,7 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
 class Posting(msgspec.Struct, frozen=True):
     """A rank's assignment, less what only its own machine knows, and what the engine's environment adds."""
 
-    assignment: Assignment
+    assignment: RankAssignment
     variables: dict[str, str]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
-from phalanx.engine.plan import Runner
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.step_plan import Runner
 from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import Executor

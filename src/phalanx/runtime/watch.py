@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.step_plan import Beat
 from phalanx.runtime.channel import Beacon
 from phalanx.runtime.links import Links
 from phalanx.runtime.pulse import BEAT_EVERY_S

@@ -12,11 +12,24 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from phalanx.engine.plan import Totals
-from phalanx.errors import PhalanxError
+from phalanx.engine.step_plan import Totals
+from phalanx.errors import PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
-from phalanx.runtime.messages import Assignment, Done, Failure, Ready, encode, unpack_plan, unpack_sizes
+from phalanx.runtime.messages import (
+    CONNECT,
+    GO_ON,
+    TEND,
+    Done,
+    Failure,
+    RankAssignment,
+    Ready,
+    Room,
+    Short,
+    encode,
+    unpack_plan,
+    unpack_sizes,
+)
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
@@ -24,11 +37,13 @@ from phalanx.weights.checkpoint import Checkpoint
 
 _BEATS_KEPT = 16
 _LOOK_EVERY_MS = 1
+_GO_ON_WITHIN_MS = 20_000
+"""How long a rank that had no memory waits to hear that the others had none either. The engine ends it before."""
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankAssignment)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         _serve(assignment)
@@ -44,7 +59,7 @@ def _die_with_parent() -> None:
     os._exit(0)
 
 
-def _serve(assignment: Assignment) -> None:
+def _serve(assignment: RankAssignment) -> None:
     config, spot, meeting, rank = assignment.config, assignment.spot, assignment.meeting, assignment.rank
     use_cores(spot)
     ends = _Ends(assignment)
@@ -55,19 +70,30 @@ def _serve(assignment: Assignment) -> None:
     group = make_group(config, rank, spot)
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
     model = load_model(config, checkpoint, group, lambda done, total: None, spot)
-    ends.reports.send(encode(Ready(rank, blocks_that_fit(config, model, spot), ends.orders.address)))
-    sizes = unpack_sizes(_next(ends.orders))
+    ends.reports.send(encode(Ready(rank, ends.orders.address)))
+    assert _next(ends.orders) == CONNECT
     group.connect(open_store(meeting.store, config.tp), meeting.host)
-    runner = make_runner(config, model, sizes)
+    ends.reports.send(encode(Room(rank, blocks_that_fit(config, model, spot))))
+    runner = make_runner(config, model, unpack_sizes(_next(ends.orders)))
 
     step = 0
     while True:
         frames = ends.orders.receive(_LOOK_EVERY_MS if runner.in_flight else None)
+        if frames == TEND:
+            runner.tend()
+            continue
         if frames is not None:
             step += 1
             pulse.begin(step)
             plan = unpack_plan(frames, expected_step=step)
-            runner.launch(plan)
+            try:
+                runner.launch(plan)
+            except StepMemoryError as error:
+                ends.reports.send(encode(Short(rank, group.calls, error.found, error.fix)))
+                if ends.orders.receive(_GO_ON_WITHIN_MS) != GO_ON:
+                    raise
+                pulse.end(busy=runner.in_flight > 0)
+                continue
             totals.launched(plan)
         elif not runner.has_finished_one:
             continue
@@ -81,7 +107,7 @@ def _serve(assignment: Assignment) -> None:
 class _Ends:
     """This rank's ends of the channels. Where the engine has a beacon, a thread watches it from here on."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: RankAssignment) -> None:
         meeting, token, keys, engine = assignment.meeting, assignment.token, assignment.keys, assignment.engine_key
         context: Context = zmq.Context()
         if engine is not None:
@@ -110,7 +136,7 @@ def _next(orders: Receiver) -> list[bytes]:
     return frames
 
 
-def _report_failure(assignment: Assignment, error: BaseException) -> None:
+def _report_failure(assignment: RankAssignment, error: BaseException) -> None:
     known = error.to_dict() if isinstance(error, PhalanxError) else {}
     failure = Failure(
         assignment.rank,

@@ -16,13 +16,13 @@ import msgspec
 import zmq
 from torch._C._distributed_c10d import Store
 
-from phalanx.engine.plan import Beat
+from phalanx.engine.step_plan import Beat
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime import child
 from phalanx.runtime.channel import Context
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
-from phalanx.runtime.messages import Assignment, Failure, Meeting, Report
+from phalanx.runtime.messages import Failure, Meeting, RankAssignment, Report
 from phalanx.runtime.rank import Spot, local_spots
 
 _CAUSE_WAIT_S = 2.0
@@ -88,7 +88,7 @@ class LocalWorkers:
         token = secrets.token_hex(16)
         self.links = Links(context, f"ipc://{self.folder}/reports", f"ipc://{self.folder}/beats", token)
         for rank in range(1, config.tp):
-            assignment = Assignment(
+            assignment = RankAssignment(
                 config=config,
                 model_path=str(model_path),
                 rank=rank,

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from phalanx.engine.plan import TokenLogprobs
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
 from phalanx.server.parsers import OutputParser, ToolCallDelta
 from phalanx.server.protocol import MAX_TOOLS
-from phalanx.text.detokenizer import TextStream
+from phalanx.text.answer import AnswerText
 from phalanx.text.tokenizer import Tokenizer
 
 
@@ -70,29 +70,23 @@ class Choice:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self._parser = question.parser() if question.parser is not None else None
-        self._stream = TextStream(
-            tokenizer, question.params.stop, keep_special=self._parser is not None and self._parser.needs_special_tokens
+        self._text = AnswerText(
+            tokenizer,
+            question.params.stop,
+            ends=(*stop_tokens, *question.params.stop_token_ids),
+            keep_special=self._parser is not None and self._parser.needs_special_tokens,
         )
-        self._ends = {*stop_tokens, *question.params.stop_token_ids}
         self._called = False
 
     def add(self, token: NewToken, piece: Piece) -> None:
         """Book a token. A stop string may end the choice before the engine does."""
         self.output_tokens += 1
         self.cached_tokens, self.queued_s = token.cached_tokens, token.queued_s
-        self.finish_reason = token.finish_reason
         if self._parser is not None and self._parser.in_reasoning:
             self.reasoning_tokens += 1
         if token.logprobs is not None:
             piece.logprobs.append((token.token, token.logprobs))
-        text, stopped = "", False
-        if token.finish_reason != "stop" or token.token not in self._ends:
-            text, stopped = self._stream.add(token.token)
-        if not stopped and token.finish_reason is not None:
-            rest, stopped = self._stream.finish()
-            text += rest
-        if stopped:
-            self.finish_reason = "stop"
+        text, self.finish_reason = self._text.add(token.token, token.finish_reason)
         self._tell(text, piece)
 
     def _tell(self, text: str, piece: Piece) -> None:

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 import uuid
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 
-from phalanx import __version__
-from phalanx.engine.core import check_request
-from phalanx.engine.sampling import SamplingParams
-from phalanx.server import chat
 from phalanx.server.error_handlers import add_error_handlers
-from phalanx.server.errors import bad_request
+from phalanx.server.incoming import client_of, json_body, while_connected
 from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.service import Service
-from phalanx.web.cockpit import About, cockpit_routes
-from phalanx.web.layout import Served, layout_routes
-from phalanx.web.live import Live, live_route
-from phalanx.web.pages import add_pages
-
-_MOST_NAMED = 16
-_REFUSED = {
-    "chat_template": "A chat template in a request would run on the server; it uses the model's own.",
-    "suffix": "Text after the answer cannot be given; these models only continue a prompt.",
-    "best_of": "Use n: all answers are returned.",
-}
+from phalanx.version import __version__
 
 
-def create_app(service: Service, live: Live) -> FastAPI:
+class Cockpit(Protocol):
+    """What is served beside the API, of which the API knows nothing: pages, and what goes on behind them."""
+
+    def mount(self, app: FastAPI) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
-    add_pages(app)
-    tp = service.supervisor.launch.config.tp
-    app.include_router(cockpit_routes(About("serve", service.name, tp)))
-    app.include_router(layout_routes(Served(service.name, service.spec, tp)))
-    app.include_router(live_route(live))
+    if cockpit is not None:
+        cockpit.mount(app)
     app.openapi_schema = _with_own_errors(app.openapi())
     return app
 
 
 def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
-    """The framework's description, with the errors that are really sent."""
+    """The framework's description, with the bodies that are taken and the errors that are really sent."""
     member = {"type": ["string", "null"]}
     error = {"type": "object", "properties": dict.fromkeys(("message", "type", "param", "code"), member)}
     body = {"application/json": {"schema": {"type": "object", "properties": {"error": error}}}}
@@ -56,19 +48,24 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
         for operation in path.values():
             operation["responses"].pop("422", None)
             operation["responses"]["4XX"] = {"description": "The request cannot be served.", "content": body}
-    for name in ("HTTPValidationError", "ValidationError"):
-        del schema["components"]["schemas"][name]
+    _, bodies = models_json_schema(
+        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schema["components"] = {"schemas": bodies["$defs"]}
     return schema
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await service.chat(body, _headers(body, request))
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        asked = service.chat(await json_body(request), client_of(request), _headers(request))
+        return await while_connected(request, asked)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await service.complete(body, _headers(body, request))
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        asked = service.complete(await json_body(request), client_of(request), _headers(request))
+        return await while_connected(request, asked)
 
     created = int(time.time())
 
@@ -92,30 +89,28 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return model()
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(body.model)
-        tokens = await asyncio.to_thread(_tokens_of, body, service)
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        asked = service.tokenize(await json_body(request), client_of(request))
+        tokens = await while_connected(request, asked)
         started = service.supervisor.client.started
         length = started.max_model_len if started else None
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        service.check_model(body.model)
-        started = service.supervisor.client.started
-        if started is not None and body.tokens:
-            check_request(body.tokens, SamplingParams(), started.vocab, len(body.tokens) + 1)
-        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, keep_special=True)}
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        asked = service.detokenize(await json_body(request), client_of(request))
+        return _json({"prompt": await while_connected(request, asked)})
 
 
-def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("Give either prompt or messages.")
-    if body.messages is None:
-        return service.tokenizer.encode(body.prompt or "", special_tokens=body.add_special_tokens)
-    text = chat.render(service.tokenizer, body.messages)
-    return service.tokenizer.encode(text, special_tokens=False)
+def _takes(body: type[Body]) -> dict[str, Any]:
+    """What the description of a route says of its body, which is read elsewhere."""
+    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
@@ -160,16 +155,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
-def _headers(body: Body, request: Request) -> dict[str, str]:
-    """Of the answer: the client's own request id or a new one, and the fields it sent that mean nothing here."""
-    for field, why in _REFUSED.items():
-        if (body.model_extra or {}).get(field) is not None:
-            raise bad_request(f"{field} is not accepted. {why}", param=field)
+def _headers(request: Request) -> dict[str, str]:
+    """Of the answer: the client's own request id or a new one."""
     given = request.headers.get("x-request-id", "")
-    headers = {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}
-    unknown = list(body.unknown_fields())
-    if unknown:
-        names = [re.sub(r"[^\x21-\x7e]", "?", name[:64]) for name in unknown[:_MOST_NAMED]]
-        more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-        headers["x-phalanx-warning"] = f"unknown fields ignored: {', '.join(names)}{more}"
-    return headers
+    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}

@@ -1,19 +1,15 @@
-"""/v1/chat/completions: from messages to a prompt, and from pieces to OpenAI's chat objects."""
+"""/v1/chat/completions: from pieces to OpenAI's chat objects."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, Piece
-from phalanx.server.errors import bad_request
 from phalanx.server.parsers import ToolCallDelta
-from phalanx.server.protocol import Message, TemplateOptions, Tool
 from phalanx.text.tokenizer import Tokenizer
 
 
@@ -122,52 +118,3 @@ def _message(pieces: list[Piece]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = list(calls.values())
     return message
-
-
-def render(
-    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Tool] = (), options: TemplateOptions | None = None
-) -> str:
-    """The prompt's text by the model's chat template."""
-    shown = [tool.model_dump(exclude_none=True) for tool in tools]
-    switches = options.model_dump(exclude_none=True) if options is not None else {}
-    return tokenizer.render_chat([_plain(message) for message in messages], shown, **switches)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, arguments of calls as objects."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    plain: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return plain
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_request("A tool call's arguments are not the JSON text of an object.", param="messages")
-    return arguments
-
-
-def thinking_in(prompt: str) -> bool | None:
-    """Whether the template has opened a thought for the model to continue, closed one, or neither."""
-    end = prompt.rstrip()
-    return True if end.endswith("<think>") else False if end.endswith("</think>") else None

@@ -1,4 +1,4 @@
-"""/v1/completions: from prompts to questions, and from pieces to OpenAI's text completion objects."""
+"""/v1/completions: from pieces to OpenAI's text completion objects."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import msgspec
 
-from phalanx.engine.plan import TokenLogprobs
+from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, Piece
-from phalanx.server.errors import bad_request
-from phalanx.server.protocol import CompletionRequest
 from phalanx.text.tokenizer import Tokenizer
 
 
@@ -69,24 +67,3 @@ class CompletionFormat:
         self, choices: list[CompletionChoice], usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
     ) -> Completion:
         return Completion(**self._head, choices=choices, usage=usage)
-
-
-def prompts_of(request: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token ids of each prompt."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [tokenizer.encode(prompt)]
-    if isinstance(prompt[0], int):
-        return [list(prompt)]
-    return [tokenizer.encode(each) if isinstance(each, str) else list(each) for each in prompt]
-
-
-def echoes_of(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """What each choice begins with: the prompt where it is echoed, else nothing."""
-    if not request.echo:
-        return [""] * (len(prompts) * request.n)
-    if request.logprobs is not None:
-        raise bad_request("echo with logprobs asks for log-probabilities of the prompt, which are not computed.")
-    given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    texts = given if isinstance(given[0], str) else [tokenizer.decode(prompt) for prompt in prompts]
-    return [str(text) for text in texts for _ in range(request.n)]

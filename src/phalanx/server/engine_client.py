@@ -20,8 +20,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from phalanx.engine.plan import Beat, Totals
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
 from phalanx.runtime.config import EngineConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -25,7 +26,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.rank import device_name
 from phalanx.runtime.start import start_engine
-from phalanx.server.grammar_thread import GrammarThread
+from phalanx.server.grammar.engine_thread import GrammarThread
 from phalanx.server.messages import (
     Books,
     Death,
@@ -51,6 +52,9 @@ from phalanx.weights.load import Progress
 Start = Callable[[EngineConfig, Path, Progress], Engine]
 
 _LOADING_STEPS = 50
+_LAST_WORDS_BYTES = 64 * 1024
+_MOST_TOLD = 8 * 1024
+_DYING = threading.Lock()
 _GRAMMAR_POLL_MS = 5
 
 
@@ -64,6 +68,7 @@ def main(start: Start = start_engine) -> None:
     startup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Startup)
     context, folder = zmq.Context(), Path(startup.folder)
     tempfile.tempdir = startup.folder
+    _reserve_last_words(folder)
     threading.Thread(target=_end_with_parent, args=[folder], daemon=True).start()
     orders = Receiver(context, orders_address(folder), startup.token)
     reports = Sender(context, reports_address(folder), startup.token)
@@ -79,10 +84,26 @@ def main(start: Start = start_engine) -> None:
 
 def _die(folder: Path, error: BaseException) -> None:
     """At once, whatever other threads wait for: a collective whose peer is gone would take minutes to end."""
-    unfinished = folder / f"death-{threading.get_ident()}"
-    unfinished.write_bytes(msgspec.json.encode(_cause(error)))
-    unfinished.rename(death_file(folder))
-    os._exit(1)
+    cause = _cause(error)
+    with _DYING:
+        try:
+            with _last_words(folder).open("r+b") as file:
+                file.write(msgspec.json.encode(cause)[:_LAST_WORDS_BYTES])
+                file.truncate()
+            _last_words(folder).rename(death_file(folder))
+        except OSError:
+            print(f"{cause.code}: {cause.found}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _last_words(folder: Path) -> Path:
+    return folder / "last-words"
+
+
+def _reserve_last_words(folder: Path) -> None:
+    """Room for the cause of a death, for the disk may be full by then: perhaps that is the cause."""
+    with _last_words(folder).open("wb") as file, contextlib.suppress(OSError):
+        os.posix_fallocate(file.fileno(), 0, _LAST_WORDS_BYTES)
 
 
 def _end_with_parent(folder: Path) -> None:
@@ -110,7 +131,8 @@ def _cause(error: BaseException) -> Death:
     if isinstance(error, PhalanxError):
         return Death(error.code, error.found, error.fix)
     trace = "".join(traceback.format_exception(error))
-    return Death("engine_failed", f"The engine raised {type(error).__name__}: {error}\n{trace}", "This is a bug.")
+    found = f"The engine raised {type(error).__name__}: {error}\n{trace}"
+    return Death("engine_failed", found[:_MOST_TOLD], "This is a bug.")
 
 
 class EngineLoop:
@@ -163,9 +185,14 @@ class EngineLoop:
         self._reports.send(encode(report))
 
     def _take_orders(self) -> None:
-        """All orders that have come, and those whose grammar is ready; if there is nothing to run, wait for one."""
-        idle_wait = _GRAMMAR_POLL_MS if self._grammars.busy else None
-        frames = self._orders.receive(0 if self.engine.has_work else idle_wait)
+        """All orders that have come, and those whose grammar is ready.
+
+        If there is nothing to run, do a piece of what was put off until now; if nothing was, wait for an order.
+        """
+        frames = self._orders.receive(0)
+        if frames is None and not self.engine.has_work:
+            idle_wait = _GRAMMAR_POLL_MS if self._grammars.busy else None
+            frames = self._orders.receive(0 if self.engine.runner.tend() else idle_wait)
         while frames is not None:
             self._take(decode_order(frames[0]))
             frames = self._orders.receive(0)

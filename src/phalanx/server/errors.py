@@ -8,6 +8,9 @@ from starlette.exceptions import HTTPException
 
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 
+_REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503}
+"""Requests that are refused for no fault of their own."""
+
 
 class ApiError(HTTPException):
     """An answer that is an error: `{"error": {"message", "type", "param", "code"}}` with its status and headers."""
@@ -29,7 +32,7 @@ class ApiError(HTTPException):
     @classmethod
     def of(cls, error: PhalanxError) -> ApiError:
         """What the client hears of an error of the engine or of its own request."""
-        status = 500 if not isinstance(error, RequestError) else 429 if error.code == "too_many_grammars" else 400
+        status = _REFUSALS.get(error.code, 400) if isinstance(error, RequestError) else 500
         if isinstance(error, EngineDeadError):
             return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
         return cls(status, str(error), error.code)
@@ -37,6 +40,18 @@ class ApiError(HTTPException):
 
 def bad_request(message: str, code: str = "bad_request", param: str | None = None) -> ApiError:
     return ApiError(400, message, code, param=param)
+
+
+def client_gone() -> ApiError:
+    return ApiError(499, "The client has gone.", "client_gone")
+
+
+def queue_full(why: str) -> ApiError:
+    return ApiError(429, why, "queue_full", headers={"retry-after": "1"})
+
+
+def model_not_found(asked: str, served: str) -> ApiError:
+    return ApiError(404, f"The model {asked!r} is not served here; {served!r} is.", "model_not_found", param="model")
 
 
 def _kind(status: int) -> str:

@@ -1,29 +1,40 @@
-"""Guard: what every HTTP request must pass before any of it is read: key, headers, size."""
+"""Guard: what every HTTP request must pass before any of it is read: host, key, size."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hmac import compare_digest
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.server.errors import ApiError
-from phalanx.web.pages import PAGES
+from phalanx.server.fairness import Shares
+from phalanx.server.incoming import BODY_DONE, CLIENT
 
-OPEN_PATHS = frozenset({"/live", *PAGES})
+PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css")
+"""The cockpit's files hold no secret: the page asks for the key."""
+OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 BODY_TIMEOUT_S = 30.0
+MAX_COCKPIT_BODY = 16 * 1024
+_BODIES_AT_ONCE = 16
 
 
 class Guard:
-    """Wraps the application. Denies by default: where keys are set, all but /live and the cockpit's files need one."""
+    """Wraps the application. Denies by default: where keys are set, all but /live and the cockpit's files need one.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+    Without keys, requests must be meant for this server: a web page that has its own name point here is not heard.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, hosts: Collection[str] = ()) -> None:
         self._app = app
         self._keys = [_digest(key.encode()) for key in keys]
+        self._hosts = LOOPBACK_NAMES | {host.lower() for host in hosts}
         self._max_body = max_body
+        self._bodies = Shares(_BODIES_AT_ONCE * max_body, shared=len(keys) > 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,56 +42,104 @@ class Guard:
             return
         try:
             headers = dict(scope["headers"])
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
-            self._check_length(headers.get(b"content-length"))
+            scope[CLIENT] = self._client(scope, headers.get(b"authorization", b""))
+            most = min(self._max_body, MAX_COCKPIT_BODY) if scope["path"].startswith("/cockpit/") else self._max_body
+            _check_length(headers.get(b"content-length"), most)
         except ApiError as error:
             await refuse(error, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        body = _Body(scope[CLIENT], receive, most, self._bodies)
+        scope[BODY_DONE] = body.done
+        try:
+            await self._app(scope, body.read, send)
+        finally:
+            body.done()
 
-    def _check_key(self, path: str, authorization: bytes) -> None:
-        if not self._keys or path in OPEN_PATHS:
-            return
+    def _client(self, scope: Scope, authorization: bytes) -> str:
+        """Who asks, as far as keys tell."""
+        if not self._keys:
+            self._check_host(scope)
+            return ""
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         matches = [compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            what = "No API key was given." if not authorization else "The API key is wrong."
-            raise ApiError(
-                401,
-                f"{what} Send it as 'Authorization: Bearer KEY'.",
-                "invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        if scheme.lower() == b"bearer" and any(matches):
+            return given.hex()[:32]
+        if scope["path"] in OPEN_PATHS:
+            return ""
+        what = "No API key was given." if not authorization else "The API key is wrong."
+        raise ApiError(
+            401,
+            f"{what} Send it as 'Authorization: Bearer KEY'.",
+            "invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
-    def _check_length(self, announced: bytes | None) -> None:
-        if announced is not None and announced.isdigit() and int(announced[:20]) > self._max_body:
-            raise self._too_large()
+    def _check_host(self, scope: Scope) -> None:
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        here = (scope.get("server") or ("",))[0]
+        if scope["path"] == "/live" or (len(given) == 1 and _name(given[0]) in self._hosts | {here}):
+            return
+        raise ApiError(
+            421,
+            f"The host {', '.join(given)[:100]!r} is not this server's. "
+            "Start it with --allowed-hosts to serve that name, or with a key.",
+            "wrong_host",
+        )
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self._max_body} bytes.", "body_too_large")
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Reading a body ends at its limit in bytes, and with a client that takes too long to send it."""
-        seen, whole = 0, False
-        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+class _Body:
+    """Reading it ends at its limit in bytes, with a client that takes too long, and where too much is held already."""
 
-        async def read() -> Message:
-            nonlocal seen, whole
-            if whole:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise ApiError(408, f"The body was not complete after {BODY_TIMEOUT_S:g} s.", "body_timeout") from None
-            seen += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if seen > self._max_body:
-                raise self._too_large()
-            return message
+    def __init__(self, client: str, receive: Receive, most: int, shares: Shares) -> None:
+        self._client = client
+        self._receive = receive
+        self._most = most
+        self._shares = shares
+        self._seen = 0
+        self._held = 0
+        self._whole = False
+        self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
-        return read
+    async def read(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"The body was not complete after {BODY_TIMEOUT_S:g} s.", "body_timeout") from None
+        size = len(message.get("body", b""))
+        self._seen += size
+        self._whole = not message.get("more_body", False)
+        if self._seen > self._most:
+            raise _too_large(self._most)
+        if not self._shares.take(self._client, size):
+            raise ApiError(429, "Too many requests are being read.", "server_busy", headers={"retry-after": "1"})
+        self._held += size
+        return message
+
+    def done(self) -> None:
+        """Nobody holds it any more."""
+        held, self._held = self._held, 0
+        if held:
+            self._shares.give(self._client, held)
+
+
+def _name(host: str) -> str:
+    """Without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _check_length(announced: bytes | None, most: int) -> None:
+    if announced is not None and announced.isdigit() and int(announced[:20]) > most:
+        raise _too_large(most)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes.", "body_too_large")
 
 
 def _digest(key: bytes) -> bytes:
@@ -90,9 +149,7 @@ def _digest(key: bytes) -> bytes:
 
 async def refuse(error: ApiError, send: Send) -> None:
     body = msgspec.json.encode(error.body)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | dict(
-        error.headers or {}
-    )
+    headers = {"content-type": "application/json", "content-length": str(len(body))} | dict(error.headers or {})
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status_code, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.engine.plan import TokenLogprobs
+from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0

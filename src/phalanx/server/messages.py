@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.engine.plan import Beat, TokenLogprobs, Totals
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Beat, TokenLogprobs, Totals
 from phalanx.runtime.config import EngineConfig
 
 

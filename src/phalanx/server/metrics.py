@@ -14,7 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from phalanx.engine.plan import Totals
+from phalanx.engine.step_plan import Totals
 from phalanx.server.messages import Books, Stepped
 from phalanx.server.recent import Recent
 

@@ -27,6 +27,8 @@ class ServeOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    share_prefixes: bool = False
     vllm_metrics: bool = False
 
 

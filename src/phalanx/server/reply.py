@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from phalanx.server.answer import Answer, Piece
 from phalanx.server.engine_client import EngineClient
-from phalanx.server.errors import ApiError
+from phalanx.server.errors import ApiError, client_gone
 
 log = logging.getLogger("phalanx.server")
 
@@ -42,7 +42,7 @@ class Reply(Response):
     def __init__(
         self,
         answer: Answer,
-        engine: Callable[[], EngineClient],
+        engine: Callable[[], Awaitable[EngineClient]],
         format: Format,
         stream: bool,
         include_usage: bool,
@@ -60,6 +60,7 @@ class Reply(Response):
         self._timeout_s = timeout_s
         self._own_headers = headers
         self._on_finish = on_finish
+        self._entering: asyncio.Future[EngineClient] | None = None
         self._begun = False
         self._writing = False
 
@@ -102,10 +103,24 @@ class Reply(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.answer.mailbox.close(ApiError(499, "The client has gone.", "client_gone"))
+        self.answer.mailbox.close(client_gone())
+        if self._entering is not None:
+            self._entering.cancel()
+
+    async def _entered(self) -> EngineClient:
+        """There may be a line before the engine; a client that leaves gives up its place in it."""
+        self._entering = asyncio.ensure_future(self._engine())
+        try:
+            await asyncio.wait({self._entering})
+        except asyncio.CancelledError:
+            self._entering.cancel()
+            raise
+        if self._entering.cancelled():
+            raise client_gone()
+        return self._entering.result()
 
     async def _send_stream(self) -> None:
-        async with aclosing(self.answer.pieces(self._engine())) as batches:
+        async with aclosing(self.answer.pieces(await self._entered())) as batches:
             async for pieces in batches:
                 events = b"".join(event(self._format.chunk(piece)) for piece in pieces)
                 if events:
@@ -115,7 +130,7 @@ class Reply(Response):
 
     async def _send_whole(self) -> None:
         pieces: list[Piece] = []
-        async with aclosing(self.answer.pieces(self._engine())) as batches:
+        async with aclosing(self.answer.pieces(await self._entered())) as batches:
             async for some in batches:
                 pieces += some
         await self._send_json(200, self._format.body(pieces, self.answer), {})

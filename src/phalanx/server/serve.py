@@ -9,7 +9,8 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -18,35 +19,43 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 if TYPE_CHECKING:
+    from phalanx.server.app import Cockpit
     from phalanx.server.service import Service
 
-from phalanx import __version__
 from phalanx.doctor.preflight import preflight
 from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
+from phalanx.server.door import room_for_connections
 from phalanx.server.engine_client import ENGINE_MODULE, Launch
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
-from phalanx.server.http import PROTOCOL
+from phalanx.server.http import protocol
 from phalanx.server.listen import listen
 from phalanx.server.messages import Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions, default_name
+from phalanx.server.preparer import Preparer
 from phalanx.server.supervisor import Supervisor
+from phalanx.version import __version__
 
 log = logging.getLogger("phalanx.server")
 
 _SHUTDOWN_MARGIN_S = 5
-_KEEP_ALIVE_S = 60
+_LATEST_END_S = 15
 _LOADING_TOLD_EVERY_S = 3.0
 
 
-def serve(config: EngineConfig, options: ServeOptions, engine_module: str = ENGINE_MODULE) -> int:
+def serve(
+    config: EngineConfig,
+    options: ServeOptions,
+    engine_module: str = ENGINE_MODULE,
+    cockpit: Callable[[Service], Cockpit] | None = None,
+) -> int:
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     _check_tls(options)
     with listen(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ApiServer(config, options, engine_module).run(listener))
+        return runner.run(ApiServer(config, options, engine_module, cockpit).run(listener))
 
 
 def _check_tls(options: ServeOptions) -> None:
@@ -72,22 +81,32 @@ def _check_tls(options: ServeOptions) -> None:
 class ApiServer:
     """Ties the HTTP server, the supervisor and the process's signals together."""
 
-    def __init__(self, config: EngineConfig, options: ServeOptions, engine_module: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServeOptions,
+        engine_module: str,
+        make_cockpit: Callable[[Service], Cockpit] | None,
+    ) -> None:
         self._config = config
         self._options = options
         self._name = options.served_name or default_name(config.model)
         self._metrics = Metrics(self._name, options.vllm_metrics)
         launch = Launch(config, options.step_timeout_s, engine_module)
         self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)
+        self._preparer = Preparer()
+        self._make_cockpit = make_cockpit
         self._service: Service | None = None
+        self._cockpit: Cockpit | None = None
         self._http: _HttpServer | None = None
 
     async def run(self, listener: socket.socket) -> int:
         """The engine process starts first: while it loads, this one looks at the machine and gets ready."""
         self._address = listener.getsockname()[:2]
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signum, self._stop)
+        self._preparer.spawn()
         supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
         beside = [asyncio.create_task(self._tell_loading())]
         try:
@@ -95,8 +114,11 @@ class ApiServer:
                 asyncio.to_thread(preflight, self._config.tp, self._config.device),
                 asyncio.to_thread(self._http_config),
             )
+            assert self._service is not None
+            await self._preparer.start(self._service.assignment)
             self._http = _HttpServer(config)
-            beside.append(asyncio.create_task(self._live.run()))
+            if self._cockpit is not None:
+                beside.append(asyncio.create_task(self._cockpit.run()))
             return await self._serve(listener, supervising)
         finally:
             for task in beside:
@@ -106,6 +128,7 @@ class ApiServer:
                 await supervising
             if self._service is not None:
                 await self._service.grammars.close()
+            await self._preparer.close()
 
     async def _serve(self, listener: socket.socket, supervising: asyncio.Task[EngineDeadError]) -> int:
         assert self._http is not None
@@ -126,22 +149,24 @@ class ApiServer:
         """Imports what takes long, and the tokenizer."""
         from phalanx.server.app import create_app
         from phalanx.server.service import build_service
-        from phalanx.web.live import Live
 
         options = self._options
-        self._service = build_service(self._name, self._config, options, self._supervisor, self._metrics)
-        self._live = Live(self._supervisor, self._metrics.recent)
-        app: ASGIApp = Guard(create_app(self._service, self._live), options.api_keys, options.max_body_bytes)
+        self._service = build_service(
+            self._name, self._config, options, self._supervisor, self._metrics, self._preparer
+        )
+        if self._make_cockpit is not None:
+            self._cockpit = self._make_cockpit(self._service)
+        hosts = {options.host, *options.allowed_hosts}
+        app: ASGIApp = Guard(create_app(self._service, self._cockpit), options.api_keys, options.max_body_bytes, hosts)
         if options.cors_origins:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
         config = uvicorn.Config(
             app,
-            **PROTOCOL,
+            **protocol(room_for_connections()),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
@@ -160,6 +185,7 @@ class ApiServer:
         if self._http is not None:
             self._http.should_exit = True
         asyncio.get_running_loop().call_later(wait, self._end_requests)
+        _end_in_any_case(wait + _LATEST_END_S)
 
     def _end_requests(self) -> None:
         self._supervisor.client.close_mailboxes(ApiError(503, "The server is stopping.", "server_stopping"))
@@ -179,6 +205,11 @@ class ApiServer:
         self._metrics.engine_started(started.num_blocks)
         self._announce()
 
+    def _who_shares(self) -> str:
+        if not self._options.api_keys:
+            return "No key is set: all who reach it share its cache of prefixes, and can tell what others have asked.\n"
+        return "All keys share the cache of prefixes.\n" if self._options.share_prefixes else ""
+
     def _announce(self) -> None:
         """Once both the engine and the HTTP server are there."""
         started = self._supervisor.client.started
@@ -193,10 +224,23 @@ class ApiServer:
         print(
             f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
             f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of {cache})\n"
-            f"Plan, watch and chat in the browser: {url}/\n\n"
+            f"Plan, watch and chat in the browser: {url}/\n"
+            f"{self._who_shares()}\n"
             f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n",
             flush=True,
         )
+
+
+def _end_in_any_case(seconds: float) -> None:
+    """Threads that hang are waited for at the end of a process; its children end with it, whatever they do."""
+
+    def end() -> None:
+        log.error("something hangs: ended %g s after the signal", seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 class _HttpServer(uvicorn.Server):

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from phalanx.engine.core import check_request
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
-from phalanx.server import chat
 from phalanx.server.answer import Answer, Question
 from phalanx.server.chat import ChatFormat
-from phalanx.server.completions import CompletionFormat, echoes_of, prompts_of
-from phalanx.server.constraints import constraint_of
-from phalanx.server.errors import ApiError, bad_request
+from phalanx.server.completions import CompletionFormat
+from phalanx.server.engine_client import EngineClient
+from phalanx.server.errors import ApiError, model_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
-from phalanx.server.grammar.constraint import after_thinking
+from phalanx.server.grammar.constraint import Constraint, after_thinking
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
-from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser, ToolSchema, parsers_for
-from phalanx.server.protocol import MAX_TOOLS, ChatRequest, CompletionRequest, Sampling
+from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser, parsers_for
+from phalanx.server.places import Place, Places
+from phalanx.server.prepared import Assignment, Prepared, Text, Tokens
+from phalanx.server.preparer import Preparer
 from phalanx.server.reply import Format, Reply
 from phalanx.server.supervisor import Supervisor
 from phalanx.spec import ModelSpec
@@ -33,6 +35,8 @@ from phalanx.weights.checkpoint import Checkpoint, locate
 
 log = logging.getLogger("phalanx.request")
 
+_MOST_NAMED = 16
+
 
 @dataclass(frozen=True)
 class Service:
@@ -40,101 +44,110 @@ class Service:
 
     name: str
     spec: ModelSpec
+    context: int
     tokenizer: Tokenizer
     supervisor: Supervisor
     metrics: Metrics
+    places: Places
+    preparer: Preparer
     grammars: GrammarCompiler
     reasoning_parser: str | None
     tool_parser: str | None
     request_timeout_s: float
+    share_prefixes: bool = False
 
-    async def chat(self, request: ChatRequest, headers: dict[str, str]) -> Reply:
-        self.check_model(request.model)
-        self._check_tools(request)
-        if request.top_logprobs is not None and not request.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true.", param="top_logprobs")
-        params = request.to_params(
-            max_tokens=request.max_completion_tokens or request.max_tokens,
-            logprobs=request.top_logprobs or 0 if request.logprobs else None,
+    @property
+    def assignment(self) -> Assignment:
+        """What those who read requests need to know of the model."""
+        return Assignment(
+            name=self.name,
+            tokenizer=self.tokenizer.backend.backend_tokenizer.to_str(),
+            templates=self.tokenizer.chat_templates,
+            special_tokens=self.tokenizer.backend.special_tokens_map,
+            vocab=self.spec.vocab,
+            context=self.context,
+            tool_parser=self.tool_parser,
         )
-        tools = [] if request.tool_choice == "none" else request.tools or []
-        constraint = constraint_of(request, self.tool_parser)
-        text = await asyncio.to_thread(
-            chat.render, self.tokenizer, request.messages, tools, request.chat_template_kwargs
-        )
-        prompt = await asyncio.to_thread(self.tokenizer.encode, text, special_tokens=False)
-        parser = self._parser(request, text)
+
+    async def chat(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("chat", body, client)
+        parser, constraint = self._parser(asked), asked.constraint
         if constraint is not None and parser is not None and parser().in_reasoning:
             constraint = after_thinking(constraint)
-        question = Question(
-            prompt,
-            params,
-            request.cache_salt,
-            await self.grammars.compile(constraint) if constraint is not None else None,
-            parser,
-            most_calls=1 if request.parallel_tool_calls is False else MAX_TOOLS,
-        )
-        id = f"chatcmpl-{uuid.uuid4().hex}"
-        return self._reply(request, [question], ChatFormat(id, int(time.time()), self.name, self.tokenizer), headers)
+        format = ChatFormat(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), self.name, self.tokenizer)
+        return self._reply(asked, await self._questions(asked, constraint, parser, client), format, client, headers)
 
-    async def complete(self, request: CompletionRequest, headers: dict[str, str]) -> Reply:
-        self.check_model(request.model)
-        params = request.to_params(request.max_tokens, request.logprobs)
-        prompts = await asyncio.to_thread(prompts_of, request, self.tokenizer)
-        echoes = echoes_of(request, prompts, self.tokenizer)
-        constraint = constraint_of(request, self.tool_parser)
-        grammar = await self.grammars.compile(constraint) if constraint is not None else None
-        questions = [Question(prompt, params, request.cache_salt, grammar) for prompt in prompts]
-        id = f"cmpl-{uuid.uuid4().hex}"
-        return self._reply(
-            request, questions, CompletionFormat(id, int(time.time()), self.name, self.tokenizer, echoes), headers
-        )
+    async def complete(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("completion", body, client)
+        echoes = [echo for echo in asked.echoes for _ in range(asked.params.n)]
+        format = CompletionFormat(f"cmpl-{uuid.uuid4().hex}", int(time.time()), self.name, self.tokenizer, echoes)
+        return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
 
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
-            raise ApiError(
-                404, f"The model {asked!r} is not served here; {self.name!r} is.", "model_not_found", param="model"
-            )
+    async def tokenize(self, body: bytes, client: str) -> list[int]:
+        outcome = await self.preparer.prepare("tokenize", body, client)
+        assert isinstance(outcome, Tokens)
+        return outcome.tokens
 
-    def _check_tools(self, request: ChatRequest) -> None:
-        choice = request.tool_choice
-        names = [tool.function.name for tool in request.tools or []]
-        if not names and choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice asks for a call, but tools is empty.", param="tool_choice")
-        if names and choice != "none" and self.tool_parser is None:
-            raise bad_request(
-                "This model has no known format for tool calls: start the server with --tool-call-parser.",
-                param="tools",
-            )
-        if choice is not None and not isinstance(choice, str) and choice.function.name not in names:
-            raise bad_request(
-                f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
-            )
+    async def detokenize(self, body: bytes, client: str) -> str:
+        outcome = await self.preparer.prepare("detokenize", body, client)
+        assert isinstance(outcome, Text)
+        return outcome.text
 
-    def _parser(self, request: ChatRequest, prompt: str) -> Callable[[], OutputParser] | None:
-        tools = self.tool_parser if request.tools and request.tool_choice != "none" else None
-        if tools is None and self.reasoning_parser is None:
-            return None
-        schemas = [ToolSchema(tool.function.name, tool.function.parameters) for tool in request.tools or []]
-        thinking = chat.thinking_in(prompt)
-        return lambda: OutputParser(self.reasoning_parser, tools, schemas, thinking)
+    def check_model(self, asked: str) -> None:
+        if asked != self.name:
+            raise model_not_found(asked, self.name)
 
-    def _reply(self, request: Sampling, questions: list[Question], format: Format, headers: dict[str, str]) -> Reply:
+    async def _prepared(self, kind: Literal["chat", "completion"], body: bytes, client: str) -> Prepared:
+        outcome = await self.preparer.prepare(kind, body, client)
+        assert isinstance(outcome, Prepared)
         started = self.supervisor.client.started
         if started is not None:
-            for question in questions:
-                check_request(question.prompt, question.params, started.vocab, started.max_model_len)
-        choices = sum(question.params.n for question in questions)
-        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], self.metrics)
+            for prompt in outcome.prompts:
+                check_request(prompt, outcome.params, started.vocab, started.max_model_len)
+        return outcome
+
+    async def _questions(
+        self,
+        asked: Prepared,
+        constraint: Constraint | None,
+        parser: Callable[[], OutputParser] | None,
+        client: str,
+    ) -> list[Question]:
+        grammar = await self.grammars.compile(constraint, client) if constraint is not None else None
+        salt = self._salt(asked.salt, client)
+        return [Question(prompt, asked.params, salt, grammar, parser, asked.most_calls) for prompt in asked.prompts]
+
+    def _salt(self, given: str | None, client: str) -> str | None:
+        """What a key's prompts leave in the cache is found by that key alone, unless all share."""
+        return given if self.share_prefixes or not client else f"{client} {given or ''}"
+
+    def _parser(self, asked: Prepared) -> Callable[[], OutputParser] | None:
+        tools = self.tool_parser if asked.tools else None
+        if tools is None and self.reasoning_parser is None:
+            return None
+        return lambda: OutputParser(self.reasoning_parser, tools, asked.tools, asked.thinking)
+
+    def _reply(
+        self, asked: Prepared, questions: list[Question], format: Format, client: str, headers: dict[str, str]
+    ) -> Reply:
+        started = self.supervisor.client.started
+        visit = _Visit(self.places, self.metrics)
+        choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
+        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
+
+        def finished(answer: Answer, error: ApiError | None) -> None:
+            visit.leave()
+            self._finished(headers["x-request-id"], answer, error)
+
         return Reply(
             answer,
-            engine=lambda: self.supervisor.admit(choices),
+            engine=lambda: visit.enter(client, choices, tokens),
             format=format,
-            stream=bool(request.stream),
-            include_usage=request.stream_options is not None and request.stream_options.include_usage,
+            stream=asked.stream,
+            include_usage=asked.include_usage,
             timeout_s=self.request_timeout_s,
-            headers=headers,
-            on_finish=lambda answer, error: self._finished(headers["x-request-id"], answer, error),
+            headers=headers | _warning(asked.unknown),
+            on_finish=finished,
         )
 
     def _finished(self, id: str, answer: Answer, error: ApiError | None) -> None:
@@ -157,8 +170,47 @@ class Service:
         )
 
 
+class _Visit:
+    """A request's way through the engine: tells metrics of its tokens, and leaves its place behind."""
+
+    def __init__(self, places: Places, metrics: Metrics) -> None:
+        self._places = places
+        self._metrics = metrics
+        self._place: Place | None = None
+
+    async def enter(self, client: str, choices: int, tokens: int) -> EngineClient:
+        self._place = await self._places.enter(client, choices, tokens)
+        return self._place.engine
+
+    def first_token(self, after_s: float) -> None:
+        self._metrics.first_token(after_s)
+        if self._place is not None:
+            self._places.prefilled(self._place)
+
+    def next_token(self, after_s: float) -> None:
+        self._metrics.next_token(after_s)
+
+    def leave(self) -> None:
+        if self._place is not None:
+            self._places.leave(self._place)
+
+
+def _warning(unknown: list[str]) -> dict[str, str]:
+    """A header that names the fields that mean nothing here."""
+    if not unknown:
+        return {}
+    names = [re.sub(r"[^\x21-\x7e]", "?", name[:64]) for name in unknown[:_MOST_NAMED]]
+    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+    return {"x-phalanx-warning": f"unknown fields ignored: {', '.join(names)}{more}"}
+
+
 def build_service(
-    name: str, config: EngineConfig, options: ServeOptions, supervisor: Supervisor, metrics: Metrics
+    name: str,
+    config: EngineConfig,
+    options: ServeOptions,
+    supervisor: Supervisor,
+    metrics: Metrics,
+    preparer: Preparer,
 ) -> Service:
     """Reads what serving needs of the checkpoint: its tokenizer, and the family that says how outputs are parsed."""
     path = locate(config.model)
@@ -167,13 +219,17 @@ def build_service(
     return Service(
         name=name,
         spec=spec,
+        context=config.max_model_len or spec.max_positions,
         tokenizer=_tokenizer(path),
         supervisor=supervisor,
         metrics=metrics,
-        grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids),
+        places=Places(supervisor, shared=len(options.api_keys) > 1),
+        preparer=preparer,
+        grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids, shared=len(options.api_keys) > 1),
         reasoning_parser=reasoning,
         tool_parser=tools,
         request_timeout_s=options.request_timeout_s,
+        share_prefixes=options.share_prefixes,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from phalanx.errors import EngineDeadError
 from phalanx.server.engine_client import EngineClient, Launch
-from phalanx.server.errors import ApiError
+from phalanx.server.errors import ApiError, queue_full
 from phalanx.server.messages import Started, Stepped
 
 log = logging.getLogger("phalanx.server")
@@ -75,15 +75,15 @@ class Supervisor:
         """The engine to give a request of this many choices to; an ApiError if it cannot be taken now."""
         if self.state != "ready" or self.client.started is None:
             raise ApiError(503, f"The server is {self.state}.", f"server_{self.state}", headers={"retry-after": "1"})
-        room = self.client.started.max_num_seqs + self._max_queued
-        if self.client.live + choices > room:
-            raise ApiError(
-                429,
-                f"{self.client.live} requests wait or run and {choices} more would exceed {room}.",
-                "queue_full",
-                headers={"retry-after": "1"},
-            )
+        if self.client.live + choices > self.room:
+            raise queue_full(f"{self.client.live} requests wait or run and {choices} more would exceed {self.room}.")
         return self.client
+
+    @property
+    def room(self) -> int:
+        """For requests that wait or run."""
+        assert self.client.started is not None
+        return self.client.started.max_num_seqs + self._max_queued
 
     def drain(self) -> None:
         """Take no more requests. What is dead stays dead."""

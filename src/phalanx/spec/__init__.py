@@ -1,21 +1,35 @@
 """What things are. No torch."""
 
+from phalanx.spec.attention import Gqa
+from phalanx.spec.cache import LayerCache
+from phalanx.spec.delta import DeltaNet
+from phalanx.spec.ffn import Activation, Dense, Moe, Router
 from phalanx.spec.formats import FORMATS, NumberFormat, Quantization
+from phalanx.spec.latent import Indexer, Mla
+from phalanx.spec.layer import Layer, Norms
 from phalanx.spec.layout import Layout, Shard
-from phalanx.spec.model import DeltaNet, Indexer, LayerCache, Mla, ModelSpec, Moe, Rope, Tensor
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.rope import Rope
+from phalanx.spec.tensors import Tensor
 
 __all__ = [
     "FORMATS",
+    "Activation",
     "DeltaNet",
+    "Dense",
+    "Gqa",
     "Indexer",
+    "Layer",
     "LayerCache",
     "Layout",
     "Mla",
     "ModelSpec",
     "Moe",
+    "Norms",
     "NumberFormat",
     "Quantization",
     "Rope",
+    "Router",
     "Shard",
     "Tensor",
 ]

@@ -48,6 +48,14 @@ FORMATS = {known.name: known for known in _KNOWN}
 """`fp8` has a scale per 128 x 128 block, `fp8-channel` one per output channel or tensor."""
 
 PLAIN = ("fp32", "bf16", "fp16")
+DTYPE_NAMES = dict(zip(PLAIN, PLAIN, strict=True)) | {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+"""The plain formats by every name they go by: ours, torch's and vLLM's."""
 FP8_FORMATS = ("fp8", "fp8-channel")
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from math import lcm
 
 from phalanx.errors import LayoutError
+from phalanx.spec.cache import CacheKind
 from phalanx.spec.formats import FORMATS
-from phalanx.spec.model import CacheKind, ModelSpec, Split, Tensor
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensors import Split, Tensor
 
 ALIGNED_UNITS = (64, 32, 16)
 
@@ -61,7 +65,7 @@ class Layout:
         expert_ffn = self._deal_columns(spec.moe.intermediate if spec.moe else 0)
         shared_ffn = self._deal_columns(spec.moe.shared if spec.moe else 0)
         vocab = deal_elements(spec.vocab, self.column_unit(spec.vocab, blocks=False), tp)
-        state_heads = deal(spec.delta.k_heads if spec.delta else 0, tp)
+        state_heads = deal(spec.state_heads, tp)
         self.shards = tuple(
             Shard(rank, *heads[rank], ffn[rank], expert_ffn[rank], vocab[rank], shared_ffn[rank], state_heads[rank])
             for rank in range(tp)
@@ -79,18 +83,18 @@ class Layout:
     def _deal_columns(self, columns: int) -> list[range]:
         return deal_elements(columns, self.column_unit(columns), self.tp)
 
-    @property
+    @cached_property
     def head_unit(self) -> int:
-        """Heads dealt together: one, or as many as fill whole blocks."""
-        unit = 1
-        while self.block and unit * self.spec.head_dim % self.block:
-            unit += 1
-        return unit
+        """Heads dealt together: one, or as many as fill whole blocks where their matrices have any."""
+        of_heads = (tensor for tensor, _ in self.spec.tensor_kinds if tensor.split in ("query", "kv"))
+        if self.block is None or not any(map(self.spec.is_quantised, of_heads)):
+            return 1
+        return lcm(self.spec.head_dim, self.block) // self.spec.head_dim
 
     @property
     def kv_unit(self) -> int:
         """KV heads dealt together; a latent is not dealt, every rank keeps it."""
-        return 1 if self.spec.mla else self.head_unit
+        return 1 if self.spec.latent else self.head_unit
 
     def _check(self) -> None:
         if self.tp < 1:
@@ -112,7 +116,7 @@ class Layout:
             return [(range(kv.start * group, kv.stop * group), kv) for kv in shares]
         dealt = []
         for head, holders in enumerate(deal(self.tp, kv_heads)):
-            for query in deal_elements(group, self.head_unit if self.spec.mla else 1, len(holders)):
+            for query in deal_elements(group, self.head_unit if self.spec.latent else 1, len(holders)):
                 query_heads = range(head * group + query.start, head * group + query.stop)
                 dealt.append((query_heads, range(head, head + 1)))
         return dealt
@@ -132,7 +136,7 @@ class Layout:
         dealt = {
             "query": (shard.query_heads, self.spec.heads),
             "kv": (shard.kv_heads, self.spec.kv_heads),
-            "state": (shard.state_heads, self.spec.delta.k_heads if self.spec.delta else 1),
+            "state": (shard.state_heads, self.spec.state_heads),
         }
         if split not in dealt:
             return self.owned(split, rank)
@@ -166,7 +170,7 @@ class Layout:
         """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
         shard, element = self.shards[rank], FORMATS[number_format].bits / 8
         kv_share = len(shard.kv_heads) / self.spec.kv_heads
-        state_share = len(shard.state_heads) / self.spec.delta.k_heads if self.spec.delta else 0.0
+        state_share = len(shard.state_heads) / self.spec.state_heads if self.spec.state_heads else 0.0
         kept: dict[CacheKind, int] = {}
         for cache in self.spec.caches:
             share = state_share if cache.kind == "state" else kv_share

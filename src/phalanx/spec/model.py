@@ -3,137 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from math import prod
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from phalanx.spec.cache import LayerCache
+from phalanx.spec.ffn import Moe
 from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
-
-Split = Literal["query", "kv", "ffn", "expert_ffn", "shared_ffn", "state", "vocab"]
-CacheKind = Literal["full", "sliding", "chunked", "latent", "state"]
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. `kind` names how long contexts are reached."""
-
-    theta: float
-    rotary_dim: int
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True)
-class Moe:
-    """Routed experts, the best `experts_per_token` of them run; `shared` columns of a further expert always run."""
-
-    experts: int
-    experts_per_token: int
-    intermediate: int
-    renormalise: bool
-    sparse_layers: frozenset[int]
-    shared: int = 0
-    shared_gate: bool = False
-    correction_bias: bool = False
-    bias: bool = False
-
-
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention: of a token, one latent of `kv_rank + rope_dim` numbers is kept for all heads."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-    @property
-    def width(self) -> int:
-        return self.kv_rank + self.rope_dim
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """Chooses the `top_k` tokens that sparse attention looks at; keeps a key of `head_dim` numbers a token."""
-
-    heads: int
-    head_dim: int
-    top_k: int
-    layers: frozenset[int]
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """Gated delta net in `layers`: a state of fixed size in place of keys and values."""
-
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    kernel: int
-    layers: frozenset[int]
-    fused: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Columns that pass the convolution: queries, keys and values."""
-        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
-
-    @property
-    def state_bytes(self) -> int:
-        """The recurrent state in float32, and the columns the convolution looks back on in bf16."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * (self.kernel - 1)
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """What a layer keeps of a sequence, over all ranks.
-
-    `heads * width` numbers a token, of the last `reach` tokens at most, and `state_bytes` whatever the length. A latent
-    has one head, which every rank keeps.
-    """
-
-    kind: CacheKind
-    heads: int = 0
-    width: int = 0
-    reach: int | None = None
-    state_bytes: int = 0
-
-    def bytes(self, tokens: int, element_bytes: float) -> int:
-        kept = tokens if self.reach is None else min(tokens, self.reach)
-        return int(self.heads * self.width * kept * element_bytes) + self.state_bytes
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of the checkpoint: its name, its whole shape, and the axis along which ranks share it.
-
-    A `*` in the name stands for the number of an expert, and the tensor for its `copies`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: Split | None = None
-    axis: int = 0
-    is_linear: bool = False
-    expert: bool = False
-    copies: int = 1
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
+from phalanx.spec.layer import Layer, Norms
+from phalanx.spec.rope import Rope
+from phalanx.spec.tensors import Tensor
 
 
 class Refusal(NamedTuple):
@@ -146,50 +27,31 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer: what every layer holds, keeps of a sequence, and how ranks share it.
+    """A decoder-only transformer, layer by layer: what each holds, keeps of a sequence, and how ranks share it.
 
-    Where `refusal` is None the runtime serves it, and `tensors` are the checkpoint's own by name and shape; otherwise
-    they are the same numbers of weights, for planning.
+    What is embedded is multiplied by `embedding_scale`, what a layer's parts add by `residual_scale`, logits by
+    `logit_scale`. Names of checkpoints may begin otherwise than here: `prefixes` pairs what a name begins with here
+    with what it may begin with there. Tensors that match one of the patterns `ignored` are left alone, any other that
+    is not known is refused. Where `refusal` is None the runtime serves the model.
     """
 
     model_type: str
-    layers: int
+    layers: tuple[Layer, ...]
     hidden: int
     vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     norm_eps: float
-    rope: Rope
     max_positions: int
     tied_embeddings: bool
     dtype: str
-    moe: Moe | None = None
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    query_gate: bool = False
-    sinks: bool = False
-    windows: tuple[int | None, ...] = ()
-    chunked: bool = False
-    mla: Mla | None = None
-    indexer: Indexer | None = None
-    delta: DeltaNet | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    expert_names: tuple[str, str, str, str] = field(default=("mlp", "gate_proj", "up_proj", "down_proj"), repr=False)
+    prefixes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    ignored: tuple[str, ...] = field(default=(), repr=False)
     refusal: Refusal | None = None
-
-    @classmethod
-    def from_config(cls, source: Mapping[str, Any] | str | Path) -> ModelSpec:
-        """Read a Hugging Face `config.json` (the file, its folder, or what it holds) of a model that can be served."""
-        from phalanx.spec.config import read_config
-
-        return read_config(source)
 
     @property
     def stored_fp8(self) -> Quantization | None:
@@ -209,54 +71,88 @@ class ModelSpec:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
         return dataclasses.replace(self, quantization=Quantization(FORMATS[number_format]))
 
+    @cached_property
+    def _attending(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.mixer.heads)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the layers that attend."""
+        return self._attending[0].mixer.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self._attending[0].mixer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._attending[0].mixer.head_dim
+
+    @property
+    def latent(self) -> bool:
+        """Whether every rank keeps what all heads share."""
+        return self._attending[0].mixer.latent
+
+    @cached_property
+    def state_heads(self) -> int:
+        """Heads of recurrent states; 0 where no layer has any."""
+        return max(layer.mixer.state_heads for layer in self.layers)
+
+    @cached_property
+    def state_value_heads(self) -> int:
+        return max(layer.mixer.state_value_heads for layer in self.layers)
+
     @property
     def query_group(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
 
-    def is_sparse(self, layer: int) -> bool:
-        return self.moe is not None and layer in self.moe.sparse_layers
+    @cached_property
+    def intermediate(self) -> int:
+        """Inner columns of the dense MLPs; 0 where no layer has one."""
+        return max(layer.ffn.width for layer in self.layers)
 
-    def is_recurrent(self, layer: int) -> bool:
-        return self.delta is not None and layer in self.delta.layers
+    @cached_property
+    def sparse(self) -> tuple[Moe, ...]:
+        """The layers of routed experts."""
+        return tuple(layer.ffn for layer in self.layers if isinstance(layer.ffn, Moe))
 
-    def window(self, layer: int) -> int | None:
-        """Positions a token of this layer may look back on, itself included; None means all of them."""
-        return self.windows[layer] if self.windows else None
+    @property
+    def moe(self) -> Moe | None:
+        """What the layers of routed experts have in common."""
+        return self.sparse[0] if self.sparse else None
+
+    @cached_property
+    def ropes(self) -> set[Rope]:
+        """The ways in which layers turn queries and keys."""
+        return {layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None}
 
     @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
         """What each layer keeps of a sequence."""
-        return tuple(self._cache(layer) for layer in range(self.layers))
-
-    def _cache(self, layer: int) -> LayerCache:
-        if self.delta is not None and layer in self.delta.layers:
-            return LayerCache("state", state_bytes=self.delta.state_bytes)
-        if self.mla is not None:
-            index = self.indexer.head_dim if self.indexer else 0
-            return LayerCache("latent", 1, self.mla.width + index)
-        reach = self.window(layer)
-        kind: CacheKind = "full" if reach is None else "chunked" if self.chunked else "sliding"
-        return LayerCache(kind, self.kv_heads, 2 * self.head_dim, reach)
+        return tuple(layer.mixer.cache for layer in self.layers)
 
     @cached_property
     def stacked_tensors(self) -> tuple[Tensor, ...]:
         """Every tensor in the order the forward pass meets them, those of all experts of a layer as one with copies."""
-        from phalanx.spec.tensors import list_tensors
+        return tuple(self._list_tensors())
 
-        return tuple(list_tensors(self))
+    def _list_tensors(self) -> Iterator[Tensor]:
+        yield Tensor("model.embed_tokens.weight", (self.vocab, self.hidden), "vocab")
+        for number, layer in enumerate(self.layers):
+            yield from layer.tensors(f"model.layers.{number}.", self.hidden)
+        yield self.final_norms.tensor("model.norm.weight", self.hidden)
+        if not self.tied_embeddings:
+            yield Tensor("lm_head.weight", (self.vocab, self.hidden), "vocab")
+
+    @property
+    def final_norms(self) -> Norms:
+        return self.layers[-1].norms
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the checkpoint by name, in the order the forward pass meets them."""
-        found: dict[str, Tensor] = {}
-        for stacked, run in groupby(self.stacked_tensors, key=lambda tensor: "*" in tensor.name):
-            group = list(run)
-            for expert in range(group[0].copies) if stacked else (0,):
-                for tensor in group:
-                    name = tensor.name.replace("*", str(expert))
-                    found[name] = dataclasses.replace(tensor, name=name, copies=1) if stacked else tensor
-        return found
+        """Every tensor by name, those of every expert on their own."""
+        return {tensor.name: tensor for stacked in self.stacked_tensors for tensor in stacked.each()}
 
     @cached_property
     def tensor_kinds(self) -> tuple[tuple[Tensor, int], ...]:
@@ -299,7 +195,7 @@ class ModelSpec:
         return own.format if own is not None and own.format.name == name else FORMATS[name]
 
     def is_quantised(self, tensor: Tensor) -> bool:
-        return tensor.is_linear and not (self.quantization is not None and self.quantization.skips(tensor.name))
+        return tensor.is_linear and not (self.quantization is not None and self.quantization.skips(tensor.stored_name))
 
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""
@@ -316,7 +212,8 @@ class ModelSpec:
         The embedding is a look-up, the head a product: a tied matrix counts once, an untied one through its head.
         """
         multiplied = self.active_parameters - (0 if self.tied_embeddings else self.vocab * self.hidden)
-        attending = (layer for layer in range(self.layers) if not self.is_recurrent(layer))
-        looked_at = sum(min(context, self.window(layer) or context) for layer in attending)
-        value_dim = self.mla.v_dim if self.mla else self.head_dim
-        return 2 * multiplied + 2 * looked_at * self.heads * (self.head_dim + value_dim)
+        attended = sum(
+            min(context, layer.mixer.cache.reach or context) * layer.mixer.heads * layer.mixer.pair_width
+            for layer in self._attending
+        )
+        return 2 * multiplied + 2 * attended

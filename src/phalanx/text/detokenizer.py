@@ -71,20 +71,3 @@ class StopStrings:
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-class TextStream:
-    """From tokens to the text a client sees."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool = False) -> None:
-        self._detokenizer = Detokenizer(tokenizer, keep_special)
-        self._stops = StopStrings(stops)
-
-    def add(self, token: int) -> tuple[str, bool]:
-        """New text, and whether a stop string ended it."""
-        return self._stops.add(self._detokenizer.add(token))
-
-    def finish(self) -> tuple[str, bool]:
-        """All that was held back. A stop string can still be met in the last bytes."""
-        text, stopped = self._stops.add(self._detokenizer.finish())
-        return (text, True) if stopped else (text + self._stops.finish(), False)

@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from phalanx.errors import ModelError, RequestError
-from phalanx.weights.gguf_file import GgufFile
+from phalanx.errors import CheckpointError, ModelError, RequestError
+from phalanx.spec.gguf import GgufFile
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -49,14 +49,27 @@ class Tokenizer:
         """The tokenizer of a checkpoint; None where it has none and only token ids can be served."""
         if path.suffix == ".gguf":
             return cls(_from_gguf(GgufFile(path)))
-        if not (path / "tokenizer.json").exists():
+        if not (path / "tokenizer.json").is_file():
             return None
-        return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
+        try:
+            return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
+        except Exception as error:
+            raise CheckpointError(
+                "broken_file",
+                f"The tokenizer in {path} cannot be read: {type(error).__name__}: {str(error)[:200]}.",
+                "Download its tokenizer.json and tokenizer_config.json again.",
+            ) from None
 
     @property
     def backend(self) -> PreTrainedTokenizerFast:
         """The tokenizer itself, for those who read its vocabulary."""
         return self._backend
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """By name; a model with only one has it as the default."""
+        templates = self._backend.chat_template or {}
+        return templates if isinstance(templates, dict) else {"default": templates}
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds those a text begins with, which a chat template writes itself."""

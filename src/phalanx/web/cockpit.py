@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter
 
-from phalanx import __version__
+from phalanx.version import __version__
 from phalanx.web.planner import add_planner
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.step import Step
-from phalanx.engine.plan import Totals
+from phalanx.engine.step_plan import Totals
+from phalanx.engine.step_sums import StepSums
 from phalanx.errors import PhalanxError
 from phalanx.plan.predict import Interval, predictor
 from phalanx.spec.machine import Gpu, Machine
@@ -122,17 +122,17 @@ class Planned:
         return Expected(gap, step_s)
 
 
-def _steps(load: Load) -> Iterator[tuple[float, float, Step]]:
+def _steps(load: Load) -> Iterator[tuple[float, float, StepSums]]:
     """The two kinds of steps: decodes alone, and with prompts. Of each its share of steps, its decodes and its mean."""
     reach = load.context / load.decodes if load.decodes else 0.0
     mixed, pure = load.prompt_share, 1 - load.prompt_share
     if pure > 0:
         rows = (load.decodes - load.mixed_decodes) / pure
-        yield pure, load.decodes - load.mixed_decodes, Step(max(round(rows), 1), rows * reach)
+        yield pure, load.decodes - load.mixed_decodes, StepSums(max(round(rows), 1), rows * reach)
     if mixed > 0:
         rows, tokens = load.mixed_decodes / mixed, round(load.prompt_tokens / mixed)
         prompts = max(round(load.prompts / mixed), 1)
-        yield mixed, load.mixed_decodes, Step(round(rows), rows * reach, tokens, load.prompt_pairs / mixed, prompts)
+        yield mixed, load.mixed_decodes, StepSums(round(rows), rows * reach, tokens, load.prompt_pairs / mixed, prompts)
 
 
 def _mean(values: list[float], weights: list[float]) -> float:

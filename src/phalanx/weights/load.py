@@ -11,12 +11,14 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.kernels.cache import CacheScales
 from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks, quantise_channels
+from phalanx.layers.decoder import Decoder
 from phalanx.layers.linear import Part
-from phalanx.models.decoder import Decoder
 from phalanx.spec import Layout
 from phalanx.spec.formats import FORMATS, Quantization
-from phalanx.spec.model import Tensor as TensorSpec
+from phalanx.spec.tensors import Pairs
+from phalanx.spec.tensors import Tensor as TensorSpec
 from phalanx.weights.reader import Reader, Slices
+from phalanx.weights.views import ViewReader
 
 Progress = Callable[[int, int], None]
 """Called with the bytes loaded so far and in all."""
@@ -40,8 +42,8 @@ def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
         progress(done, total)
     if model.place.fp8_cache:
         for layer in model.layers:
-            prefix = layer.attention.prefix
-            layer.attention.cache_scales = CacheScales(*(_cache_scale(reader, prefix, letter) for letter in "kv"))
+            path = layer.mixer.path
+            layer.mixer.cache_scales = CacheScales(*(_cache_scale(reader, path, letter) for letter in "kv"))
 
 
 def _cache_scale(reader: Reader, prefix: str, letter: str) -> float:
@@ -73,6 +75,14 @@ def check_tensors(layout: Layout, reader: Reader) -> None:
             f"The checkpoint lacks {len(missing)} of {len(layout.spec.tensors)} tensors: {named}{more}.",
             "Download the whole checkpoint, or check that config.json belongs to it.",
         )
+    unknown = reader.unknown() if isinstance(reader, ViewReader) else []
+    if unknown:
+        named = ", ".join(unknown[:_NAMED_IN_ERROR])
+        raise CheckpointError(
+            "unknown_tensor",
+            f"The checkpoint has {len(unknown)} tensors that the configuration does not tell of, such as {named}.",
+            "Check that config.json belongs to these weights.",
+        )
     for tensor in tensors:
         _check_shape(reader, tensor.name, tensor.shape)
         if reader.is_fp8(tensor.name):
@@ -94,6 +104,7 @@ def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slic
     """Into FP8 memory values and scales go as they are stored; what is stored wider is brought to FP8 here."""
     values, stored = reader.read(tensor.name, slices), layout.spec.stored_fp8
     if stored is None or not reader.is_fp8(tensor.name):
+        values = _half_split(values, tensor.pairs)
         if isinstance(target, Fp8Weight):
             assert stored is not None
             quantised = quantise_blocks(values) if stored.block > 1 else quantise_channels(values)
@@ -103,9 +114,36 @@ def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slic
         return
     scales = reader.read(tensor.name + stored.scales, _tiles(slices, stored))
     if isinstance(target, Fp8Weight):
-        target.fill(values, scales, stored.block)
+        _check_pairs(tensor, stored)
+        scales = scales if stored.block > 1 else _half_split(scales, tensor.pairs)
+        target.fill(_half_split(values.view(torch.uint8), tensor.pairs).view(values.dtype), scales, stored.block)
     else:
-        target.copy_(widen(values, scales, slices, stored))
+        target.copy_(_half_split(widen(values, scales, slices, stored), tensor.pairs))
+
+
+def _half_split(rows: Tensor, pairs: Pairs | None) -> Tensor:
+    """Rows of whole heads, with rotary pairs that lay side by side half of the rotated dimensions apart."""
+    if pairs is None:
+        return rows
+    heads = rows.unflatten(0, (-1, pairs.head)).clone()
+    turned = heads[:, pairs.first : pairs.first + pairs.rotated]
+    turned.copy_(turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).clone())
+    return heads.flatten(0, 1)
+
+
+def _check_pairs(tensor: TensorSpec, stored: Quantization) -> None:
+    """Rows may change places only where they share their scale."""
+    pairs, block = tensor.pairs, stored.block
+    if pairs is None or block == 1:
+        return
+    for head in range(0, tensor.shape[0], pairs.head):
+        first = head + pairs.first
+        if first // block != (first + pairs.rotated - 1) // block:
+            raise CheckpointError(
+                "cut_scales",
+                f"{tensor.name} has a scale for every {block} rows, and rotary pairs that lie in two of them.",
+                "Use the bf16 version of this model.",
+            )
 
 
 def _tile(stored: Quantization) -> tuple[int, int | None]:

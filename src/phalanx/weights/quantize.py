@@ -159,6 +159,17 @@ def _readable(source: Path) -> Checkpoint:
             f"{source} is quantised already, as {checkpoint.spec.number_format}.",
             "Name the bf16 version of the model: quantising twice only loses precision.",
         )
+    kept_otherwise = [
+        tensor.stored_name
+        for tensor in checkpoint.spec.stacked_tensors
+        if not all(source.is_plain for source in tensor.sources)
+    ]
+    if kept_otherwise:
+        raise CheckpointError(
+            "not_quantizable",
+            f"{checkpoint.spec.model_type} checkpoints keep tensors together with others, such as {kept_otherwise[0]}.",
+            "Phalanx quantizes models whose tensors each stand on their own.",
+        )
     return checkpoint
 
 

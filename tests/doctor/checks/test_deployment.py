@@ -9,9 +9,9 @@ import pytest
 from phalanx.doctor.checks import deployment
 from phalanx.doctor.checks.deployment import Deployment
 from phalanx.doctor.facts import Disk, Facts
+from phalanx.models import catalog
 from phalanx.plan.choose import choose
 from phalanx.plan.engines import ENGINES
-from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 from tests.doctor.build_machines import GIB, change, hgx, no_bridge, pcie_fallback, spark

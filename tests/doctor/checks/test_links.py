@@ -10,7 +10,7 @@ from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.doctor.checks import fabric, links
 from phalanx.doctor.checks.toll import step_toll, toll
 from phalanx.doctor.facts import Fabric, FabricManager, Facts, GpuPath, NvLink
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.machine import Gpu as Product
 from phalanx.spec.machine import Link
 from tests.doctor.build_machines import change, h100, hgx, mesh, no_bridge, pcie_fallback, spark

@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.doctor.checks import measured, serving
 from phalanx.doctor.facts import AllReduce, Corruption, Facts, Measured, Rate, Serving
+from phalanx.models import catalog
 from phalanx.plan.predict import predict
-from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 from tests.doctor.build_machines import change, hgx, throttled

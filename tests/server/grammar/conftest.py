@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.runtime.grammar import Grammars
 from phalanx.server.grammar.constraint import Constraint, to_xgrammar
+from phalanx.server.grammar.matcher import Grammars
 from tests.byte_model import make_grammars, random_text
 
 Texts = Callable[..., list[str]]

@@ -20,11 +20,16 @@ import psutil
 import pytest
 
 from phalanx.errors import ConfigError, RequestError
-from phalanx.runtime.grammar import Grammars
+from phalanx.server.fairness import Shares
 from phalanx.server.grammar import compiler as module
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint
+from phalanx.server.grammar.matcher import Grammars
+from phalanx.server.grammar.messages import decode_constraint
 from tests.byte_model import EOS, VOCAB, make_tokenizer, random_text
+from tests.server.running import eventually
+
+pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 LIMIT_S = 3.0
@@ -70,10 +75,16 @@ class Compiler:
         return self.run(self.real.compile(constraint))
 
     def process(self) -> psutil.Process:
+        """The one that the others are forked from."""
+
         async def pid() -> int:
-            return (await self.real._started()).pid
+            await self.real.start()
+            return (await self.real._processes._started())[0].pid
 
         return psutil.Process(self.run(pid()))
+
+    def workers(self) -> list[psutil.Process]:
+        return self.process().children()
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +110,16 @@ def refusal(compiler: Compiler, constraint: Constraint) -> RequestError:
 
 
 @pytest.fixture
-def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the process was asked."""
-    asked: list[Any] = []
-    real = module._exchange
+def exchanged(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> list[Constraint]:
+    """What the processes were asked."""
+    asked: list[Constraint] = []
+    real = compiler.real._processes.ask
 
-    async def exchange(process: Any, message: Any) -> Any:
-        asked.append(message)
-        return await real(process, message)
+    async def ask(lane: int, message: bytes) -> bytes:
+        asked.append(decode_constraint(message))
+        return await real(lane, message)
 
-    monkeypatch.setattr(module, "_exchange", exchange)
+    monkeypatch.setattr(compiler.real._processes, "ask", ask)
     return asked
 
 
@@ -163,8 +174,60 @@ def test_one_who_gives_up_does_not_break_off_the_trial_of_another(compiler: Comp
     assert exchanged == [SMALL]
 
 
+def test_one_whom_all_have_left_is_broken_off(compiler: Compiler) -> None:
+    async def left() -> None:
+        askers = [asyncio.create_task(compiler.real.compile(SLOW)) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        (trial,) = compiler.real._trials.values()
+        for asker in askers:
+            assert not trial.work.cancelled()
+            asker.cancel()
+            await asyncio.gather(asker, return_exceptions=True)
+        await asyncio.gather(trial.work, return_exceptions=True)
+        assert trial.work.cancelled()
+        assert not compiler.real._trials
+        assert await compiler.real.compile(SMALL)
+
+    compiler.run(left())
+
+
+def test_a_key_with_many_trials_does_not_hold_up_another(
+    compiler: Compiler, exchanged: list[Constraint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty-four regexes of one client, of which each could take its ten seconds, and one of another."""
+    monkeypatch.setattr(compiler.real, "_places", Shares(module._MOST_WAITING, shared=True))
+
+    async def beside_each_other() -> None:
+        crowd = [Constraint("regex", f"((a{{1,{count}}}){{1,99}}){{1,99}}") for count in range(40, 104)]
+        asked = [asyncio.create_task(compiler.real.compile(regex, "greedy")) for regex in crowd]
+        await asyncio.sleep(0)
+        assert await compiler.real.compile(SMALL, "honest")
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    compiler.run(beside_each_other())
+    assert exchanged.index(SMALL) <= 4
+
+
+def test_a_key_cannot_have_all_places(folder: Path) -> None:
+    async def filled() -> tuple[int, int]:
+        compiler = GrammarCompiler(folder, VOCAB, [EOS], shared=True)
+        counts = []
+        for key in ("greedy", "honest"):
+            count = 0
+            with contextlib.suppress(RequestError):
+                for count in range(module._MOST_WAITING + 1):
+                    compiler._trial(Constraint("regex", f"{key}{count}"), key)
+            counts.append(count)
+        await compiler.close()
+        return counts[0], counts[1]
+
+    assert asyncio.run(filled()) == (48, 12)
+
+
 def test_the_queue_is_bounded(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(compiler.real, "_places", Shares(3, shared=False))
 
     async def four_at_once() -> list[Any]:
         constraints = [Constraint("regex", f"x{{{count}}}") for count in range(1, 5)]
@@ -183,31 +246,30 @@ def test_too_large_a_constraint_does_not_even_reach_the_process(compiler: Compil
 
 
 def test_a_slow_grammar_ends_at_the_limit_and_those_behind_it_are_served(compiler: Compiler) -> None:
-    async def behind_each_other() -> tuple[Any, Any, float]:
-        started = time.monotonic()
+    async def behind_each_other() -> tuple[Any, bool]:
         slow = asyncio.create_task(compiler.real.compile(SLOW))
         await asyncio.sleep(0.1)
-        small = asyncio.create_task(compiler.real.compile(SMALL))
+        assert await compiler.real.compile(SMALL)
+        at_work = not slow.done()
         (error,) = await asyncio.gather(slow, return_exceptions=True)
-        return error, await small, time.monotonic() - started
+        return error, at_work
 
     before = compiler.process()
-    error, grammar, took = compiler.run(behind_each_other())
+    error, at_work = compiler.run(behind_each_other())
     assert error.code == "grammar_too_complex"
     assert f"{LIMIT_S:g} s" in error.found
-    assert grammar
-    assert not before.is_running()
-    assert compiler.process().pid != before.pid
-    assert took >= LIMIT_S
+    assert at_work
+    assert compiler.process() == before
+    assert eventually(lambda: len(compiler.workers()) == 2)
 
 
 def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: Compiler) -> None:
-    process = compiler.process()
-
     async def killed_at_work() -> Any:
         work = asyncio.create_task(compiler.real.compile(Constraint(SLOW.kind, SLOW.source + " ")))
-        await asyncio.sleep(0.1)
-        process.kill()
+        while not work.done():
+            for worker in psutil.Process((await compiler.real._processes._started())[0].pid).children():
+                worker.kill()
+            await asyncio.sleep(0.1)
         return (await asyncio.gather(work, return_exceptions=True))[0]
 
     assert compiler.run(killed_at_work()).code == "grammar_too_complex"
@@ -215,20 +277,27 @@ def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: Compiler
 
 
 def test_a_process_that_dies_at_rest_is_replaced_unnoticed(compiler: Compiler) -> None:
-    async def killed_at_rest() -> None:
-        process = await compiler.real._started()
-        process.kill()
-        await process.wait()
-
-    compiler.run(killed_at_rest())
+    for worker in compiler.workers():
+        worker.kill()
     assert compiler.compile(SMALL)
+    compiler.real._tried.clear()
+    gone = compiler.process()
+    gone.kill()
+
+    async def wait() -> None:
+        while compiler.real._processes._starting is not None:
+            await asyncio.sleep(0.01)
+
+    compiler.run(wait())
+    assert compiler.compile(SMALL)
+    assert compiler.process() != gone
 
 
 def test_its_memory_and_its_share_of_the_cpu_are_bounded(compiler: Compiler) -> None:
-    process = compiler.process()
-    _, most = process.rlimit(psutil.RLIMIT_AS)
-    assert 0 < most - process.memory_info().vms <= module._MEMORY_BYTES
-    assert process.nice() >= 10
+    for worker in compiler.workers():
+        most, _ = worker.rlimit(psutil.RLIMIT_AS)
+        assert 0 < most - worker.memory_info().vms <= module._MEMORY_BYTES
+        assert worker.nice() >= 10
 
 
 HOSTILE = [
@@ -296,7 +365,8 @@ def test_the_process_does_not_outlive_a_server_killed_outright(folder: Path) -> 
         "from phalanx.server.grammar.compiler import GrammarCompiler\n"
         "async def main():\n"
         f"    compiler = GrammarCompiler(Path(sys.argv[1]), {VOCAB}, [{EOS}])\n"
-        "    print((await compiler._started()).pid, flush=True)\n"
+        "    await compiler.start()\n"
+        "    print((await compiler._processes._started())[0].pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "assert 'torch' not in sys.modules and 'xgrammar' not in sys.modules\n"
         "asyncio.run(main())\n"
@@ -304,6 +374,9 @@ def test_the_process_does_not_outlive_a_server_killed_outright(folder: Path) -> 
     server = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     process = psutil.Process(int(server.stdout.readline()))
+    while len(workers := process.children()) < 2:
+        time.sleep(0.05)
     os.kill(server.pid, signal.SIGKILL)
     server.wait()
-    process.wait(timeout=60)
+    for each in (process, *workers):
+        each.wait(timeout=60)

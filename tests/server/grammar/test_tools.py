@@ -13,8 +13,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from phalanx.errors import RequestError
-from phalanx.runtime.grammar import Grammars
 from phalanx.server.grammar.constraint import Constraint, after_thinking, to_xgrammar
+from phalanx.server.grammar.matcher import Grammars
 from phalanx.server.grammar.tools import TOOL_FORMATS, tools_constraint
 from tests.byte_model import allowed_tokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import RequestError
-from phalanx.runtime.grammar import Grammars
 from phalanx.server.grammar.constraint import Constraint, to_xgrammar
+from phalanx.server.grammar.matcher import Grammars
 from phalanx.server.grammar.worker import walk
 from tests.byte_model import EOS
 

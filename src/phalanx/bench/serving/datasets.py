@@ -1,49 +1,31 @@
-"""What is asked: queries for the server, and the notes a reader needs to judge them."""
+"""The datasets: random prompts, with or without a shared prefix, and conversations."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from phalanx.bench.serving import sharegpt
 from phalanx.bench.serving.client import Client, Query
 from phalanx.bench.serving.options import Options
+from phalanx.bench.serving.workload import PROBE, Workload, in_json, load_tokenizer
 from phalanx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # Each is one token, with the blank before it, in the vocabularies in use.
 WORDS = """time people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work night point home water room mother area money story fact month
 lot right study book eye job word business issue side kind head house service friend father power hour game line"""
 
-# Rare words and many scripts, so that the tokens reach far into a vocabulary.
-PROBE = """photosynthesis antidisestablishmentarianism Massachusetts ArrayList zygote Xylophone quokka Übergrößenträger
-déjà vu Привет мир 你好世界 こんにちは 안녕하세요 مرحبا नमस्ते ελληνικά 🙂 {}();"""
-
 _FALLBACK_VOCABULARY = 10_000
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Warm-up has prompts (and a shared prefix) of its own: what is measured was never seen by the server."""
-
-    queries: list[Query]
-    warmup: list[Query]
-    notes: list[str]
 
 
 async def make_workload(options: Options, client: Client) -> Workload:
     """The same options make the same workload."""
     if options.dataset == "sharegpt":
-        from phalanx.bench.serving.sharegpt import sample
-
-        return await sample(options, client)
+        return await sharegpt.sample(options, client)
     return await _random(options, client)
 
 
@@ -81,10 +63,6 @@ def _prompt(options: Options, prefix: list[Any], own: list[Any]) -> msgspec.Raw:
     return in_json([*system, {"role": "user", "content": " ".join(own)}])
 
 
-def in_json(content: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(content))
-
-
 async def _symbols(options: Options, client: Client) -> tuple[np.ndarray, str]:
     """What prompts are made of (token ids, or words of a token each), and where that is known from."""
     if options.endpoint == "chat":
@@ -112,12 +90,3 @@ def _check_room(tokens: int, limit: int | None) -> None:
             f"Requests of up to {tokens} tokens, prompt and answer, exceed the server's max_model_len {limit}.",
             "Lower --input-len, --output-len or --prefix-len.",
         )
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError("no_tokenizer", f"{file} does not exist.", "Name a checkpoint's folder with --tokenizer.")
-    return Tokenizer.from_file(str(file))

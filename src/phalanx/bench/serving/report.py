@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx import __version__
 from phalanx.bench.serving.measure import Spread, Summary
 from phalanx.bench.serving.options import Options
+from phalanx.version import __version__
 
 _FORMULAS = {
     "ttft": ("TTFT", "first chunk with text - sent"),

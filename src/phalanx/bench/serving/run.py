@@ -12,12 +12,13 @@ from rich.console import Console
 
 from phalanx.bench.serving.arrivals import arrival_times
 from phalanx.bench.serving.client import Client, connect
-from phalanx.bench.serving.datasets import Workload, make_workload
+from phalanx.bench.serving.datasets import make_workload
 from phalanx.bench.serving.load import Load
 from phalanx.bench.serving.measure import Summary, Trace, summarise
 from phalanx.bench.serving.options import Options
 from phalanx.bench.serving.progress import progress_of
 from phalanx.bench.serving.report import record, tables
+from phalanx.bench.serving.workload import Workload
 
 _OTHER_FILES = 100
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from phalanx.bench.serving.client import Client, Query
-from phalanx.bench.serving.datasets import PROBE, Workload, in_json, load_tokenizer
 from phalanx.bench.serving.options import Options
+from phalanx.bench.serving.workload import PROBE, Workload, in_json, load_tokenizer
 from phalanx.errors import ConfigError
 
 CountTokens = Callable[[list[str]], Awaitable[list[int]]]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from phalanx.doctor.checks.products import GIB, gib
 from phalanx.doctor.facts import Facts
 from phalanx.doctor.finding import Finding
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.model import ModelSpec
 
 DEFAULT_MODEL = "SmolLM2-135M"

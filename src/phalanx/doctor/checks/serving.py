@@ -9,10 +9,10 @@ from phalanx.doctor.checks.measured import looks_like_timeout
 from phalanx.doctor.checks.products import machine_of
 from phalanx.doctor.facts import Facts, Serving
 from phalanx.doctor.finding import Finding
+from phalanx.models import catalog
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.shapes import shape
-from phalanx.spec import catalog
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.doctor.checks.products import product
 from phalanx.doctor.facts import Facts
-from phalanx.spec import catalog
+from phalanx.models import catalog
 from phalanx.spec.machine import Gpu as Product
 from phalanx.spec.machine import Link
 from phalanx.spec.model import ModelSpec
@@ -20,7 +20,7 @@ _ACTIVATION_BYTES = 2
 def step_toll(spec: ModelSpec, ranks: int, rows: int, link: Link) -> float:
     """Seconds that the all-reduces of one decode step of `rows` sequences take."""
     message = rows * spec.hidden * _ACTIVATION_BYTES
-    return 2 * spec.layers * all_reduce_seconds(message, ranks, link, "nccl")
+    return 2 * len(spec.layers) * all_reduce_seconds(message, ranks, link, "nccl")
 
 
 def pcie_of(facts: Facts) -> Link:

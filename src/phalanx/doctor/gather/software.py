@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from phalanx import __version__
 from phalanx.doctor.facts import Software
 from phalanx.doctor.gather.host import CommandError, Host
+from phalanx.version import __version__
 
 _LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu",

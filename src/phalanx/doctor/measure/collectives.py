@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.doctor.measure.messages import Assignment, Began, Checked, Report, Timed, written
+from phalanx.doctor.measure.messages import Began, Checked, MeasureAssignment, Report, Timed, written
 from phalanx.fabric.group import GlooGroup, open_store
 
 _KIB, _MIB = 2**10, 2**20
@@ -101,7 +101,7 @@ class NcclPeers:
             yield start.elapsed_time(end) / 1e3 / calls
 
 
-def all_reduces(assignment: Assignment) -> Iterator[Report]:
+def all_reduces(assignment: MeasureAssignment) -> Iterator[Report]:
     """Meet the other ranks, time every size, check every sum."""
     rank, ranks, on_gpu = assignment.rank, assignment.ranks, assignment.device == "cuda"
     yield Began(f"meeting {ranks} ranks")
@@ -124,7 +124,7 @@ def time_one(peers: Peers, size: int) -> float:
     return median([next(samples) for _ in range(_WARM + _SAMPLES)][_WARM:])
 
 
-def check_one(peers: Peers, assignment: Assignment, size: int, dtype: torch.dtype, number: int) -> Checked:
+def check_one(peers: Peers, assignment: MeasureAssignment, size: int, dtype: torch.dtype, number: int) -> Checked:
     """One sum of random whole numbers, held against the sum that every rank can tell beforehand, on the CPU."""
     count, bound = size // dtype.itemsize, _EXACT[dtype] // assignment.ranks
     seeds = [((assignment.seed + number) << 16) + rank for rank in range(assignment.ranks)]

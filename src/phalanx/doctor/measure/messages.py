@@ -11,7 +11,7 @@ Device = Literal["cpu", "cuda"]
 Task = Literal["rates", "all-reduce"]
 
 
-class Assignment(Struct, frozen=True):
+class MeasureAssignment(Struct, frozen=True):
     """One rank's work. Ranks meet in `folder`; `seed` is the same for all, `threads` None leaves torch's choice."""
 
     task: Task

@@ -20,11 +20,11 @@ import msgspec
 
 from phalanx.doctor.measure.messages import (
     Alive,
-    Assignment,
     Began,
     Device,
     Failed,
     Finished,
+    MeasureAssignment,
     Report,
     Task,
     report_decoder,
@@ -95,14 +95,16 @@ class Ranks:
         threads = max(1, (os.cpu_count() or 1) // self.count) if self.count > 1 else None
         try:
             for rank in range(self.count):
-                assignment = Assignment(self.task, self.device, rank, self.count, str(self._folder), seed, threads)
+                assignment = MeasureAssignment(
+                    self.task, self.device, rank, self.count, str(self._folder), seed, threads
+                )
                 self._start(assignment)
         except BaseException:
             self._close()
             raise
         return self
 
-    def _start(self, assignment: Assignment) -> None:
+    def _start(self, assignment: MeasureAssignment) -> None:
         log = self._folder / f"rank-{assignment.rank}.log"
         with log.open("wb") as errors:
             process = subprocess.Popen(

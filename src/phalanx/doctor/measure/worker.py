@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from phalanx.doctor.measure.collectives import all_reduces
-from phalanx.doctor.measure.messages import Alive, Assignment, Began, Failed, Finished, Report
+from phalanx.doctor.measure.messages import Alive, Began, Failed, Finished, MeasureAssignment, Report
 from phalanx.doctor.measure.rates import rate_cpu, rate_gpu
 from phalanx.fabric.group import FabricError
 from phalanx.runtime.pulse import every_beat
@@ -35,7 +35,7 @@ class _Reports:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reports = _Reports()
-    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=MeasureAssignment)
     every_beat(lambda: reports.send(Alive()))
     work = threading.Thread(target=_work, args=(assignment, reports), daemon=True)
     work.start()
@@ -43,7 +43,7 @@ def main() -> None:
     os._exit(0)  # whoever started this closed the other end, by intent or by dying; NCCL's own farewell can hang
 
 
-def _work(assignment: Assignment, reports: _Reports) -> None:
+def _work(assignment: MeasureAssignment, reports: _Reports) -> None:
     try:
         if assignment.threads is not None:
             torch.set_num_threads(assignment.threads)
@@ -54,7 +54,7 @@ def _work(assignment: Assignment, reports: _Reports) -> None:
         reports.send(Failed(f"{type(error).__name__}: {error}", isinstance(error, FabricError)))
 
 
-def _measure(assignment: Assignment) -> Iterator[Report]:
+def _measure(assignment: MeasureAssignment) -> Iterator[Report]:
     if assignment.task == "all-reduce":
         yield from all_reduces(assignment)
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.kernels.attention import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
+from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
 MANY_PROGRAMS = 512
 """With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""

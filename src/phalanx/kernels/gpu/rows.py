@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from phalanx.kernels.cache import UNSCALED, CacheScales
+from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
-from phalanx.kernels.rotary import HeadNorms
 
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE = 8
@@ -216,3 +215,29 @@ def rotate_and_store(
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
         LARGEST=LARGEST, num_warps=2 if tokens <= FEW_TOKENS else 4, launch_pdl=True,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def _cos_and_sin(positions, frequencies, cos, sin, factor, half: tl.constexpr, HALF: tl.constexpr):
+    """One token: a whole row of cos and one of sin."""
+    cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    known = pair < half
+    cuda.gdc_wait()
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=known, other=0.0)
+    near, far = tl.cos(angle) * factor, tl.sin(angle) * factor
+    low, high = token * 2 * half + pair, token * 2 * half + half + pair
+    tl.store(cos + low, near.to(cos.dtype.element_ty), mask=known)
+    tl.store(cos + high, near.to(cos.dtype.element_ty), mask=known)
+    tl.store(sin + low, (-far).to(sin.dtype.element_ty), mask=known)
+    tl.store(sin + high, far.to(sin.dtype.element_ty), mask=known)
+
+
+def cos_and_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = frequencies.shape[0]
+    cos, sin = torch.empty(2, positions.shape[0], 1, 2 * half, dtype=dtype, device=positions.device).unbind()
+    _cos_and_sin[(positions.shape[0],)](
+        positions, frequencies, cos, sin, factor, half, triton.next_power_of_2(half), num_warps=1, launch_pdl=True
+    )
+    return cos, sin

@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from phalanx.kernels import sampling
-from phalanx.kernels.sampling import PARAMETERS
+from phalanx.kernels import sampling_table
+from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 
 STRETCH = 4096
 CHUNK = 128
 EDGES = 16
 CANDIDATES = 32768
 CANDIDATES_AT_ONCE = 2048
-ONE = tl.constexpr(sampling.ONE)
+ONE = tl.constexpr(sampling_table.ONE)
 FARTHEST = tl.constexpr(0x7F800000)
 """The bits of an infinite depth. No depth is positive: the bits of their amounts are in order, the best one first."""
 SLACK = tl.constexpr(1e-5)
@@ -82,7 +82,7 @@ def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
     cuda.gdc_wait()
     value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
     column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
-    tl.store(out + row, _first_best(value, column, width)[1].to(tl.int64))
+    tl.store(out + row, _first_best(value, column, width)[1])
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def likeliest(scores: Tensor) -> Tensor:
     stretches = triton.cdiv(width, STRETCH)
     best = torch.empty(rows, stretches, dtype=torch.float32, device=scores.device)
     where = torch.empty(rows, stretches, dtype=torch.int32, device=scores.device)
-    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    out = torch.empty(rows, dtype=TOKEN, device=scores.device)
     _best_of_stretch[(rows, stretches)](scores, best, where, width, stretches, STRETCH=STRETCH, launch_pdl=True)
     block = triton.next_power_of_2(stretches)
     _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=True)
@@ -285,7 +285,8 @@ def _uniform(seed, position):
     return (state >> 11).to(tl.float64) * (2.0**-53)
 
 
-@triton.jit(do_not_specialize=["stretches"])  # as a constant 1 it breaks the compiler of Triton 3.6
+# As a constant 1, `stretches` breaks the compiler of Triton 3.6; positions are sent behind slots, at any even address.
+@triton.jit(do_not_specialize=["stretches"], do_not_specialize_on_alignment=["positions"])
 def _choose(
     scores, table, slots, positions, best, where, weights, edges, above, sure, amounts, columns, found, out, width,
     stretches, STRETCH: tl.constexpr, EDGES: tl.constexpr, STRETCHES: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -347,7 +348,7 @@ def _choose(
         size = tl.where(_amount(depth) <= cut, _weight(depth), 0)
         token = tl.min(tl.where(tl.cumsum(size, 0) + passed > target, column, width), 0)
         token = tl.minimum(token, tl.max(tl.where(size > 0, column, 0), 0))
-    tl.store(out + row, token.to(tl.int64))
+    tl.store(out + row, token)
 
 
 def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -361,7 +362,7 @@ def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Ten
     room = min(CANDIDATES, triton.next_power_of_2(width))
     best, where, weights, moments = real(stretches), whole(stretches), wide(stretches), real(stretches, 2)
     peaks, edges, above = real(stretches, STRETCH // CHUNK), real(EDGES), real(stretches, EDGES)
-    sure, amounts, columns, found, out = wide(stretches, 2), whole(room), whole(room), whole(), wide()
+    sure, amounts, columns, found, out = wide(stretches, 2), whole(room), whole(room), whole(), whole(dtype=TOKEN)
     sizes = {"STRETCH": STRETCH, "PARAMETERS": PARAMETERS, "launch_pdl": True}
     padded = {"EDGES": EDGES, "STRETCHES": triton.next_power_of_2(stretches)}
     grid = (rows, stretches)

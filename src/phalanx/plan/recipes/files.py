@@ -9,9 +9,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from phalanx.cluster import spark
-from phalanx.cluster.commands import fabric_environment
 from phalanx.errors import ConfigError
+from phalanx.plan.recipes import spark
+from phalanx.plan.recipes.fabric import fabric_environment
 from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
 
 Files = dict[str, str]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from phalanx import __version__
 from phalanx.errors import ConfigError
 from phalanx.plan.engines import OS_SHARE, EngineTraits, static_reserve
 from phalanx.spec.formats import PLAIN
 from phalanx.spec.machine import Machine
+from phalanx.version import __version__
 
 FIRST_PORT = 8000
 TRTLLM_OPTIONS = "trtllm.yaml"

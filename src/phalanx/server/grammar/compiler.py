@@ -1,96 +1,123 @@
-"""GrammarCompiler: the server's side of the process in which grammars are tried out."""
+"""GrammarCompiler: the server's side of the processes in which grammars are tried out."""
 
 from __future__ import annotations
 
 import asyncio
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from phalanx.errors import ConfigError, RequestError
-from phalanx.runtime import child
+from phalanx.server.fairness import Shares, Turns
+from phalanx.server.forked import Lane
+from phalanx.server.forked_client import Forked, Lost
 from phalanx.server.grammar.constraint import Constraint
-from phalanx.server.grammar.messages import (
-    LENGTH_BYTES,
-    Assignment,
-    Proven,
-    Ready,
-    Refused,
-    Reply,
-    decode_reply,
-    packed,
-)
+from phalanx.server.grammar.messages import CompilerAssignment, Proven, Ready, Refused, decode_reply, encode
 
+WORKER_MODULE = "phalanx.server.grammar.worker"
+QUICK, SLOW = 0, 1
+_QUICK_S = 0.25
 _MEMORY_BYTES = 2**30
+_NICENESS = 10
 _CACHE_BYTES = 64 * 2**20
 _MOST_WAITING = 64
-_START_LIMIT_S = 120.0
 
 
 class GrammarCompiler:
     """Turns constraints into grammars that the engine can trust to compile, to end and to be quick.
 
-    A constraint comes from a client, so it is tried out in a process of its own, one at a time, with bounded time and
-    memory. Where it takes too long or takes the process down, that request alone fails, and another process is started.
+    A constraint comes from a client, so it is tried out in a process that can be spared, with bounded time and memory:
+    first for a moment, and if that is too short, in another where only such ones wait. Keys take turns at both. Where a
+    constraint takes too long or takes its process down, that request alone fails. `shared` says that there are
+    several keys.
     """
 
-    def __init__(self, model_path: Path, vocab: int, eos_token_ids: Sequence[int], time_limit_s: float = 10.0) -> None:
-        self._assignment = Assignment(str(model_path), vocab, list(eos_token_ids), time_limit_s, _MEMORY_BYTES)
-        self._process: asyncio.Task[Process] | None = None
-        self._turn = asyncio.Lock()
+    def __init__(
+        self,
+        model_path: Path,
+        vocab: int,
+        eos_token_ids: Sequence[int],
+        time_limit_s: float = 10.0,
+        shared: bool = False,
+    ) -> None:
+        lanes = [Lane(limit, _MEMORY_BYTES, _NICENESS) for limit in (min(_QUICK_S, time_limit_s), time_limit_s)]
+        self._time_limit_s = time_limit_s
+        self._assignment = CompilerAssignment(str(model_path), vocab, list(eos_token_ids), lanes)
+        self._processes = Forked(WORKER_MODULE, lanes)
+        self._started: asyncio.Task[None] | None = None
+        self._turns = Turns(), Turns()
+        self._places = Shares(_MOST_WAITING, shared)
         self._tried: OrderedDict[Constraint, Proven | Refused] = OrderedDict()
         self._tried_bytes = 0
-        self._trials: dict[Constraint, asyncio.Task[Proven | Refused]] = {}
+        self._trials: dict[Constraint, _Trial] = {}
 
     async def start(self) -> None:
-        """Start the process, which takes seconds; else the first constraint does, and waits for it."""
-        await self._started()
+        """Start the processes, which takes seconds; else the first constraint does, and waits for it."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        try:
+            await asyncio.shield(self._started)
+        except ConfigError:
+            self._started = None
+            raise
 
-    async def compile(self, constraint: Constraint) -> bytes:
+    async def _start(self) -> None:
+        ready = decode_reply(await self._processes.start(encode(self._assignment)))
+        if isinstance(ready, Refused):
+            await self._processes.close()
+            raise ConfigError(ready.code, ready.found, ready.fix)
+        assert isinstance(ready, Ready)
+
+    async def compile(self, constraint: Constraint, client: str = "") -> bytes:
         """The grammar for `Grammars.matcher` in the engine. RequestError if the constraint is no good."""
         constraint.check_size()
         verdict = self._remembered(constraint)
         if verdict is None:
-            verdict = await asyncio.shield(self._trial(constraint))
+            verdict = await self._trial(constraint, client).verdict()
         if isinstance(verdict, Refused):
             raise RequestError(verdict.code, verdict.found, verdict.fix)
         return verdict.grammar
 
     async def close(self) -> None:
-        for trial in self._trials.values():
-            trial.cancel()
-        await asyncio.gather(*self._trials.values(), return_exceptions=True)
-        await self._end()
+        tasks: list[asyncio.Task[Any]] = [trial.work for trial in self._trials.values()]
+        tasks += [self._started] if self._started is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._processes.close()
 
-    def _trial(self, constraint: Constraint) -> asyncio.Task[Proven | Refused]:
-        """Those who ask for the same at the same time share one trial, and none of them can break it off."""
+    def _trial(self, constraint: Constraint, client: str) -> _Trial:
+        """Those who ask for the same at the same time share one trial."""
         if constraint not in self._trials:
-            if len(self._trials) >= _MOST_WAITING:
+            if not self._places.take(client, 1):
                 raise RequestError(
-                    "too_many_grammars", f"{_MOST_WAITING} new grammars are waiting already.", "Try again later."
+                    "too_many_grammars", "Too many new grammars are waiting already.", "Try again later."
                 )
-            trial = self._trials[constraint] = asyncio.create_task(self._try(constraint))
-            trial.add_done_callback(lambda done: self._trials.pop(constraint))
-            trial.add_done_callback(lambda done: done.cancelled() or done.exception())
+            trial = self._trials[constraint] = _Trial(asyncio.create_task(self._try(constraint, client)))
+            trial.work.add_done_callback(lambda done: self._end_trial(constraint, client))
         return self._trials[constraint]
 
-    async def _try(self, constraint: Constraint) -> Proven | Refused:
-        async with self._turn:
-            process = await self._started()
+    def _end_trial(self, constraint: Constraint, client: str) -> None:
+        del self._trials[constraint]
+        self._places.give(client, 1)
+
+    async def _try(self, constraint: Constraint, client: str) -> Proven | Refused:
+        await self.start()
+        try:
+            reply = await self._ask(QUICK, constraint, client)
+        except Lost:
             try:
-                async with asyncio.timeout(self._assignment.time_limit_s):
-                    reply = await _exchange(process, constraint)
-            except TimeoutError:
-                reply = _too_complex(f"takes more than {self._assignment.time_limit_s:g} s to compile")
-                await self._replace()
-            except (asyncio.IncompleteReadError, ConnectionError):
-                reply = _too_complex("takes more memory than there is to compile")
-                await self._replace()
-        assert not isinstance(reply, Ready)
+                reply = await self._ask(SLOW, constraint, client)
+            except Lost:
+                reply = _too_complex(self._time_limit_s)
         self._remember(constraint, reply)
+        return reply
+
+    async def _ask(self, lane: int, constraint: Constraint, client: str) -> Proven | Refused:
+        async with self._turns[lane].turn(client):
+            reply = decode_reply(await self._processes.ask(lane, encode(constraint)))
+        assert not isinstance(reply, Ready)
         return reply
 
     def _remembered(self, constraint: Constraint) -> Proven | Refused | None:
@@ -105,77 +132,28 @@ class GrammarCompiler:
         while self._tried_bytes > _CACHE_BYTES:
             self._tried_bytes -= _size(*self._tried.popitem(last=False))
 
-    async def _started(self) -> Process:
-        """The process, alive and ready. One that ended while it had nothing to do is replaced without ado."""
-        if self._process is None:
-            self._process = asyncio.create_task(_spawn(self._assignment))
+
+class _Trial:
+    """Goes on while someone waits for it."""
+
+    def __init__(self, work: asyncio.Task[Proven | Refused]) -> None:
+        self.work = work
+        self._waiting = 0
+
+    async def verdict(self) -> Proven | Refused:
+        self._waiting += 1
         try:
-            process = await asyncio.shield(self._process)
-        except ConfigError:
-            self._process = None
-            raise
-        if process.returncode is not None:
-            await self._replace()
-            return await self._started()
-        return process
-
-    async def _replace(self) -> None:
-        await self._end()
-        self._process = asyncio.create_task(_spawn(self._assignment))
-
-    async def _end(self) -> None:
-        starting, self._process = self._process, None
-        if starting is not None:
-            starting.cancel()
-            (process,) = await asyncio.gather(starting, return_exceptions=True)
-            if isinstance(process, Process):
-                await _kill(process)
+            return await asyncio.shield(self.work)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self.work.cancel()
 
 
-async def _spawn(assignment: Assignment) -> Process:
-    """A process that has said that it is ready."""
-    process = await asyncio.create_subprocess_exec(
-        *child.command("phalanx.server.grammar.worker"),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=DEVNULL,
-        env=child.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
-    try:
-        async with asyncio.timeout(_START_LIMIT_S):
-            reply = await _exchange(process, assignment)
-    except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-        await _kill(process)
-        found = f"The process that compiles grammars ended with status {process.returncode} before it was ready."
-        raise ConfigError("grammar_compiler_failed", found, "Run `python -m phalanx.server.grammar.worker`.") from None
-    except BaseException:
-        await _kill(process)
-        raise
-    if isinstance(reply, Refused):
-        await process.wait()
-        raise ConfigError(reply.code, reply.found, reply.fix)
-    return process
-
-
-async def _exchange(process: Process, message: msgspec.Struct) -> Reply:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(packed(message))
-    await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-    return decode_reply(await process.stdout.readexactly(length))
-
-
-async def _kill(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-
-
-def _too_complex(why: str) -> Refused:
+def _too_complex(time_limit_s: float) -> Refused:
     return Refused(
         "grammar_too_complex",
-        f"The grammar {why}.",
+        f"The grammar takes more than {time_limit_s:g} s or {_MEMORY_BYTES >> 20} MiB to compile.",
         "Write it with fewer alternatives, smaller repetitions and less nesting.",
     )
 

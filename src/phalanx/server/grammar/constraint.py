@@ -11,10 +11,10 @@ from phalanx.server.grammar.pythonic import PythonicCalls
 from phalanx.server.grammar.regex import to_xgrammar as regex_to_xgrammar
 from phalanx.server.grammar.schema import MOST_DEPTH
 from phalanx.server.grammar.schema import to_xgrammar as schema_to_xgrammar
+from phalanx.server.markup import END_THINK
 
 MOST_BYTES = 64 * 2**10
 _MOST_WHITESPACE = 20
-_THINKING_ENDS = "</think>"
 
 Format = dict[str, Any]
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag", "choice"]
@@ -51,7 +51,7 @@ def to_xgrammar(constraint: Constraint) -> str:
 def after_thinking(constraint: Constraint) -> Constraint:
     """For a model that is thinking when its answer begins: any text to the end of its thoughts, then the constraint."""
     constraint.check_size()
-    thoughts: Format = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": _THINKING_ENDS}
+    thoughts: Format = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
     gap = {"type": "regex", "pattern": r"\n{0,2}"}
     return sequence([thoughts, gap, _format_of(constraint)], constraint.tolerant)
 

@@ -1,22 +1,20 @@
-"""What the server and its grammar compiler say to each other: msgspec records, each behind its length."""
+"""What the server and its grammar compiler say to each other."""
 
 from __future__ import annotations
 
 import msgspec
 
+from phalanx.server.forked import Lane
 from phalanx.server.grammar.constraint import Constraint
 
-LENGTH_BYTES = 4
 
-
-class Assignment(msgspec.Struct, frozen=True):
+class CompilerAssignment(msgspec.Struct, frozen=True):
     """The first thing the compiler is told: whose grammars to compile, and what that may cost."""
 
     model_path: str
     vocab: int
     eos_token_ids: list[int]
-    time_limit_s: float
-    memory_bytes: int
+    lanes: list[Lane]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -39,11 +37,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Ready | Proven | Refused
 
-decode_assignment = msgspec.msgpack.Decoder(Assignment).decode
+encode = msgspec.msgpack.encode
+decode_assignment = msgspec.msgpack.Decoder(CompilerAssignment).decode
 decode_constraint = msgspec.msgpack.Decoder(Constraint).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
-
-
-def packed(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body

@@ -1,5 +1,4 @@
 """Calls that a model must make, in the format it was taught."""
-# ruff: noqa: RUF001 - the tags of DeepSeek are written with a wide bar
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import RequestError
+from phalanx.server import markup
 from phalanx.server.grammar.constraint import Constraint, Format, sequence
 
 TOOL_FORMATS = ("hermes", "qwen3_xml", "llama3_json", "llama4_pythonic", "deepseek_v31")
@@ -35,17 +35,18 @@ def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, paral
 
 def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Format]:
     if tool_format == "hermes":
-        begin, end, stop = '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "</tool_call>"
-        return [_tags(tools, begin, end, "\n", only_one, {"excludes": [stop]})]
+        begin, end = markup.CALL + '\n{"name": "%s", "arguments": ', "}\n" + markup.END_CALL
+        return [_tags(tools, begin, end, "\n", only_one, {"excludes": [markup.END_CALL]})]
     if tool_format == "qwen3_xml":
-        begin, end, stop = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", "</parameter>"
-        return [_tags(tools, begin, end, "\n", only_one, {"excludes": [stop], "style": "qwen_xml"})]
+        begin, end = f"{markup.CALL}\n{markup.FUNCTION}%s>\n", f"{markup.END_FUNCTION}\n{markup.END_CALL}"
+        options = {"excludes": [markup.END_PARAMETER], "style": "qwen_xml"}
+        return [_tags(tools, begin, end, "\n", only_one, options)]
     if tool_format == "llama3_json":
         return [_tags(tools, '{"name": "%s", "parameters": ', "}", "; ", only_one, {})]
     if tool_format == "deepseek_v31":
-        begin, end = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+        begin, end = f"{markup.DEEPSEEK_CALL}%s{markup.DEEPSEEK_SEPARATOR}", markup.DEEPSEEK_END_CALL
         calls = _tags(tools, begin, end, "", only_one, {"excludes": [end]})
-        return [_constant("<｜tool▁calls▁begin｜>"), calls, _constant("<｜tool▁calls▁end｜>")]
+        return [_constant(markup.DEEPSEEK_CALLS), calls, _constant(markup.DEEPSEEK_END_CALLS)]
     if tool_format == "llama4_pythonic":
         functions = [{"name": tool["name"], "parameters": _parameters(tool)} for tool in tools]
         return [{"type": "pythonic_calls", "functions": functions, "only_one": only_one}]

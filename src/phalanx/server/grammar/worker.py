@@ -2,70 +2,49 @@
 
 from __future__ import annotations
 
-import os
 import random
-import resource
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from phalanx.errors import ConfigError, PhalanxError, RequestError
-from phalanx.runtime.grammar import Grammars
+from phalanx.server import forked
 from phalanx.server.grammar.constraint import Constraint, to_xgrammar
+from phalanx.server.grammar.matcher import Grammars
 from phalanx.server.grammar.messages import (
-    LENGTH_BYTES,
-    Assignment,
+    CompilerAssignment,
     Proven,
     Ready,
     Refused,
     decode_assignment,
     decode_constraint,
-    packed,
+    encode,
 )
 from phalanx.text.tokenizer import Tokenizer
 
-_NICENESS = 10
 _TOKENS_WALKED = 256
-_GRACE_S = 5
 
 
 def main() -> None:
-    """Answer until standard input ends. What libraries print goes to standard error, not among the answers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    assignment = decode_assignment(_read(sys.stdin.buffer))
+    """Answer in processes forked from this one, which has read the vocabulary."""
+    sockets, message = forked.read_start()
+    assignment = decode_assignment(message)
     try:
         grammars = _prepare(assignment)
     except PhalanxError as error:
-        answers.write(packed(Refused(**error.to_dict())))
+        forked.say_ready(encode(Refused(**error.to_dict())))
         return
-    answers.write(packed(Ready()))
-    while body := _read(sys.stdin.buffer):
-        signal.alarm(int(assignment.time_limit_s) + _GRACE_S)
-        answers.write(packed(_answer(grammars, decode_constraint(body), assignment.eos_token_ids)))
-        signal.alarm(0)
+    forked.say_ready(encode(Ready()))
+    ends = assignment.eos_token_ids
+    forked.serve(sockets, assignment.lanes, lambda body: encode(_answer(grammars, decode_constraint(body), ends)))
 
 
-def _read(stream: BinaryIO) -> bytes:
-    """The next message; empty at the end."""
-    return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
-
-
-def _prepare(assignment: Assignment) -> Grammars:
+def _prepare(assignment: CompilerAssignment) -> Grammars:
     tokenizer = Tokenizer.load(Path(assignment.model_path))
     if tokenizer is None:
         raise ConfigError("no_tokenizer", "The model has no tokenizer.json.", "Grammars need one.")
-    grammars = Grammars(tokenizer, assignment.vocab, assignment.eos_token_ids)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + assignment.memory_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICENESS)
-    return grammars
+    return Grammars(tokenizer, assignment.vocab, assignment.eos_token_ids)
 
 
 def _answer(grammars: Grammars, constraint: Constraint, ends: Sequence[int]) -> Proven | Refused:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from phalanx.errors import ConfigError
+from phalanx.server.markup import END_THINK
 from phalanx.server.parsers.deepseek_v31 import DeepSeekV31
 from phalanx.server.parsers.delta import Delta, ToolCallDelta, ToolSchema, Writer, new_call_id
 from phalanx.server.parsers.hermes import Hermes
 from phalanx.server.parsers.llama3_json import Llama3Json
 from phalanx.server.parsers.llama4_pythonic import Llama4Pythonic
-from phalanx.server.parsers.machine import ToolParser
 from phalanx.server.parsers.qwen3_xml import Qwen3Xml
-from phalanx.server.parsers.think import END_THINK, DeepSeekR1, Qwen3, ThinkParser
+from phalanx.server.parsers.state_machine import ToolParser
+from phalanx.server.parsers.think import DeepSeekR1, Qwen3, ThinkParser
 
 __all__ = [
     "REASONING_PARSERS",

@@ -1,17 +1,17 @@
 """DeepSeek V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}<｜tool▁call▁end｜>`, in `<｜tool▁calls▁begin｜>`.."""
 
-# ruff: noqa: RUF001, RUF002 (the bars are the model's own)
+# ruff: noqa: RUF002 (the bars are the model's own)
 
 from __future__ import annotations
 
 import re
 
+from phalanx.server import markup
 from phalanx.server.parsers.json_text import Brackets
-from phalanx.server.parsers.machine import Tags, ToolParser, name_at, word_at
+from phalanx.server.parsers.state_machine import Tags, ToolParser, name_at, word_at
 
-CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
+CALLS, END_CALLS = markup.DEEPSEEK_CALLS, markup.DEEPSEEK_END_CALLS
+CALL, END_CALL = markup.DEEPSEEK_CALL, markup.DEEPSEEK_END_CALL
 _TAGS = Tags(CALLS, CALL, END_CALL, END_CALLS)
 _END_OF_NAME = re.compile(r"[<\n]")
 
@@ -45,7 +45,7 @@ class DeepSeekV31(ToolParser):
 
     def _name(self, text: str, at: int, final: bool) -> int:
         end, name = name_at(text, at, _END_OF_NAME, final)
-        separator = word_at(text, end, (SEPARATOR,), final) if name else name
+        separator = word_at(text, end, (markup.DEEPSEEK_SEPARATOR,), final) if name else name
         if name and separator:
             self._called = name
             self._gathered.append(text[at:end] + separator)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.server.markup import CALL, END_CALL
 from phalanx.server.parsers.json_call import CallObject
-from phalanx.server.parsers.machine import Tags, ToolParser
+from phalanx.server.parsers.state_machine import Tags, ToolParser
 
-CALL, END_CALL = "<tool_call>", "</tool_call>"
 _TAGS = Tags(CALL, END_CALL)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.server.markup import PYTHON_TAG
 from phalanx.server.parsers.json_call import ARGUMENT_KEYS, CallObject
-from phalanx.server.parsers.machine import Tags, ToolParser, word_at
+from phalanx.server.parsers.state_machine import Tags, ToolParser, word_at
 
-PYTHON_TAG = "<|python_tag|>"
 _OPENINGS = Tags("{", PYTHON_TAG)
 _FIRST_KEYS = tuple(f'"{key}"' for key in ("name", *ARGUMENT_KEYS, "type"))
 

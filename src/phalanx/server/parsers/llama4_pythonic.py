@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.server.markup import PYTHON_END, PYTHON_START
 from phalanx.server.parsers.delta import ToolSchema, Writer
 from phalanx.server.parsers.json_text import to_json
-from phalanx.server.parsers.machine import Tags, ToolParser, name_at
+from phalanx.server.parsers.state_machine import Tags, ToolParser, name_at
 
-START, END = "<|python_start|>", "<|python_end|>"
-_TAGS = Tags(START, END)
+_TAGS = Tags(PYTHON_START, PYTHON_END)
 _NAME_START = re.compile(r"[^\W\d]")
 _END_OF_NAME = re.compile(r"[^\w.-]")
 
@@ -25,7 +25,7 @@ class Llama4Pythonic(ToolParser):
     """
 
     special_tags = True
-    opening = START
+    opening = PYTHON_START
 
     def __init__(self, writer: Writer, schemas: Sequence[ToolSchema]) -> None:
         super().__init__(writer, schemas)
@@ -33,9 +33,9 @@ class Llama4Pythonic(ToolParser):
 
     def _outside(self, text: str, at: int, final: bool) -> int:
         at, tag = self._say_until(_TAGS, text, at, final)
-        if tag == START:
+        if tag == PYTHON_START:
             self._open(tag, self._before_list)
-        elif tag == END:
+        elif tag == PYTHON_END:
             self._drop_end_tag(tag)
         return at
 

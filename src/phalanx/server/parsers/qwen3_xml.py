@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
+from phalanx.server.markup import CALL, END_CALL, END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from phalanx.server.parsers.json_text import parse_json, to_json
-from phalanx.server.parsers.machine import State, Tags, ToolParser, name_at, word_at
+from phalanx.server.parsers.state_machine import State, Tags, ToolParser, name_at, word_at
 
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_FUNCTION = "<function=", "</function>"
-PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OUTSIDE = Tags(CALL, FUNCTION, END_CALL)
 _IN_FUNCTION = Tags(PARAMETER, END_FUNCTION, END_CALL, CALL, FUNCTION)
 _AFTER_VALUE = Tags(END_PARAMETER, PARAMETER, END_FUNCTION)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from phalanx.server.markup import END_THINK, THINK
 from phalanx.server.parsers.delta import Writer
-from phalanx.server.parsers.machine import Machine, Tags, skip_space, word_at
-
-THINK, END_THINK = "<think>", "</think>"
+from phalanx.server.parsers.state_machine import StateMachine, Tags, skip_space, word_at
 
 
-class ThinkParser(Machine):
+class ThinkParser(StateMachine):
     """Splits the thought from the text after it, which it hands on to `after`.
 
     The thought is only ever at the start. With `thinking` True the prompt has opened it; None (unknown) means the same,

@@ -1,0 +1,157 @@
+"""StepPlan and StepResult: all that passes between engine and runner."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_sums import StepSums
+
+
+class Admission(msgspec.Struct, array_like=True, frozen=True):
+    """A request enters the batch: told to the ranks once, they keep it by slot until the slot is given anew."""
+
+    slot: int
+    prompt_length: int
+    tokens: list[int]
+    seed: int
+    params: SamplingParams
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """One step, by columns: row i computes `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on.
+
+    Tokens and block tables live with the runner: a plan carries only what is new. Rows of one token come first. A row
+    with `samples[i]` yields the token at position `starts[i] + counts[i]`, which stays on the device for the next step.
+    `new_blocks` are those that slots get, behind the ones they have. `masks` holds, for rows under a grammar, their
+    index and the place of the mask of tokens they may yield; `new_masks` are put into their places first (see
+    `engine.masks`).
+    """
+
+    step: int
+    admissions: list[Admission]
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    new_blocks: list[tuple[int, list[int]]]
+    masks: list[tuple[int, int]] = []
+    new_masks: list[tuple[int, bytes]] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    def sums(self) -> StepSums:
+        """What the time of this step depends on."""
+        decodes = self.counts.count(1)
+        rows = list(zip(self.starts[decodes:], self.counts[decodes:], strict=True))
+        return StepSums(
+            decodes=decodes,
+            context=sum(self.starts[:decodes]) + decodes,
+            prompt_tokens=sum(count for _, count in rows),
+            prompt_pairs=sum(count * (start + (count + 1) / 2) for start, count in rows),
+            prompts=len(rows),
+        )
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probability of the sampled token, and of the likeliest ones, best first."""
+
+    sampled: float
+    top: list[tuple[int, float]]
+
+
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens.
+
+    On a GPU, `device` holds the collectives too: they run inside the same graph.
+    """
+
+    launch: float = 0.0
+    device: float = 0.0
+    all_reduce: float = 0.0
+    sample: float = 0.0
+
+
+class StepResult(msgspec.Struct, array_like=True, frozen=True):
+    """The sampled tokens of a step, one for each row with `samples`, in row order."""
+
+    step: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    times: StepTimes = StepTimes()
+
+
+class Totals(StepSums, array_like=True, kw_only=True):
+    """What a rank has done since it started: the sums of all its steps, how many they were, their seconds by part.
+
+    Only rank 0 schedules. `prompt_steps` are the steps that held a prompt, `mixed_decodes` the decodes in them. All but
+    the seconds count steps when they are launched; the seconds are those of the `finished` ones.
+    """
+
+    steps: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    device_s: float = 0.0
+    all_reduce_s: float = 0.0
+    sample_s: float = 0.0
+    prompt_steps: int = 0
+    mixed_decodes: int = 0
+    finished: int = 0
+
+    def launched(self, plan: StepPlan) -> None:
+        sums = plan.sums()
+        self.add(sums)
+        self.steps += 1
+        if sums.prompts:
+            self.prompt_steps += 1
+            self.mixed_decodes += sums.decodes
+
+    def collected(self, result: StepResult) -> None:
+        times = result.times
+        self.finished += 1
+        self.launch_s += times.launch
+        self.device_s += times.device
+        self.all_reduce_s += times.all_reduce
+        self.sample_s += times.sample
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's sign of life: the step it is in or was in last, for how long it has been busy with it, and its books."""
+
+    rank: int
+    step: int
+    busy_s: float
+    totals: Totals = msgspec.field(default_factory=Totals)
+
+
+class Runner(Protocol):
+    """Runs steps in the order they are launched. `depth` steps may be launched before the first is collected."""
+
+    depth: int
+    nodes: list[str]
+    """The machine of every rank, rank 0 first; empty where all run on this one."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """StepMemoryError if the step found too little memory; it counts as never launched."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step launched and not yet collected."""
+        ...
+
+    def tend(self) -> bool:
+        """Do a piece of the work that was put off until no request waits. Whether some is left."""
+        ...
+
+    def beats(self) -> list[Beat]:
+        """Signs of life of the ranks in other processes since the last call. May be called from another thread.
+
+        EngineDeadError if one of them is gone.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,67 @@
+"""How the rows of a step are cut for attention: sequences of one token, tiles of prompts, parts of long sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PROMPT_TILE = 128
+"""Rows of one prompt that a GPU takes at once."""
+
+SPLIT_TARGET = 264
+"""Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
+
+MOST_SPLITS = 16
+
+READERS = 147
+"""Programs that, each at its own speed, read as fast as memory does. From an H200, as is the next one."""
+
+PART_TOKENS = 0.75
+"""What a further program costs all of them, in tokens that one reads meanwhile."""
+
+
+def splits_of(rows: int, kv_heads: int, uneven: bool = False) -> int:
+    """The parts of every sequence, each a program for every KV head."""
+    wanted = MOST_SPLITS if uneven else max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads)))
+    return int(1 << (wanted - 1).bit_length())
+
+
+def is_uneven(lengths: Sequence[int], kv_heads: int) -> bool:
+    """Whether the GPU would wait for the longest of these sequences, and longer than further parts of all take it."""
+    rows = len(lengths)
+    longest_part = max(lengths) / splits_of(rows, kv_heads)
+    together = kv_heads * (sum(lengths) / READERS + rows * MOST_SPLITS * PART_TOKENS)
+    return longest_part > 2 * together
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Sequences that compute one token: they come first in the batch and run as one padded product.
+
+    `uneven` says that some are much longer than the others, which is known where they are planned.
+    """
+
+    block_table: Tensor
+    positions: Tensor
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Sequences that compute several tokens, for a GPU: cut into tiles of rows.
+
+    A tile is its row of `tables`, its first row, its rows, its first position, and where this step began its sequence.
+    `resumed` says whether any sequence has tokens from before this step.
+    """
+
+    tables: Tensor
+    tiles: Tensor
+    resumed: bool
+
+
+def tile_prompt(sequence: int, first: int, count: int, start: int) -> list[tuple[int, int, int, int, int]]:
+    """The tiles of one sequence, the longest look-back first."""
+    offsets = reversed(range(0, count, PROMPT_TILE))
+    return [(sequence, first + at, min(PROMPT_TILE, count - at), start + at, start) for at in offsets]

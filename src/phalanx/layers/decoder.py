@@ -1,0 +1,125 @@
+"""The decoder: layers in order, each built from its record in the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+
+from torch import Tensor
+
+from phalanx.kernels.attention import AttentionBatch
+from phalanx.kernels.gemm import Gemm
+from phalanx.layers.ffn import build_ffn
+from phalanx.layers.linear import Part
+from phalanx.layers.mixers import build_mixer
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+from phalanx.layers.rotary import Rotary
+from phalanx.layers.step import StepContext
+from phalanx.layers.stream import Around, Stream
+from phalanx.layers.vocabulary import Embedding, Head
+
+
+class DecoderLayer:
+    """A mixer and an FFN, each with its norms around it and added to the residual stream: two all-reduces."""
+
+    def __init__(self, place: Place, number: int) -> None:
+        layer, prefix = place.spec.layers[number], f"model.layers.{number}."
+
+        def around(before: str | None, after: str | None) -> Around:
+            return Around(place, prefix + before if before else None, prefix + after if after else None)
+
+        self.around_mixer = around(layer.norms.before_mixer, layer.norms.after_mixer)
+        self.mixer = build_mixer(place, layer.mixer, prefix)
+        self.around_ffn = around(layer.norms.before_ffn, layer.norms.after_ffn)
+        self.ffn = build_ffn(place, layer.ffn, prefix)
+        self.record = layer
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind run the same kernels."""
+        return self.record, self.mixer.takes_fp8, self.ffn.takes_fp8
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        for part in (self.around_mixer, self.mixer, self.around_ffn, self.ffn):
+            yield from part.parts()
+
+    def __call__(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> None:
+        """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
+        mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
+        stream.take_rows(rows)
+        self.around_mixer.leave(mixed, stream)
+        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8)), stream)
+
+
+class Decoder:
+    """One rank's share of a decoder-only model. Built empty: `parts` names what has to be loaded."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.embedding = Embedding(place)
+        self.layers = [DecoderLayer(place, number) for number in range(len(place.spec.layers))]
+        self.norm = RmsNorm(place, "model.norm")
+        self.head = Head(place, self.embedding)
+        self.rotary = Rotary(place, place.spec.ropes)
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Names and, for each, the memory that this rank's share of the tensor goes to."""
+        yield from self.embedding.parts()
+        for layer in self.layers:
+            yield from layer.parts()
+        yield from self.norm.parts()
+        yield from self.head.parts()
+
+    def products(self) -> Iterator[Gemm]:
+        """The products whose weights are held as they are multiplied."""
+        for layer in self.layers:
+            for part in (layer.mixer, layer.ffn):
+                yield from (product for product in part.products() if isinstance(product, Gemm))
+        yield self.head.product
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a GPU computes all of it without asking the host."""
+        return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return sum(layer.mixer.cache_bytes_per_token for layer in self.layers)
+
+    def allocate_cache(self, blocks: int, block_size: int) -> None:
+        """Make room for what the layers keep of all sequences.
+
+        One block more than asked for stays spare, for rows that only fill up a batch.
+        """
+        self.block_size = block_size
+        self.spare_block = blocks
+        for layer in self.layers:
+            layer.mixer.allocate_cache(blocks + 1, block_size)
+
+    def sketch(self) -> Decoder:
+        """This model with one layer of each kind and the last one: every kernel of the whole in a fraction of its time.
+
+        Weights and caches are the same ones; there has to be a cache already.
+        """
+        sketch = copy(self)
+        sketch.layers = [*{layer.kind: layer for layer in self.layers[:-1]}.values(), self.layers[-1]]
+        return sketch
+
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+        """Hidden states before the last norm: of these rows, at least one of them, or of all.
+
+        No row looks at another one behind the last mixer, so there the others are left out.
+        """
+        step = StepContext(positions, batch, self.block_size, self.place.dtype, self.rotary)
+        stream = Stream(self.embedding(tokens))
+        for layer in self.layers[:-1]:
+            layer(stream, step)
+        self.layers[-1](stream, step, rows)
+        if stream.part is None:
+            return stream.residual
+        return stream.residual.add_(self.place.group.all_reduce(stream.part))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
+        return self.head(self.norm(hidden))

@@ -1,0 +1,44 @@
+"""A gated MLP: each rank holds some of its inner columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from torch import Tensor
+
+from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.gemm import Product
+from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.place import Place
+from phalanx.spec.ffn import Dense
+
+
+class Mlp:
+    in_graphs = True
+
+    def __init__(self, place: Place, record: Dense, prefix: str) -> None:
+        path = f"{prefix}{record.module}."
+        self.activation = record.activation
+        self.gate_up = ColumnParallelLinear(place, [path + "gate_proj", path + "up_proj"])
+        self.down = RowParallelLinear(place, path + "down_proj")
+
+    @property
+    def takes_fp8(self) -> bool:
+        return self.gate_up.product.takes_fp8
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        return chain(self.gate_up.parts(), self.down.parts())
+
+    def products(self) -> Iterator[Product]:
+        yield from (self.gate_up.product, self.down.product)
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        """This rank's part of a sum over ranks."""
+        entered = self.gate_up(x)
+        gated = gate_and_mul_quantised if self.down.product.takes_fp8 else gate_and_mul
+        return self.down(gated(entered, self.activation))
+
+
+RECORD, PART = Dense, Mlp

@@ -1,0 +1,132 @@
+"""Grouped-query attention; each rank holds whole KV-head groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import Sight, paged_attention
+from phalanx.kernels.cache import UNSCALED, HeadNorms, store
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.gemm import Product
+from phalanx.kernels.norm import add_rms_norm_torch
+from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
+from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+from phalanx.layers.step import StepContext
+from phalanx.spec.attention import Gqa
+
+
+class Attention:
+    def __init__(self, place: Place, record: Gqa, prefix: str) -> None:
+        self.record = record
+        self.group = place.group
+        self.path = f"{prefix}{record.module}."
+        self.eps = place.spec.norm_eps
+        self.heads, self.kv_heads = len(place.shard.query_heads), len(place.shard.kv_heads)
+        self.qkv = ColumnParallelLinear(place, [f"{self.path}{letter}_proj" for letter in "qkv"])
+        self.gate = ColumnParallelLinear(place, [f"{self.path}q_gate"]) if record.gated else None
+        self.output = RowParallelLinear(place, self.path + "o_proj")
+        self._holders = sum(shard.kv_heads == place.shard.kv_heads for shard in place.layout.shards)
+        has_norms = record.head_norm in ("each", "whole")
+        self.norms = [RmsNorm(place, self.path + name) for name in ("q_norm", "k_norm")] if has_norms else []
+        self.sinks = place.empty_for(self.path + "sinks") if record.sinks else None
+        self.sight = Sight(record.window, record.chunked, self.sinks)
+        self.cache = place.empty_cache(2, self.kv_heads, record.head_dim)
+        self.cache_scales = UNSCALED
+
+    @property
+    def takes_fp8(self) -> bool:
+        return self.qkv.product.takes_fp8 and self.gate is None
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        yield from self.qkv.parts()
+        if self.gate is not None:
+            yield from self.gate.parts()
+        yield from chain.from_iterable(norm.parts() for norm in self.norms)
+        yield from self.output.parts()
+        if self.sinks is not None:
+            yield f"{self.path}sinks", self.sinks
+
+    def products(self) -> Iterator[Product]:
+        yield from (linear.product for linear in (self.qkv, self.gate, self.output) if linear is not None)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
+
+    def allocate_cache(self, blocks: int, block_size: int) -> None:
+        self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a GPU computes it without asking the host."""
+        return self.sight.is_plain
+
+    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+        """This rank's part of what attention adds to these rows, all by default."""
+        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
+        self._turn_and_store(qkv, step)
+        scales = self.cache_scales
+        scale = self.record.scale * scales.key
+        attended = paged_attention(
+            qkv, self.heads, self.cache, step.batch, step.masks, self.sight, scale, scales.value
+        ).flatten(1)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x))
+        return self.output(attended if rows is None else attended[rows])
+
+    def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
+        """Queries and keys normed and turned in place, keys and values written to the cache."""
+        record, write_to = self.record, step.batch.write_to
+        if record.rope is not None and record.head_norm in (None, "each"):
+            cos, sin = step.turns(record.rope)
+            rotate_and_store(
+                qkv, cos, sin, write_to, self.cache, self.heads, self.kv_heads, self._each_head(), self.cache_scales
+            )
+            return
+        turned = qkv[:, : self.heads + self.kv_heads]
+        if record.head_norm == "each":
+            norm_heads(qkv, self.heads, self.kv_heads, self._head_norms())
+        elif record.head_norm == "whole":
+            self._norm_whole(qkv)
+        if record.rope is not None:
+            turned.copy_(apply_rotary(turned, *step.turns(record.rope)))
+        if record.head_norm == "after_rope":
+            turned.copy_(add_rms_norm_torch(turned, None, turned.new_ones(record.head_dim), self.eps))
+        if record.temperature is not None:
+            self._cool(qkv[:, : self.heads], step)
+        store(self.cache, write_to, qkv[:, self.heads :].unflatten(1, (2, self.kv_heads)), self.cache_scales)
+
+    def _each_head(self) -> HeadNorms | None:
+        return self._head_norms() if self.norms else None
+
+    def _head_norms(self) -> HeadNorms:
+        query, key = (norm.weight for norm in self.norms)
+        return HeadNorms(query, key, self.eps)
+
+    def _norm_whole(self, qkv: Tensor) -> None:
+        """Over all queries, or keys, of a token, whichever rank has them; a KV head that several have counts once."""
+        sizes = (self.heads, self.kv_heads)
+        split = qkv[:, : sum(sizes)].float().split(sizes, dim=1)
+        squares = torch.stack([part.pow(2).sum((1, 2)) for part in split])
+        squares[1] /= self._holders
+        widths = torch.tensor([self.record.heads, self.record.kv_heads], device=qkv.device) * self.record.head_dim
+        spread = (self.group.all_reduce(squares) / widths[:, None] + self.eps).rsqrt()
+        for part, norm, factor in zip(split, self.norms, spread, strict=True):
+            start = 0 if norm is self.norms[0] else self.heads
+            normed = norm.weight * (part * factor[:, None, None]).flatten(1).to(qkv.dtype)
+            qkv[:, start : start + part.shape[1]] = normed.view(part.shape)
+
+    def _cool(self, queries: Tensor, step: StepContext) -> None:
+        temperature = self.record.temperature
+        assert temperature is not None
+        floors = torch.floor((step.positions.float() + 1.0) / temperature.floor)
+        queries.mul_((torch.log1p(floors) * temperature.scale + 1.0)[:, None, None].to(queries.dtype))
+
+
+RECORD, PART = Gqa, Attention

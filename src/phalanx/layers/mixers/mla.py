@@ -1,0 +1,134 @@
+"""Latent attention: each rank has some of the heads, and all of the latents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.gemm import Product
+from phalanx.kernels.latent import Heads, choose, latent_attention
+from phalanx.kernels.rotary import apply_rotary
+from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+from phalanx.layers.step import StepContext
+from phalanx.spec.latent import Indexer, Mla
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever the configuration says of the others."""
+
+
+class LatentAttention:
+    in_graphs = False
+
+    def __init__(self, place: Place, record: Mla, prefix: str) -> None:
+        self.record, self.path = record, f"{prefix}{record.module}."
+        self.heads = len(place.shard.query_heads)
+        entering = ["q_a_proj"] if record.q_rank else []
+        self.enter = ColumnParallelLinear(place, [self.path + name for name in (*entering, "kv_a_proj_with_mqa")])
+        self.query_norm = RmsNorm(place, self.path + "q_a_layernorm", _LATENT_EPS) if record.q_rank else None
+        self.query = ColumnParallelLinear(place, [self.path + ("q_b_proj" if record.q_rank else "q_proj")])
+        self.latent_norm = RmsNorm(place, self.path + "kv_a_layernorm", _LATENT_EPS)
+        self.widening = place.empty_for(self.path + "kv_b_proj.weight")
+        self.output = RowParallelLinear(place, self.path + "o_proj")
+        self.cache = place.empty_cache(record.width)
+        indexer = record.indexer
+        self.indexer = LightningIndexer(place, record, indexer, f"{self.path}indexer.") if indexer else None
+
+    takes_fp8 = False
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
+        yield from chain(self.enter.parts(), self.query.parts(), *(norm.parts() for norm in norms))
+        yield f"{self.path}kv_b_proj.weight", self.widening
+        yield from self.output.parts()
+        if self.indexer is not None:
+            yield from self.indexer.parts()
+
+    def products(self) -> Iterator[Product]:
+        yield from (self.enter.product, self.query.product, self.output.product)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        index = self.indexer.cache_bytes_per_token if self.indexer else 0
+        return self.record.width * self.cache.element_size() + index
+
+    def allocate_cache(self, blocks: int, block_size: int) -> None:
+        self.cache = self.cache.new_zeros(blocks, block_size, self.record.width)
+        if self.indexer is not None:
+            self.indexer.allocate_cache(blocks, block_size)
+
+    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+        """This rank's part of what attention adds to these rows, all by default."""
+        assert isinstance(x, Tensor)
+        record = self.record
+        entered = self.enter(x).split(
+            [*([record.q_rank] if record.q_rank else []), record.kv_rank, record.rope_dim], -1
+        )
+        latent, key = self.latent_norm(entered[-2].contiguous()), entered[-1]
+        low = x if self.query_norm is None else self.query_norm(entered[0].contiguous())
+        q = self.query(low).view(-1, self.heads, record.head_dim)
+        cos, sin = step.turns(record.rope)
+        q[..., record.nope_dim :] = apply_rotary(q[..., record.nope_dim :], cos, sin)
+        self._keep(latent, apply_rotary(key[:, None], cos, sin)[:, 0], step)
+        if self.indexer is not None:
+            self.indexer(x, low, step)
+        chosen = step.chosen if self.indexer is not None else None
+        attended = latent_attention(q, self.cache, step.batch, self._widened(), record.scale, chosen).flatten(1)
+        return self.output(attended if rows is None else attended[rows])
+
+    def _keep(self, latent: Tensor, key: Tensor, step: StepContext) -> None:
+        places = self.cache.flatten(0, 1)
+        places[step.batch.write_to, : self.record.kv_rank] = latent
+        places[step.batch.write_to, self.record.kv_rank :] = key
+
+    def _widened(self) -> Heads:
+        both = self.widening.view(self.heads, -1, self.record.kv_rank)
+        return Heads(*both.split([self.record.nope_dim, self.record.v_dim], 1))
+
+
+class LightningIndexer:
+    """Whole on every rank, so that all look at the same positions."""
+
+    def __init__(self, place: Place, record: Mla, indexer: Indexer, path: str) -> None:
+        self.record, self.indexer, self.path, self.dtype = record, indexer, path, place.dtype
+        self.scale = indexer.head_dim**-0.5 * indexer.heads**-0.5
+        if indexer.own:
+            self.query = ColumnParallelLinear(place, [path + "wq_b"])
+            self.key = ColumnParallelLinear(place, [path + "wk"])
+            self.weigh = ColumnParallelLinear(place, [path + "weights_proj"])
+            self.norm_weight = place.empty_for(path + "k_norm.weight")
+            self.norm_bias = place.empty_for(path + "k_norm.bias")
+            self.cache = place.empty(0, 0, indexer.head_dim)
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        if self.indexer.own:
+            yield from chain(self.query.parts(), self.key.parts(), self.weigh.parts())
+            yield f"{self.path}k_norm.weight", self.norm_weight
+            yield f"{self.path}k_norm.bias", self.norm_bias
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self.indexer.head_dim * self.cache.element_size() if self.indexer.own else 0
+
+    def allocate_cache(self, blocks: int, block_size: int) -> None:
+        if self.indexer.own:
+            self.cache = self.cache.new_zeros(blocks, block_size, self.indexer.head_dim)
+
+    def __call__(self, x: Tensor, low: Tensor, step: StepContext) -> None:
+        """Leave the choice with the step; without an indexer of its own a layer leaves the last one's there."""
+        if not self.indexer.own:
+            return
+        width, (cos, sin) = self.indexer.head_dim, step.turns(self.record.rope)
+        key = F.layer_norm(self.key(x), (width,), self.norm_weight, self.norm_bias, _LATENT_EPS)
+        self.cache.flatten(0, 1)[step.batch.write_to] = apply_rotary(key[:, None], cos, sin)[:, 0]
+        q = apply_rotary(self.query(low).view(-1, self.indexer.heads, width), cos, sin)
+        weights = self.weigh(x).float() * self.scale
+        step.chosen = choose(q, weights, self.cache, step.batch, self.indexer.top_k, self.dtype)
+
+
+RECORD, PART = Mla, LatentAttention

@@ -1,0 +1,59 @@
+"""The residual stream: what a layer's parts take from it and how they add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from phalanx.kernels.fp8 import Quantised
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Place
+
+
+class Stream:
+    """What has been summed up so far, and this rank's part of what is to be added: the next norm does that sum too."""
+
+    def __init__(self, residual: Tensor) -> None:
+        self.residual = residual
+        self.part: Tensor | None = None
+
+    def take_rows(self, rows: Tensor | None) -> None:
+        """Go on with these rows alone."""
+        if rows is not None:
+            self.residual = self.residual[rows]
+
+
+class Around:
+    """The norms before and after a part of a layer, either of which may be missing."""
+
+    def __init__(self, place: Place, before: str | None, after: str | None) -> None:
+        self.group = place.group
+        self.scale = place.spec.residual_scale
+        self.before = RmsNorm(place, before) if before else None
+        self.after = RmsNorm(place, after) if after else None
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for norm in (self.before, self.after):
+            if norm is not None:
+                yield from norm.parts()
+
+    def enter(self, stream: Stream, in_fp8: bool) -> Tensor | Quantised:
+        """What the part takes."""
+        part, stream.part = stream.part, None
+        if self.before is None:
+            return stream.residual if part is None else stream.residual.add_(self.group.all_reduce(part))
+        if part is not None:
+            return self.before.of_sum(part, stream.residual, in_fp8)
+        return self.before.quantised(stream.residual) if in_fp8 else self.before(stream.residual)
+
+    def leave(self, part: Tensor, stream: Stream) -> None:
+        """Add this rank's share of what the part gives."""
+        if self.after is not None:
+            part = self.after(self.group.all_reduce(part))
+        if self.scale != 1.0:
+            part = part * self.scale
+        if self.after is None:
+            stream.part = part
+        else:
+            stream.residual = stream.residual + part

@@ -1,0 +1,69 @@
+"""The model of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import CheckpointError, ModelError
+from phalanx.models.config import read_config
+from phalanx.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from phalanx.spec.gguf import GgufFile
+
+
+def gguf_spec(file: GgufFile) -> ModelSpec:
+    """The model a file holds, read as the Hugging Face configuration it came from."""
+    architecture, experts = file.fields["general.architecture"], file.get("expert_count")
+    family = {"llama": "mixtral" if experts else "llama", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    if "rope_freqs.weight" in file.tensors:
+        raise ModelError(
+            "unsupported_rope",
+            f"{file.path.name} stretches its rope by a table of factors (rope_freqs.weight).",
+            "Use the safetensors version of this model.",
+        )
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(
+            "missing_tensor", f"{file.path.name} has no token_embd.weight.", "Is this a causal language model?"
+        )
+    heads = file.get("attention.head_count")
+    scaling: dict[str, Any] = {"rope_theta": file.get("rope.freq_base", 10000.0)}
+    if file.get("rope.scaling.type", "none") != "none":
+        scaling |= {
+            "rope_type": file.get("rope.scaling.type"),
+            "factor": file.get("rope.scaling.factor"),
+            "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
+        }
+    inner = file.get("feed_forward_length")
+    return read_config(
+        {
+            "model_type": family,
+            "num_hidden_layers": file.get("block_count"),
+            "hidden_size": file.get("embedding_length"),
+            "intermediate_size": inner or file.get("expert_feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": file.get("attention.head_count_kv", heads),
+            "head_dim": file.get("attention.key_length"),
+            "vocab_size": file.tensors["token_embd.weight"].shape[0],
+            "max_position_embeddings": file.get("context_length"),
+            "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": scaling,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
+            "dtype": "float32",
+        }
+        | _told_by_some(file, family)
+    )
+
+
+def _told_by_some(file: GgufFile, family: str) -> dict[str, Any]:
+    """What only some families know of."""
+    told: dict[str, Any] = {}
+    if "blk.0.attn_q.bias" in file.tensors and "blk.0.attn_output.bias" in file.tensors:
+        told["attention_bias"] = True
+    if file.get("expert_count"):
+        told |= {"num_experts": file.get("expert_count"), "num_experts_per_tok": file.get("expert_used_count")}
+    if family == "qwen3_moe":
+        told |= {"moe_intermediate_size": file.get("expert_feed_forward_length"), "norm_topk_prob": True}
+    return told

@@ -1,0 +1,156 @@
+"""The memory of a rank: what a step takes, what the graphs take, and what is left for keys and values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.layers.decoder import Decoder
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rehearsal import worst_step
+from phalanx.runtime.runner import TorchRunner, is_out_of_memory
+from phalanx.runtime.sampler import penalty_bytes
+from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
+
+MIB = 2**20
+
+CPU_KV_SHARE = 0.25
+"""Of a CPU's free memory, which other programs use too."""
+
+GPU_KEPT_FREE = 0.01
+"""Of a GPU's memory, for what fragments of it cannot be used."""
+
+LEAST_GRAPH_BYTES = MIB
+
+DRAWN_SCORE_BYTES, PENALISED_SCORE_BYTES = 56, 12
+"""What is made of one score, all that exists at once: where it is drawn from, and while it is changed."""
+
+
+def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_on_gpu: int) -> int:
+    """Bytes that this rank has for keys and values, once a worst step and all graphs have theirs.
+
+    On GPUs all ranks have to call this at once: the step is a real one.
+    """
+    if model.place.device.type == "cpu":
+        return _room_on_cpu(config, model, ranks_here)
+    return _room_on_gpu(config, model, ranks_on_gpu)
+
+
+def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
+    """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only."""
+    free = psutil.virtual_memory().available // ranks_here
+    share = free if config.kv_cache_memory or config.num_blocks else int(free * CPU_KV_SHARE)
+    step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
+    return min(share, free - step)
+
+
+def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int:
+    device = model.place.device
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        left, further_graphs = _beside_the_most(config, model)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
+        raise too_little(config, model, free // ranks_on_gpu, max(step // 2, step - free // ranks_on_gpu)) from error
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(left - GPU_KEPT_FREE * total) // ranks_on_gpu - further_graphs
+
+
+def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
+    """Bytes that are free beside the largest graphs and a worst step, and what all further graphs will take of them.
+
+    Keys and values have a single block meanwhile. The step comes last: a capture gives back what steps have left.
+    """
+    place, longest = model.place, longest_sequence(config, model)
+    model.allocate_cache(1, config.block_size)
+    runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest)
+    worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
+
+    def rehearsal() -> None:
+        if config.warm_up == "off":
+            runner.rehearse(worst, sketch)
+        else:
+            rehearse(runner)
+        for graph in largest if config.warm_up == "off" else all_graphs(runner):
+            graph.rehearse()
+
+    engine = (
+        place.spec,
+        place.group.size,
+        place.group.rank,
+        place.dtype,
+        place.fp8_cache,
+        runner.limits,
+        config.warm_up,
+    )
+    build(rehearsal, place.device, repr(engine))
+    for graph in largest:
+        graph.capture()
+    before = torch.cuda.mem_get_info(place.device)[0]
+    alike = [graph._replace(kind=graph.kind._replace(drawn=False)) for graph in largest]
+    for graph in alike:
+        graph.capture()
+    taken = before - torch.cuda.mem_get_info(place.device)[0]
+    each = max(LEAST_GRAPH_BYTES, taken // max(1, len(alike)))
+    runner.rehearse(worst, model)
+    place.group.all_reduce(torch.zeros(1, device=place.device))  # where ranks share a GPU, all have taken theirs
+    torch.cuda.synchronize(place.device)
+    left = torch.cuda.mem_get_info(place.device)[0]
+    return left, each * len(all_graphs(runner)[2 * len(largest) :])
+
+
+def longest_sequence(config: EngineConfig, model: Decoder) -> int:
+    return min(config.max_model_len or model.place.spec.max_positions, model.place.spec.max_positions)
+
+
+def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
+    """About what a step takes: its widest layer for all tokens, or the scores of all rows and what is made of them.
+
+    A CPU also has a mask over the longest sequence for each prompt and each window, and gathers keys and values of one.
+    A sequence that may be as long as there is room is reckoned with as many tokens as a step has.
+    """
+    place = model.place
+    spec, shard, size = place.spec, place.shard, place.dtype.itemsize
+    heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
+    attention = 2 * (heads + kv_heads) * spec.head_dim
+    routed = spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden) if spec.moe is not None else 0
+    layer = tokens * size * (5 * spec.hidden + max(attention, 3 * len(shard.ffn), routed))
+    longest = min(config.max_model_len or tokens, spec.max_positions)
+    if place.device.type == "cpu":
+        windows = len({(cache.kind, cache.reach) for cache in spec.caches})
+        layer += longest * (windows * tokens * size + 2 * min(tokens, longest) + 4 * kv_heads * spec.head_dim * size)
+    rows = min(rows, tokens)
+    penalised = rows * spec.vocab * PENALISED_SCORE_BYTES + penalty_bytes(rows, spec.vocab, longest)
+    return max(layer, rows * spec.vocab * DRAWN_SCORE_BYTES, penalised)
+
+
+def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) -> ConfigError:
+    """Says which limit to lower, and to what, so that a step takes less by what is missing."""
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    found = (
+        f"{max(0, left) / MIB:.0f} MiB are left on rank {model.place.group.rank} for a step of {tokens} tokens in "
+        f"{rows} sequences and keys and values; {missing / MIB:.0f} MiB more are needed."
+    )
+    goal = step_bytes(config, model, tokens, rows) - missing
+    fewer = ((t, r) for r in _halved(rows) for t in _halved(tokens) if step_bytes(config, model, t, r) <= goal)
+    tokens, rows = next(fewer, (0, 0))
+    names = [
+        ("max_num_batched_tokens", tokens, config.max_num_batched_tokens),
+        ("max_num_seqs", rows, config.max_num_seqs),
+    ]
+    lower = " and ".join(f"{name} to {value}" for name, value, given in names if value < given)
+    others = "use more ranks or a smaller model, or end other programs that use this memory."
+    return ConfigError("step_too_large", found, f"Lower {lower}, {others}" if tokens else others.capitalize())
+
+
+def _halved(limit: int) -> Iterator[int]:
+    while limit:
+        yield limit
+        limit //= 2

@@ -1,0 +1,58 @@
+"""What routes that take a body have in common: the body, whose it is, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from phalanx.server.errors import bad_request, client_gone
+
+log = logging.getLogger("phalanx.request")
+
+CLIENT = "phalanx.client"
+"""In a request's scope: who sent it, as far as keys tell. Empty where there are none."""
+
+BODY_DONE = "phalanx.body_done"
+"""In a request's scope: to be called when its body is held no longer."""
+
+T = TypeVar("T")
+
+
+def client_of(request: Request) -> str:
+    return str(request.scope.get(CLIENT, ""))
+
+
+async def json_body(request: Request) -> bytes:
+    """The body as it came; what is in it is looked at elsewhere."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not kind.startswith("application/") or not kind.endswith(("/json", "+json")):
+        raise bad_request("The body must be a JSON object, sent as 'content-type: application/json'.", "bad_body")
+    try:
+        return b"".join([piece async for piece in request.stream()])
+    except ClientDisconnect:
+        raise client_gone() from None
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work gives. A client that leaves takes its work along."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        log.info("a request whose client left while it was read: reason=client_gone")
+        raise client_gone()
+    finally:
+        gone.cancel()
+        working.cancel()
+        request.scope.get(BODY_DONE, bool)()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,97 @@
+"""Gated delta net: a state of fixed size in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.spec.cache import LayerCache
+from phalanx.spec.tensors import Run, Stored, Tensor
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Dealt by key heads, each with the value heads that share it.
+
+    `grouped`: checkpoints keep all projections of a key head together, in two tensors; otherwise queries, keys and
+    values one after the other, and the rest on its own.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel: int
+    grouped: bool = False
+    module: str = "linear_attn"
+
+    latent = False
+    rope = None
+    heads = 0
+    kv_heads = 0
+    head_dim = 0
+    read_reach = None
+    read_width = 0
+    pair_width = 0
+
+    @property
+    def state_heads(self) -> int:
+        return self.k_heads
+
+    @property
+    def state_value_heads(self) -> int:
+        return self.v_heads
+
+    @property
+    def channels(self) -> int:
+        """Columns that pass the convolution: queries, keys and values."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """The recurrent state in float32, and the columns the convolution looks back on in bf16."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * (self.kernel - 1)
+
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache("state", state_bytes=self.state_bytes)
+
+    def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
+        path = f"{prefix}{self.module}."
+        key, value = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        sizes = {"q": key, "k": key, "v": value, "z": value, "b": self.v_heads, "a": self.v_heads}
+        for letter, rows in sizes.items():
+            source = self._grouped(path, letter) if self.grouped else self._flat(path, letter)
+            yield Tensor(
+                f"{path}in_proj_{letter}.weight", (rows, hidden), "state", is_linear=letter in "qkvz", sources=source
+            )
+        for letter, rows, first in (("q", key, 0), ("k", key, key), ("v", value, 2 * key)):
+            stored = Stored(path + "conv1d.weight", run=Run(rows, self.channels, first))
+            yield Tensor(f"{path}conv_{letter}.weight", (rows, 1, self.kernel), "state", sources=(stored,))
+        yield Tensor(path + "A_log", (self.v_heads,), "state", wide=True)
+        yield Tensor(path + "dt_bias", (self.v_heads,), "state", wide=True)
+        yield Tensor(path + "norm.weight", (self.v_dim,))
+        yield Tensor(path + "out_proj.weight", (hidden, value), "state", axis=1, is_linear=True)
+
+    def _flat(self, path: str, letter: str) -> tuple[Stored, ...]:
+        if letter not in "qkv":
+            return ()
+        key = self.k_heads * self.k_dim
+        first = {"q": 0, "k": key, "v": 2 * key}[letter]
+        rows = key if letter != "v" else self.v_heads * self.v_dim
+        return (Stored(path + "in_proj_qkv.weight", run=Run(rows, self.channels, first)),)
+
+    def _grouped(self, path: str, letter: str) -> tuple[Stored, ...]:
+        shared = self.v_heads // self.k_heads
+        if letter in "ba":
+            run = Run(shared, 2 * shared, shared * (letter == "a"))
+            return (Stored(path + "in_proj_ba.weight", run=run),)
+        value = shared * self.v_dim
+        stride = 2 * self.k_dim + 2 * value
+        width, first = {
+            "q": (self.k_dim, 0),
+            "k": (self.k_dim, self.k_dim),
+            "v": (value, 2 * self.k_dim),
+            "z": (value, 2 * self.k_dim + value),
+        }[letter]
+        return (Stored(path + "in_proj_qkvz.weight", run=Run(width, stride, first)),)

@@ -1,0 +1,106 @@
+"""The tensors of a GGUF file slice by slice. Dequantising is the `gguf` package's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from torch import Tensor
+
+from phalanx.models.gguf import gguf_spec
+from phalanx.spec.gguf import GgufFile, StoredTensor
+from phalanx.weights.reader import Slices
+
+_ROWS_AT_ONCE = 4096
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class GgufReader:
+    """Slices of a GGUF file's tensors as float32, under their Hugging Face names.
+
+    llama-architecture files keep the rows of q and k as interleaved rotary pairs; they are handed out half-split.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile(path)
+        self._bytes = np.memmap(path, mode="r", dtype=np.uint8)
+        architecture = self._file.fields["general.architecture"]
+        self._interleaved = architecture == "llama"
+        self._head_dim = gguf_spec(self._file).head_dim
+
+    def names(self) -> list[str]:
+        return list(self._file.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        stored, expert = self._find(name)
+        if stored is None:
+            return None
+        return stored.shape if expert is None else stored.shape[1:]
+
+    def is_fp8(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        stored, expert = self._find(name)
+        assert stored is not None
+        if any(part.start == part.stop for part in slices):
+            return torch.empty([part.stop - part.start for part in slices])
+        rows, (part, *columns) = self._quantised_rows(stored, expert), slices
+        if not columns:
+            values = dequantize(rows, stored.kind)[0, part].astype(np.float32)
+        else:
+            starts = range(part.start, part.stop, _ROWS_AT_ONCE)
+            pieces = (rows[start : min(start + _ROWS_AT_ONCE, part.stop)] for start in starts)
+            values = np.concatenate([dequantize(piece, stored.kind)[:, columns[0]] for piece in pieces])
+        if self._interleaved and re.search(r"\.(q|k)_proj\.", name):
+            pairs = values.reshape(-1, self._head_dim // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def _quantised_rows(self, stored: StoredTensor, expert: int | None) -> np.ndarray:
+        """The raw bytes of the tensor, or of one expert's matrix in it, by rows; a vector is a single row."""
+        start = self._file.data_start + stored.offset
+        rows = self._bytes[start : start + stored.bytes].reshape(*stored.shape[:-1], stored.row_bytes)
+        rows = rows if expert is None else rows[expert]
+        return _as_numbers(np.atleast_2d(rows), stored.kind)
+
+    def _find(self, name: str) -> tuple[StoredTensor | None, int | None]:
+        stem, _, leaf = name.rpartition(".")
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+        if layer is None:
+            return self._file.tensors.get(f"{_TOP_NAMES.get(stem, stem)}.{leaf}"), None
+        number, path = layer.groups()
+        expert = re.fullmatch(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", path)
+        if expert is None:
+            return self._file.tensors.get(f"blk.{number}.{_LAYER_NAMES.get(path, path)}.{leaf}"), None
+        matrix = _EXPERT_NAMES[expert.group(2)]
+        return self._file.tensors.get(f"blk.{number}.ffn_{matrix}_exps.{leaf}"), int(expert.group(1))
+
+    def close(self) -> None:
+        del self._bytes
+
+
+def _as_numbers(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Plain formats are viewed as their numbers, which is how `dequantize` wants them."""
+    plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+    return raw.view(plain[kind]) if kind in plain else raw

@@ -1,0 +1,3 @@
+from tests.published import block_fp8, flagship, published
+
+__all__ = ["block_fp8", "flagship", "published"]

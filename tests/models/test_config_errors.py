@@ -1,0 +1,102 @@
+"""What cannot be served is refused with a code, what was found and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import ModelError
+from phalanx.models import read_config
+
+Config = dict[str, Any]
+
+TINY: Config = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 56,
+    "max_position_embeddings": 4096,
+}
+MOE = TINY | {"num_experts_per_tok": 2}
+QWEN3_MOE = MOE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
+MIXTRAL = MOE | {"model_type": "mixtral", "num_local_experts": 4}
+
+
+def refusal(config: Config | str | Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        read_config(config)
+    return caught.value
+
+
+def without(config: Config, name: str) -> Config:
+    return {key: value for key, value in config.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "named"),
+    [
+        (TINY | {"model_type": "gpt2"}, "unknown_architecture", "'gpt2'"),
+        (without(TINY, "model_type"), "unknown_architecture", "None"),
+        (TINY | {"hidden_act": "gelu"}, "unsupported_activation", "'gelu'"),
+        (TINY | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "bad_config", "short_factor has 0 numbers"),
+        (TINY | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "unsupported_rope", "'dynamic'"),
+        (TINY | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "unsupported_quantization", "'awq' (4)"),
+        (TINY | {"quantization_config": {"quant_method": "fp8"}}, "unsupported_quantization", "'fp8'"),
+        (TINY | {"torch_dtype": "float64"}, "bad_dtype", "'float64'"),
+        (TINY | {"num_key_value_heads": 3}, "bad_heads", "4 query heads do not share 3 KV heads"),
+        (TINY | {"num_hidden_layers": 0}, "bad_config", "num_hidden_layers is 0"),
+        (TINY | {"vocab_size": "many"}, "bad_config", "vocab_size is 'many'"),
+        (TINY | {"vocab_size": True}, "bad_config", "vocab_size is True"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(config: Config, code: str, named: str) -> None:
+    error = refusal(config)
+    assert error.code == code
+    assert named in error.found
+    assert error.fix
+    assert error.to_dict() == {"code": code, "found": error.found, "fix": error.fix}
+    assert str(error) == f"{error.found} {error.fix}"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(TINY, name) for name in TINY if name not in ("model_type", "num_key_value_heads")]
+    + [(QWEN3_MOE, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
+    + [(MIXTRAL, name) for name in ("num_local_experts", "num_experts_per_tok")],
+)
+def test_a_missing_field_is_named(config: Config, name: str) -> None:
+    error = refusal(without(config, name))
+    assert (error.code, error.found) == ("bad_config", f"The configuration has no {name}.")
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_stretched_rope_without_its_factor_is_refused(kind: str) -> None:
+    error = refusal(TINY | {"rope_scaling": {"rope_type": kind}})
+    assert "factor" in error.found
+
+
+@pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", '"llama"'])
+def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    error = refusal(file)
+    assert error.code == "bad_config"
+    assert str(file) in error.found
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xff\xfe\x00\x80")
+    assert refusal(tmp_path).code == "bad_config"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    error = refusal(tmp_path)
+    assert error.code == "no_config"
+    assert str(tmp_path / "config.json") in error.found
+    assert refusal(tmp_path / "elsewhere" / "config.json").code == "no_config"

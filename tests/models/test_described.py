@@ -1,0 +1,239 @@
+"""Models that are planned but not run: they weigh what transformers builds, keep what is published, and are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from phalanx.errors import ModelError
+from phalanx.models import catalog, read_config
+from phalanx.models.config import describe
+from phalanx.models.registry import families, served
+from phalanx.spec import Layout
+
+Config = dict[str, Any]
+
+TINY: Config = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 56,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+MLA: Config = {
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+INDEXER: Config = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+DELTA: Config = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED: Config = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4}
+GLM: Config = {
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+TINY_MODELS = [
+    {"model_type": "mistral"},
+    {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
+    {"model_type": "llama4_text", "num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 128},
+    {"model_type": "llama4_text", "num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 128},
+    {"model_type": "glm4_moe"} | GLM,
+    {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True} | GLM,
+    {"model_type": "glm4_moe", "n_shared_experts": 2, "first_k_dense_replace": 3} | GLM | {"n_shared_experts": 2},
+    {"model_type": "minimax_m2", "num_local_experts": 4, "head_dim": 16},
+    {"model_type": "qwen3_next"} | DELTA | SHARED,
+    {"model_type": "qwen3_5_text"} | DELTA,
+    {"model_type": "qwen3_5_moe_text"} | DELTA | SHARED,
+    {"model_type": "deepseek_v3"} | MLA,
+    {"model_type": "deepseek_v3"} | MLA | {"q_lora_rank": None, "n_shared_experts": 2},
+    {"model_type": "deepseek_v32"} | MLA | INDEXER,
+    {"model_type": "glm_moe_dsa"} | MLA | INDEXER,
+    {"model_type": "glm4_moe_lite"} | MLA,
+]
+FLAGSHIPS = [
+    "Qwen3-Next-80B-A3B",
+    "Qwen3.5-397B-A17B",
+    "Qwen3.5-27B",
+    "gpt-oss-120b",
+    "DeepSeek-V3",
+    "DeepSeek-V3.2",
+    "GLM-5",
+    "GLM-4.6",
+    "GLM-4.5-Air",
+    "GLM-4.7-Flash",
+    "MiniMax-M2",
+    "Llama-4-Maverick",
+    "Mistral-Small-24B",
+]
+
+
+def stored_elements(config: Config) -> int:
+    """Elements of a checkpoint of the model that transformers builds: parameters and persistent buffers."""
+    bare = {key: value for key, value in config.items() if key != "quantization_config"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**bare))
+    return sum(tensor.numel() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
+def test_a_tiny_model_has_the_weights_transformers_builds(family: Config) -> None:
+    config = TINY | family
+    assert describe(config).parameters == stored_elements(config)
+
+
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_a_flagship_has_the_weights_transformers_builds(name: str) -> None:
+    entry = catalog.entries()[name]
+    assert entry.spec.parameters == stored_elements(dict(entry.config))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
+def test_ranks_hold_every_split_weight_once_and_all_others_each(family: Config, tp: int) -> None:
+    spec = describe(TINY | family)
+    layout = Layout(spec, tp)
+    for tensor in spec.stacked_tensors:
+        held = sum(layout.shape(tensor, rank)[tensor.axis] for rank in range(tp))
+        size = tensor.shape[tensor.axis]
+        copies = tp if tensor.split is None else max(tp, spec.kv_heads) // spec.kv_heads if tensor.split == "kv" else 1
+        if tensor.split == "kv" and tp > spec.kv_heads:
+            assert held == tp * size // spec.kv_heads
+        else:
+            assert held == size * copies
+
+
+@pytest.mark.parametrize(
+    ("name", "growing", "kinds"),
+    [
+        ("DeepSeek-V3", 70_272, {"latent": 61}),
+        ("DeepSeek-V3.2", 85_888, {"latent": 61}),
+        ("GLM-5", 89_856 + 19_968, {"latent": 78}),
+        ("Kimi-K2", 70_272, {"latent": 61}),
+        ("Qwen3.5-397B-A17B", 30_720, {"state": 45, "full": 15}),
+        ("Qwen3-Next-80B-A3B", 24_576, {"state": 36, "full": 12}),
+        ("gpt-oss-120b", 36_864, {"sliding": 18, "full": 18}),
+        ("Llama-4-Maverick", 49_152, {"chunked": 36, "full": 12}),
+        ("GLM-4.6", 376_832, {"full": 92}),
+        ("MiniMax-M2", 253_952, {"full": 62}),
+    ],
+)
+def test_what_a_long_sequence_grows_by_and_which_layers_keep_it(name: str, growing: int, kinds: dict[str, int]) -> None:
+    spec = catalog.model(name)
+    assert spec.cache_bytes(100_001) - spec.cache_bytes(100_000) == growing
+    assert {kind: sum(cache.kind == kind for cache in spec.caches) for kind in kinds} == kinds
+    assert sum(kinds.values()) == len(spec.layers)
+
+
+def test_windows_stop_growing_and_states_do_not_depend_on_length() -> None:
+    oss, qwen, maverick = (catalog.model(name) for name in ("gpt-oss-120b", "Qwen3.5-397B-A17B", "Llama-4-Maverick"))
+    assert oss.cache_bytes(128) == 128 * 73_728
+    assert oss.cache_bytes(1128) == 128 * 73_728 + 1000 * 36_864
+    assert qwen.cache_bytes(0) / 2**20 == pytest.approx(183.2, abs=0.05)
+    assert maverick.cache_bytes(8192) == 8192 * 196_608
+    assert maverick.cache_bytes(9192) == 8192 * 196_608 + 1000 * 49_152
+
+
+def test_a_latent_is_kept_whole_by_every_rank_and_a_state_is_dealt() -> None:
+    deepseek, qwen = Layout(catalog.model("DeepSeek-V3"), 8), Layout(catalog.model("Qwen3.5-397B-A17B"), 8)
+    assert [deepseek.cache_bytes(rank, 1000) for rank in range(8)] == [{"latent": 70_272_000}] * 8
+    assert deepseek.kv_bytes_per_token(5, "fp8") == 35_136
+    kept = qwen.cache_bytes(7, 1000)
+    assert kept["full"] == 15_360_000
+    assert kept["state"] / 2**20 == pytest.approx(22.9, abs=0.05)
+    assert kept["state"] == qwen.cache_bytes(0, 0)["state"]
+
+
+def test_heads_of_latent_attention_are_dealt_in_whole_blocks() -> None:
+    layout = Layout(catalog.model("DeepSeek-V3"), 5)
+    shares = [len(shard.query_heads) for shard in layout.shards]
+    assert sum(shares) == 128
+    assert all(share * 192 % 128 == 0 for share in shares)
+
+
+@pytest.mark.parametrize("family", sorted(set(families()) - set(served())))
+def test_what_the_runtime_does_not_run_is_refused_by_name(family: str) -> None:
+    config = TINY | MLA | DELTA | SHARED | INDEXER | {"num_local_experts": 4, "model_type": family}
+    with pytest.raises(ModelError) as refused:
+        read_config(config)
+    assert refused.value.code == "unsupported_architecture"
+    assert repr(family) in refused.value.found
+    assert all(name in refused.value.fix for name in served())
+    assert describe(config).refusal is not None
+
+
+def test_a_served_family_in_a_format_the_runtime_cannot_read_is_planned_but_refused() -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "quantization_config": awq}
+    spec = describe(config)
+    assert (spec.number_format, spec.quantization.format.unit) == ("awq", 32)  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="'awq'"):
+        read_config(config)
+
+
+def test_the_language_model_of_a_model_with_eyes_is_read() -> None:
+    text = {"model_type": "llama4_text", "num_local_experts": 4} | TINY
+    seeing = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 8}}
+    assert describe(seeing).parameters == describe(text).parameters
+    kimi = {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"} | TINY | MLA}
+    assert describe(kimi).latent
+
+
+JUNK = (
+    -1,
+    0,
+    "x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    True,
+    1.5,
+    10**12,
+    float("nan"),
+    {"quant_method": "fp8", "weight_block_size": [0, 0]},
+)
+
+
+@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
+def test_a_configuration_with_nonsense_in_a_field_is_read_or_refused_but_never_breaks(family: Config) -> None:
+    config = TINY | {"torch_dtype": "bfloat16"} | family
+    lists = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "moe_layers", "mlp_only_layers"))
+    others = dict.fromkeys(("quantization_config", "rope_theta", "rope_scaling", "sliding_window", "no_rope_layers"))
+    for name in config | lists | others:
+        for junk in JUNK:
+            try:
+                spec = describe(config | {name: junk})
+            except ModelError:
+                continue
+            assert spec.parameters > 0
+
+
+def test_a_misspelt_architecture_names_the_nearest() -> None:
+    with pytest.raises(ModelError) as refused:
+        describe(TINY | {"model_type": "deepseek_v33"})
+    assert "The nearest is deepseek_v3" in refused.value.fix

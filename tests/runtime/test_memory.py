@@ -1,0 +1,198 @@
+"""The memory of a rank is known before it serves: what a step takes, and what is left for keys and values.
+
+On a GPU it is measured; here the card is a number, and graphs are run anew where they would be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from phalanx.errors import ConfigError
+from phalanx.fabric.group import Solo
+from phalanx.layers.decoder import Decoder
+from phalanx.runtime import graphs, memory
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.memory import MIB, step_bytes
+from phalanx.runtime.rank import Sizes, Spot, blocks_that_fit, load_model, make_runner
+from phalanx.runtime.rehearsal import worst_step
+from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.warm_up import all_graphs
+from phalanx.weights.checkpoint import Checkpoint
+from tests.conftest import Reference
+from tests.runtime.replays import Repeater
+
+CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=200)
+
+
+def load(folder: Path, config: EngineConfig = CONFIG) -> Decoder:
+    return load_model(config, Checkpoint(folder), Solo(), lambda done, total: None)
+
+
+@pytest.fixture
+def model(tiny_llama: Path) -> Decoder:
+    return load(tiny_llama)
+
+
+def allocated_by(runner: TorchRunner, trace: Path) -> int:
+    """Bytes that a worst step holds at its worst, as torch's own profiler counts them."""
+    plan = worst_step(*runner.limits, runner.model.place.spec.vocab)
+    runner.rehearse(plan, runner.model)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        runner.rehearse(plan, runner.model)
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    counts = [event["args"] for event in events if event.get("name") == "[memory]"]
+    before = int(counts[0]["Total Allocated"]) - int(counts[0]["Bytes"])
+    return max(int(count["Total Allocated"]) for count in counts) - before
+
+
+@pytest.mark.parametrize(("tokens", "seats", "longest"), [(256, 4, 512), (64, 64, 512), (512, 8, 160)])
+def test_a_worst_step_is_reckoned_as_it_is(
+    captured: Reference, tmp_path: Path, tokens: int, seats: int, longest: int
+) -> None:
+    """Wide layers, many scores, long masks: each decides in one of these cases."""
+    config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, max_model_len=longest)
+    model = load(captured.folder, config)
+    taken = allocated_by(make_runner(config, model, Sizes(2, longest)), tmp_path / "trace.json")
+    assert 0.9 * taken < step_bytes(config, model, tokens, seats) < 1.7 * taken
+
+
+def give_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+
+
+def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = model.cache_bytes_per_token * CONFIG.block_size
+    step = step_bytes(CONFIG, model, 256, 16)
+    give_memory(monkeypatch, 400 * block)
+    assert 300 * block > step
+    assert blocks_that_fit(CONFIG, model) == 100
+    assert blocks_that_fit(CONFIG, model, Spot(ranks_here=2)) == 50
+    give_memory(monkeypatch, step + 5 * block)
+    assert blocks_that_fit(CONFIG, model) == 5
+
+
+@pytest.mark.parametrize("short_by", [1, 300_000, 700_000])
+def test_a_cpu_without_room_says_which_limit_to_lower_and_that_works(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, short_by: int
+) -> None:
+    block = model.cache_bytes_per_token * CONFIG.block_size
+    give_memory(monkeypatch, step_bytes(CONFIG, model, 256, 16) + block - short_by)
+    with pytest.raises(ConfigError) as caught:
+        blocks_that_fit(CONFIG, model)
+    assert caught.value.code == "step_too_large"
+    assert "a step of 256 tokens in 16 sequences" in caught.value.found
+    named = {name: int(value) for name, value in re.findall(r"(max_num\w+) to (\d+)", caught.value.fix)}
+    assert "max_num_batched_tokens" in named
+    lowered = msgspec.structs.replace(CONFIG, **named)
+    assert blocks_that_fit(lowered, model) >= 1
+
+
+def test_where_no_limit_helps_none_is_named(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_memory(monkeypatch, 10)
+    with pytest.raises(ConfigError) as caught:
+        blocks_that_fit(CONFIG, model)
+    assert "max_num" not in caught.value.fix
+    assert "smaller model" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["kv_cache_memory", "num_blocks"])
+def test_a_cache_larger_than_the_room_is_refused_with_what_fits(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    give_memory(monkeypatch, 100 * MIB)
+    asked = msgspec.structs.replace(CONFIG, **{name: 10**9 if name == "kv_cache_memory" else 10**6})
+    with pytest.raises(ConfigError, match=f"{name} is 10+,") as caught:
+        blocks_that_fit(asked, model)
+    assert caught.value.code == "kv_too_large"
+    most = int(re.findall(rf"Lower {name} to (\d+)", caught.value.fix)[0])
+    fitting = msgspec.structs.replace(CONFIG, **{name: most})
+    assert blocks_that_fit(fitting, model) >= 1
+
+
+class Card:
+    """A GPU whose memory is a number: what steps and graphs take of it is noted."""
+
+    total = 1000 * MIB
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.left_by_steps = 0
+        self.graphs: list[Any] = []
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, self.total))
+        monkeypatch.setattr(memory, "build", lambda rehearsal, device, key: rehearsal())
+        monkeypatch.setattr(graphs.DecodeGraphs, "serve", staticmethod(lambda model: True))
+        card = self
+
+        class Counting(Repeater):
+            """The first graph of each sort takes 50 MiB, and each one 3 more; what steps have left is given back."""
+
+            def __call__(self, rehearse: graphs.Run, run: graphs.Run) -> graphs.Recorded:
+                card.free, card.left_by_steps = card.free + card.left_by_steps, 0
+                card.free -= (50 if len(card.graphs) < 2 else 0) * MIB + 3 * MIB
+                card.graphs.append(run)
+                return super().__call__(rehearse, run)
+
+        monkeypatch.setattr(graphs, "Recorder", Counting)
+        rehearse = TorchRunner.rehearse
+
+        def stepping(runner: TorchRunner, plan: Any, model: Decoder) -> None:
+            if len(model.layers) == len(model.place.spec.layers):
+                self.take(100 * MIB)
+            rehearse(runner, plan, model)
+
+        monkeypatch.setattr(TorchRunner, "rehearse", stepping)
+
+    def take(self, size: int) -> None:
+        if size > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 MiB.")
+        self.free -= size
+        self.left_by_steps += size
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gpu_gives_what_a_step_and_all_graphs_leave(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    Card(monkeypatch, free=800 * MIB)
+    room = memory._room_on_gpu(CONFIG, model, ranks)
+    runner = TorchRunner(model, 16, 256, 200)
+    further = (len(all_graphs(runner)) - 4) * 3 * MIB
+    assert len(all_graphs(runner)) > 20
+    left = (800 - 100 - 2 * 50 - 4 * 3 - 10) * MIB
+    assert room == left // ranks - further
+
+
+def test_a_gpu_too_full_for_the_worst_step_says_which_limit_to_lower(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Card(monkeypatch, free=99 * MIB)
+    with pytest.raises(ConfigError, match="99 MiB are left on rank 0 for a step of 256 tokens") as caught:
+        memory._room_on_gpu(CONFIG, model, 1)
+    assert caught.value.code == "step_too_large"
+    lowered = re.findall(r"Lower max_num_batched_tokens to (\d+)", caught.value.fix)
+    assert int(lowered[0]) < 256
+
+
+def test_other_errors_of_the_worst_step_are_told_as_they_are(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, free=800 * MIB)
+
+    def broken(size: int) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(card, "take", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        memory._room_on_gpu(CONFIG, model, 1)

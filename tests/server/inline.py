@@ -1,0 +1,21 @@
+"""Requests read in this process, for tests of what comes after."""
+
+from __future__ import annotations
+
+from phalanx.server.errors import ApiError
+from phalanx.server.prepare import Reader
+from phalanx.server.prepared import Asked, Assignment, Kind, Prepared, Problem, Text, Tokens, decode_outcome, encode
+
+
+class InlinePreparer:
+    """Does what a `Preparer` has done elsewhere."""
+
+    async def start(self, assignment: Assignment) -> None:
+        self.reader = Reader(assignment)
+
+    async def prepare(self, kind: Kind, body: bytes, client: str) -> Prepared | Tokens | Text:
+        outcome = decode_outcome(encode(self.reader.outcome(Asked(kind, body))))
+        if isinstance(outcome, Problem):
+            assert not outcome.trace, outcome.trace
+            raise ApiError(outcome.status, outcome.message, outcome.code, param=outcome.param)
+        return outcome

@@ -1,0 +1,114 @@
+"""All ranks of an engine as threads of one process: the same shards, sums and plans, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.fabric.group import Group
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import Sizes, load_model, make_runner
+from phalanx.weights.checkpoint import Checkpoint
+
+PATIENCE_S = 120
+
+
+class Meeting:
+    """Where the ranks of a group lay down what they bring."""
+
+    def __init__(self, size: int) -> None:
+        self.brought: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = Barrier(size, timeout=PATIENCE_S)
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.brought[rank] = tensor
+        self.barrier.wait()
+        found = list(self.brought)
+        self.barrier.wait()
+        return found
+
+
+class ThreadGroup(Group):
+    seconds = 0.0
+    in_graphs = False
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.brought)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        total = torch.stack([part.clone() for part in self.meeting.exchange(self.rank, tensor)]).sum(0)
+        self.meeting.barrier.wait()
+        return tensor.copy_(total)
+
+    def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, tensor), -1)
+
+    def close(self) -> None:
+        return None
+
+
+class ThreadedRunner:
+    """A runner of depth 1 that runs every step on all ranks and sees that they agree."""
+
+    depth = 1
+
+    def __init__(self, folder: Path, tp: int, config: EngineConfig, sizes: Sizes) -> None:
+        self.nodes: list[str] = []
+        checkpoint, meeting = Checkpoint(folder), Meeting(tp)
+        groups = [ThreadGroup(meeting, rank) for rank in range(tp)]
+        models = [load_model(config, checkpoint, group, lambda done, total: None) for group in groups]
+        self.ranks = [make_runner(config, model, sizes) for model in models]
+        self._threads = ThreadPoolExecutor(tp)
+        self._results: list[StepResult] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        def run(rank: Any) -> StepResult:
+            rank.launch(plan)
+            return rank.collect()
+
+        results = list(self._threads.map(run, self.ranks))
+        assert all(result.tokens == results[0].tokens for result in results)
+        self._results.append(results[0])
+
+    def collect(self) -> StepResult:
+        return self._results.pop(0)
+
+    def beats(self) -> list[Beat]:
+        return []
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class ThreadedEngine:
+    """Prompts in, tokens out, on `tp` ranks."""
+
+    def __init__(self, folder: Path, tp: int = 1, prefix_caching: bool = True, **limits: int) -> None:
+        asked = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160} | limits
+        config = EngineConfig(tp=tp, device="cpu", max_num_seqs=6, **asked)
+        sizes = Sizes(num_blocks=asked["num_blocks"], max_model_len=asked["max_model_len"])
+        runner = ThreadedRunner(folder, tp, config, sizes)
+        pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
+        bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+        self.engine = Engine(Scheduler(bounds, pool), runner, runner.ranks[0].model.place.spec.vocab)
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+        """The requests, run to their end."""
+        requests = [self.engine.add(prompt, params) for prompt in prompts]
+        while self.engine.has_work:
+            self.engine.step()
+        return requests
+
+    def close(self) -> None:
+        self.engine.close()
