@@ -269,6 +269,16 @@ def test_a_body_that_is_announced_where_nobody_reads_it_does_not_keep_the_connec
         assert wire.closed
 
 
+def test_behind_a_body_that_nobody_read_the_connection_is_used_again() -> None:
+    """A client that was answered early and sends the rest all the same does not find the connection ended."""
+    head, body = post(b"/live", b"x" * 100)[:-100], b"x" * 100
+    parts = (head, body[:50], body[50:], post(b"/live", b""))
+    wire = talk(*parts, app=hello, can_end=True, wait_s=http.LINGER_S * 3)
+    assert statuses(wire) == [200, 200]
+    assert not wire.ended
+    assert talk(*parts, app=hello, can_end=True, wait_s=http.KEEP_ALIVE_S + 1).closed
+
+
 def test_a_connection_kept_open_ends_with_its_time() -> None:
     assert not talk(post(b"/a", b""), wait_s=http.KEEP_ALIVE_S - 1).closed
     assert talk(post(b"/a", b""), wait_s=http.KEEP_ALIVE_S + 1).closed

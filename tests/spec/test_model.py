@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from phalanx.models import read_config
+from phalanx.spec.ffn import Moe
 
 Config = dict[str, Any]
 
@@ -165,7 +166,7 @@ def test_a_split_tensor_is_as_long_along_its_axis_as_what_is_split(flagship: str
 def test_only_the_chosen_layers_of_a_mixed_model_are_sparse() -> None:
     config = {"model_type": "qwen3_moe"} | TINY | TINY_FAMILY["qwen3_moe"]
     spec = read_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert [spec.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
+    assert [isinstance(layer.ffn, Moe) for layer in spec.layers] == [False, True, False, False]
     assert "model.layers.0.mlp.gate_proj.weight" in spec.tensors
     assert "model.layers.1.mlp.experts.0.gate_proj.weight" in spec.tensors
 

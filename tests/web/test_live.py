@@ -239,7 +239,7 @@ def test_streams_end_with_their_clients(server: Server) -> None:
     clients = []
     for _ in range(50):
         client = socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 80))
-        client.sendall(b"GET /cockpit/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /cockpit/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         clients.append(client)
     assert eventually(lambda: events(server, 1)[0]["state"]["viewers"] == before + 50)
     for client in clients:

@@ -90,7 +90,7 @@ def default_model(machine: Machine) -> str:
     engine, found = ENGINES["phalanx"], []
     for entry in catalog.entries().values():
         for number_format in engine.weight_formats:
-            checkpoint = entry.checkpoint(number_format)
+            checkpoint = entry.checkpoint(number_format, by_modelopt=False)
             if checkpoint is None or engine.refusal(entry.spec, number_format, "bf16") is not None:
                 continue
             context = _INPUT_TOKENS + _OUTPUT_TOKENS
@@ -103,7 +103,8 @@ def default_model(machine: Machine) -> str:
 def _plan(machine: Machine, model: str) -> Plan:
     """In the formats that there are checkpoints in: nothing is converted while loading."""
     own, entry = catalog.model(model).number_format, catalog.find(model)
-    others = [name for name in ENGINES["phalanx"].weight_formats if entry and entry[0].checkpoint(name)]
+    formats = ENGINES["phalanx"].weight_formats
+    others = [name for name in formats if entry and entry[0].checkpoint(name, by_modelopt=False)]
     plan = ask(
         PlanQuestion(
             model=model,

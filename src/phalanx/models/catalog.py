@@ -35,6 +35,10 @@ _FORMAT_SUFFIXES = {
 }
 
 
+_MODELOPT = "nvidia/"
+"""NVIDIA writes its checkpoints with ModelOpt, whose dialect has one scale for a whole tensor."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A model of the catalog. The first of `ids` is where its weights are; `variants` are other formats by their id."""
@@ -48,9 +52,10 @@ class Entry:
     def spec(self) -> ModelSpec:
         return _described(self.name)
 
-    def checkpoint(self, *number_formats: str) -> str | None:
+    def checkpoint(self, *number_formats: str, by_modelopt: bool = True) -> str | None:
         """The id of a checkpoint in the first of these formats that there is one in."""
         known = [(self.ids[0], self.spec.number_format), *self.variants.items()]
+        known = [(name, found) for name, found in known if by_modelopt or not name.startswith(_MODELOPT)]
         return next((name for wanted in number_formats for name, found in known if found == wanted), None)
 
 

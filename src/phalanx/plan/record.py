@@ -22,8 +22,9 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     """What to start so that it does what was planned."""
     is_fp8 = candidate.weight_format in ("fp8", "fp8-channel")
     known = catalog.find(plan.model)
-    either = ("fp8", "fp8-channel") if is_fp8 and candidate.engine.name != "phalanx" else (candidate.weight_format,)
-    ready = known[0].checkpoint(*either) if known else None
+    ours = candidate.engine.name == "phalanx"
+    either = ("fp8", "fp8-channel") if is_fp8 and not ours else (candidate.weight_format,)
+    ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
     converts = is_fp8 and ready is None and plan.spec.quantization is None
     return Launch(
         model=ready or (known[0].ids[0] if known else plan.model),

@@ -168,11 +168,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._untold_bytes = 0
         self._in_head, self._begun = True, False
         super().on_message_complete()
+        if not self._unanswered:
+            self._rest()
 
     # what goes out
 
     def on_response_complete(self) -> None:
-        """What to wait for next: the client to close, the application's next answer, or a head."""
+        """What to wait for next: the client to close, the application's next answer, the rest of a body, or a head."""
         self._unanswered -= 1
         super().on_response_complete()
         self._unset_keepalive_if_required()
@@ -183,12 +185,19 @@ class BoundedHttp(HttpToolsProtocol):
         elif self._last_word is not None:
             self._answer(self._last_word)
         elif not self._in_head:
-            self._refused = True
-            self._linger()
+            self._limit(LINGER_S, self._body_is_late)
         else:
-            self._begun = self._untold_bytes > 0
-            self._limit(HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S, self._nothing_came)
-            self._door.rest(self)
+            self._rest()
+
+    def _rest(self) -> None:
+        self._begun = self._untold_bytes > 0
+        self._limit(HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S, self._nothing_came)
+        self._door.rest(self)
+
+    def _body_is_late(self) -> None:
+        """Of a request that was answered without it: for a moment it was read and dropped."""
+        self._refused = True
+        self._linger()
 
     def _nothing_came(self) -> None:
         self._head_is_late() if self._begun else self._close()
