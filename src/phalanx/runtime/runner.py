@@ -28,7 +28,7 @@ def digest(tokens: list[int]) -> int:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether this error, or one that it stands for, says that memory ran out; a CPU has no class of its own for it."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
