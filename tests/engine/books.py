@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.caches import TRIMMED, CacheLayout
 from phalanx.engine.core import Engine
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
@@ -57,10 +58,15 @@ def make_engine(
     depth: int = 1,
     prefix_caching: bool = True,
     vocab: int = VOCAB,
+    windows: tuple[int, ...] = (),
+    snapshots: int | None = None,
 ) -> tuple[Engine, CheckingRunner]:
+    """`snapshots`: how many places there are for copies of recurrent states; None where the model has no states."""
     limits = Limits(max_num_seqs, budget, max_model_len)
-    runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth)
-    scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,))
+    first = max_num_seqs + 1
+    layout = CacheLayout(windows, snapshots is not None, range(first, first + (snapshots or 0)))
+    runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, layout=layout)
+    scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout)
     return Engine(scheduler, runner, vocab), runner
 
 
@@ -115,6 +121,7 @@ def check_answer(request: Request, max_model_len: int, vocab: int = VOCAB) -> No
 def check_books(scheduler: Scheduler) -> None:
     _check_places(scheduler)
     _check_blocks(scheduler)
+    _check_snapshots(scheduler)
     for request in scheduler.requests.values():
         assert 0 <= request.computed <= request.length
         if isinstance(request.matcher, ToyMatcher):
@@ -163,11 +170,22 @@ def _check_stages(scheduler: Scheduler) -> None:
     assert {*scheduler._prompts, *scheduler._ready} <= {request.id for request in scheduler.running}
 
 
+def held(request: Request) -> list[int]:
+    """All blocks of a request, of whichever group."""
+    return [*request.blocks, *(block for window in request.windows for block in window if block != TRIMMED)]
+
+
+def _check_snapshots(scheduler: Scheduler) -> None:
+    """Each place for a snapshot is free, kept or reserved by one request that runs."""
+    reserved = [request.saved[1] for request in scheduler.requests.values() if request.saved is not None]
+    assert sorted([*scheduler.caches.snapshots.places, *reserved]) == list(scheduler.caches.layout.snapshots)
+
+
 def _check_blocks(scheduler: Scheduler) -> None:
     """Each block is free, idle or held; as many references as holders; only cached blocks are shared, within a salt."""
     pool, size = scheduler.pool, scheduler.pool.block_size
-    assert not any(request.blocks for request in scheduler.waiting), "a waiting request holds blocks"
-    holders: Counter[int] = Counter(block for request in scheduler.running for block in request.blocks)
+    assert not any(held(request) for request in scheduler.waiting), "a waiting request holds blocks"
+    holders: Counter[int] = Counter(block for request in scheduler.running for block in held(request))
     assert pool.references == [holders[block] for block in range(pool.num_blocks)]
     assert sorted([*pool._free, *pool._idle, *holders]) == list(range(pool.num_blocks))
     assert pool.available == pool.num_blocks - len(holders)
@@ -176,8 +194,9 @@ def _check_blocks(scheduler: Scheduler) -> None:
     assert not set(pool._free) & set(cached)
     content: dict[int, tuple[str | None, list[int]]] = {}
     for request in scheduler.running:
-        assert len(set(request.blocks)) == len(request.blocks)
+        assert len(set(held(request))) == len(held(request))
         assert len(request.blocks) >= pool.blocks_for(request.computed)
+        assert all(len(window) == len(request.blocks) for window in request.windows)
         for index, block in enumerate(request.blocks):
             if holders[block] > 1:
                 assert block in cached, f"block {block} is shared and not in the prefix cache"

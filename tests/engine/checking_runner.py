@@ -1,7 +1,8 @@
 """A runner for tests that behaves like a rank and trusts nothing.
 
 It knows of a request only what the plans carried, keeps a simulated KV cache that says of every place which prefix was
-computed there, and checks on each launch that every row reads exactly the keys and values of its own tokens.
+computed there, and checks on each launch that every row reads exactly the keys and values of its own tokens: all of
+them, in each window those in its reach, and of recurrent states the one that stands for all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from zlib import crc32
 
 import msgspec
 
+from phalanx.engine.caches import CacheLayout
 from phalanx.engine.masks import places_for, unpack
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.sampling import SamplingParams
@@ -35,7 +37,7 @@ class Slot:
     tokens: list[int]
     seed: int
     params: SamplingParams
-    table: list[int]
+    tables: list[list[int]]
     computed: int
 
 
@@ -60,9 +62,13 @@ class CheckingRunner:
         vocab: int,
         depth: int = 1,
         price: Callable[[StepPlan], float] = lambda plan: 1.0,
+        layout: CacheLayout | None = None,
     ) -> None:
         self.depth = depth
         self.limits = limits
+        self.layout = layout or CacheLayout()
+        self.reaches = (None, *self.layout.windows)
+        self.states: dict[int, int] = {}
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab = vocab
@@ -73,7 +79,7 @@ class CheckingRunner:
         self._sampled: deque[dict[tuple[int, int], int]] = deque()
         self._prefix_numbers: dict[tuple[int, int], int] = {}
         self.masks: dict[int, bytes] = {}
-        self._kv: dict[tuple[int, int], int] = {}
+        self._kv: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def clock(self) -> float:
@@ -85,12 +91,14 @@ class CheckingRunner:
         assert plan.step == len(self.plans) + 1, f"step {plan.step} after step {len(self.plans)}"
         rows = self._rows(plan)
         self._admit(plan.admissions, rows)
-        self._extend(plan.new_blocks)
+        self._extend(plan.new_blocks, plan.window_blocks)
+        self._restore(plan.restored, rows)
         for row in rows:
             self._take(row, fresh=any(row.slot == admission.slot for admission in plan.admissions))
         self._write(rows)
         for row in rows:
             self._read(row)
+        self._save(plan.saved)
         assert all(0 <= place < places_for(self.limits.max_num_seqs) for place, _ in plan.new_masks)
         self.masks |= {place: unpack(packed) for place, packed in plan.new_masks}
         masks = {index: self.masks[place] for index, place in plan.masks}
@@ -139,17 +147,38 @@ class CheckingRunner:
             assert row.start % self.block_size == 0, f"a cached prefix of {row.start} tokens is not whole blocks"
             assert row.start < len(tokens), "at least the last token is computed"
             self.slots[admission.slot] = Slot(
-                admission.prompt_length, tokens, admission.seed, admission.params, [], row.start
+                admission.prompt_length, tokens, admission.seed, admission.params, [[] for _ in self.reaches], row.start
             )
 
-    def _extend(self, new_blocks: list[tuple[int, list[int]]]) -> None:
-        assert len({number for number, _ in new_blocks}) == len(new_blocks), f"a slot is named twice: {new_blocks}"
-        for number, blocks in new_blocks:
-            table = self.slots[number].table
+    def _extend(self, new_blocks: list[tuple[int, list[int]]], window_blocks: list[tuple[int, int, list[int]]]) -> None:
+        told = [(number, 0, blocks) for number, blocks in new_blocks]
+        told += [(number, 1 + group, blocks) for number, group, blocks in window_blocks]
+        assert len({(number, group) for number, group, _ in told}) == len(told), f"a slot is named twice: {told}"
+        for number, group, blocks in told:
+            table = self.slots[number].tables[group]
             table += blocks
             assert blocks, f"slot {number} is named for no block"
             assert all(0 <= block < self.num_blocks for block in blocks), f"no such block: {blocks}"
-            assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
+            if group == 0:
+                assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
+
+    def _restore(self, restored: list[tuple[int, int]], rows: list[Row]) -> None:
+        """Behind the first token a state is read; it begins with the first one whatever lay there before."""
+        for place, slot in restored:
+            assert place in self.layout.snapshots, f"place {place} holds no snapshot"
+            self.states[slot] = self.states[place]
+        for row in rows if self.layout.states else ():
+            slot = self.slots[row.slot]
+            if row.start:
+                before = self._prefixes(slot.tokens[: row.start])[-1]
+                assert self.states[row.slot] == before, f"slot {row.slot} goes on from another state"
+            self.states[row.slot] = self._prefixes(slot.tokens[: row.end])[-1]
+
+    def _save(self, saved: list[tuple[int, int]]) -> None:
+        assert len({place for _, place in saved}) == len(saved), f"a place is written twice: {saved}"
+        for slot, place in saved:
+            assert place in self.layout.snapshots, f"place {place} is not one for snapshots"
+            self.states[place] = self.states[slot]
 
     def _take(self, row: Row, fresh: bool) -> None:
         slot = self.slots[row.slot]
@@ -158,7 +187,8 @@ class CheckingRunner:
         assert row.end <= self.limits.max_model_len, f"slot {row.slot} computes beyond the context"
         assert row.sampled == (row.end == len(slot.tokens)), f"slot {row.slot} samples in the middle, or not at its end"
         needed = -(-(len(slot.tokens) if fresh else row.end) // self.block_size)
-        assert len(slot.table) >= needed, f"slot {row.slot} has {len(slot.table)} blocks of {needed}"
+        for table in slot.tables:
+            assert len(table) >= needed, f"slot {row.slot} has {len(table)} blocks of {needed}"
         slot.computed = row.end
 
     def _write(self, rows: list[Row]) -> None:
@@ -166,27 +196,32 @@ class CheckingRunner:
         for row in rows:
             slot = self.slots[row.slot]
             prefixes = self._prefixes(slot.tokens[: row.end])
-            for position in range(row.start, row.end):
-                place = self._place(slot, position)
-                assert place not in written, f"two rows write block {place[0]} at {place[1]} in one step"
-                written.add(place)
-                self._kv[place] = prefixes[position]
+            for group in range(len(self.reaches)):
+                for position in range(row.start, row.end):
+                    place = self._place(slot, position, group)
+                    assert place not in written, f"two rows write block {place[0]} at {place[1]} in one step"
+                    written.add(place)
+                    self._kv[place] = (group, prefixes[position])
 
     def _read(self, row: Row) -> None:
         """All rows have written by now: within a layer, a step stores its keys and values before it attends."""
         slot = self.slots[row.slot]
-        for position, prefix in enumerate(self._prefixes(slot.tokens[: row.end])):
-            place = self._place(slot, position)
-            assert place in self._kv, f"slot {row.slot} reads block {place[0]} at {place[1]}, never written"
-            assert self._kv[place] == prefix, f"slot {row.slot} reads another prefix at position {position}"
+        prefixes = self._prefixes(slot.tokens[: row.end])
+        for group, reach in enumerate(self.reaches):
+            first = 0 if reach is None else max(0, row.start - reach + 1)
+            for position in range(first, row.end):
+                place = self._place(slot, position, group)
+                assert place in self._kv, f"slot {row.slot} reads block {place[0]} at {place[1]}, never written"
+                found = self._kv[place]
+                assert found == (group, prefixes[position]), f"slot {row.slot} reads another prefix at {position}"
 
     def _sample(self, number: int, mask: bytes | None) -> int:
         slot = self.slots[number]
         slot.tokens.append(next_token(slot.tokens, slot.seed, self.vocab, mask))
         return slot.tokens[-1]
 
-    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
-        return slot.table[position // self.block_size], position % self.block_size
+    def _place(self, slot: Slot, position: int, group: int) -> tuple[int, int]:
+        return slot.tables[group][position // self.block_size], position % self.block_size
 
     def _prefixes(self, tokens: Sequence[int]) -> list[int]:
         """A number for each prefix; two prefixes have the same number only if they are equal token by token."""

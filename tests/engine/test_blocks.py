@@ -41,8 +41,8 @@ def test_match_finds_the_longest_cached_prefix() -> None:
     remember(cache, [1, 2, 3, 4, 5, 6], [10, 11, 12])
     assert cache.match([1, 2, 3, 4, 5, 6, 7], None)[0] == [10, 11, 12]
     assert cache.match([1, 2, 3, 4, 9, 9], None)[0] == [10, 11]
-    assert cache.match([9, 2, 3, 4], None) == ([], None)
-    assert cache.match([], None) == ([], None)
+    assert cache.match([9, 2, 3, 4], None) == ([], [])
+    assert cache.match([], None) == ([], [])
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
@@ -64,8 +64,8 @@ def test_equal_tokens_after_different_prefixes_are_different_blocks() -> None:
 def test_the_matched_node_is_where_the_next_block_is_entered() -> None:
     cache = PrefixCache(2)
     remember(cache, [1, 2], [0])
-    _, parent = cache.match([1, 2, 3], None)
-    cache.insert(parent, [3, 4], 1)
+    _, nodes = cache.match([1, 2, 3], None)
+    cache.insert(nodes[-1], [3, 4], 1)
     assert cache.match([1, 2, 3, 4], None)[0] == [0, 1]
 
 

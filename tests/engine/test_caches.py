@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.engine.blocks import BlockPool, Parent, PrefixCache
+from phalanx.engine.blocks import BlockPool, PrefixCache
 from phalanx.engine.caches import Caches
 from phalanx.engine.core import Engine
 from phalanx.engine.request import Phase, Request
@@ -23,7 +23,7 @@ class Looks:
         self.count = 0
         match = PrefixCache.match
 
-        def counted(cache: PrefixCache, tokens: Sequence[int], salt: str | None) -> tuple[list[int], Parent]:
+        def counted(cache: PrefixCache, tokens: Sequence[int], salt: str | None) -> tuple[list[int], list[int]]:
             self.count += len(tokens) == length - 1
             return match(cache, tokens, salt)
 

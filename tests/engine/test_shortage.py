@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.engine import core
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.caches import CacheLayout
 from phalanx.engine.core import SHORT_AGAIN_S, Engine
 from phalanx.engine.scheduler import NO_TOKEN, Limits, Scheduler
 from phalanx.engine.step_plan import StepPlan
@@ -17,7 +18,7 @@ from phalanx.errors import EngineDeadError, StepMemoryError
 from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_answer, check_books, check_empty, greedy, run
 from .checking_runner import CheckingRunner
 
-SPOILT = -1
+SPOILT = (-1, -1)
 
 
 class ShortRunner(CheckingRunner):
@@ -32,11 +33,13 @@ class ShortRunner(CheckingRunner):
             return
         rows = self._rows(plan)
         self._admit(plan.admissions, rows)
-        self._extend(plan.new_blocks)
+        self._extend(plan.new_blocks, plan.window_blocks)
         for row in rows:
             slot = self.slots[row.slot]
-            for position in range(row.start, row.end):
-                self._kv[self._place(slot, position)] = SPOILT
+            for group in range(len(self.reaches)):
+                for position in range(row.start, row.end):
+                    self._kv[self._place(slot, position, group)] = SPOILT
+        self.states |= dict.fromkeys([row.slot for row in rows] + [place for _, place in plan.saved], -1)
         self.plans.append(plan)
         raise StepMemoryError("out_of_memory", f"Step {plan.step} ran out of memory on rank 0.", "Lower a limit.")
 
@@ -45,12 +48,17 @@ class ShortRunner(CheckingRunner):
 
 
 def make_engine(
-    short: Callable[[int], bool], *, depth: int, budget: int = 16, num_blocks: int = 64
+    short: Callable[[int], bool],
+    *,
+    depth: int,
+    budget: int = 16,
+    num_blocks: int = 64,
+    layout: CacheLayout | None = None,
 ) -> tuple[Engine, ShortRunner]:
     limits = Limits(4, budget, 64)
-    runner = ShortRunner(limits, num_blocks, 4, VOCAB, depth)
+    runner = ShortRunner(limits, num_blocks, 4, VOCAB, depth, layout=layout)
     runner.short = short
-    return Engine(Scheduler(limits, BlockPool(num_blocks, 4), (EOS,)), runner, VOCAB), runner
+    return Engine(Scheduler(limits, BlockPool(num_blocks, 4), (EOS,), layout), runner, VOCAB), runner
 
 
 @pytest.fixture

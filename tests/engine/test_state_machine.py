@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 
-from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_books, check_empty, make_engine
+from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine
 
 SHARED = [1 + index % (VOCAB - 1) for index in range(30)]
 token_ids = st.integers(0, VOCAB - 1)
@@ -56,6 +56,8 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 22),
         depth=st.integers(1, 3),
         prefix_caching=st.booleans(),
+        windows=st.sampled_from([(), (), (3,), (6, 6), (2, 9)]),
+        snapshots=st.sampled_from([None, None, 0, 1, 6]),
     )
     def start(
         self,
@@ -66,16 +68,20 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         depth: int,
         prefix_caching: bool,
+        windows: tuple[int, ...],
+        snapshots: int | None,
     ) -> None:
         self.max_model_len = max_model_len
         self.engine, self.runner = make_engine(
             max_num_seqs=max_num_seqs,
             budget=budget,
             max_model_len=max_model_len,
-            num_blocks=-(-max_model_len // block_size) + spare_blocks,
+            num_blocks=(1 + len(windows)) * -(-max_model_len // block_size) + spare_blocks,
             block_size=block_size,
             depth=depth,
             prefix_caching=prefix_caching,
+            windows=windows,
+            snapshots=snapshots,
         )
 
     @precondition(lambda self: len(self.added) < 12)
@@ -160,8 +166,8 @@ class EngineMachine(RuleBasedStateMachine):
         return [request for request in self.engine.scheduler.waiting if request.preemptions]
 
     def _cancel(self, request: Request) -> None:
-        pool, held = self.engine.scheduler.pool, request.blocks
-        alone = [block for block in held if pool.references[block] == 1]
+        pool = self.engine.scheduler.pool
+        alone = [block for block in held(request) if pool.references[block] == 1]
         available, live = pool.available, request.phase is not Phase.FINISHED
         assert self.engine.cancel(request.id) is live
         assert pool.available == available + (len(alone) if live else 0)

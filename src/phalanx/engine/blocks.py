@@ -16,24 +16,28 @@ class PrefixCache:
     The key of a block is its own tokens together with the node number of the block before it, so a key stands for the
     whole prefix. The dictionary hashes that chain and, on a match, compares the tokens themselves: two prefixes that
     only share a hash never share a block. A first block's parent is the request's salt: tenants with different salts
-    live in different trees.
+    live in different trees. Where groups of layers look back on a window only, each has blocks of its own for a node,
+    as long as they are kept.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._blocks: dict[tuple[Parent, tuple[int, ...]], tuple[int, int]] = {}
         self._keys: dict[int, tuple[Parent, tuple[int, ...]]] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        self._in_window: dict[int, tuple[int, int]] = {}
         self._next_node = 0
 
     def __contains__(self, block: int) -> bool:
-        return block in self._keys
+        return block in self._keys or block in self._in_window
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._in_window)
 
-    def match(self, tokens: Sequence[int], salt: str | None) -> tuple[list[int], Parent]:
-        """The blocks that hold the longest cached prefix made of whole blocks, and the last one's node."""
+    def match(self, tokens: Sequence[int], salt: str | None) -> tuple[list[int], list[int]]:
+        """The blocks that hold the longest cached prefix made of whole blocks, and their nodes."""
         blocks: list[int] = []
+        nodes: list[int] = []
         parent: Parent = salt
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             found = self._blocks.get((parent, tuple(tokens[start : start + self.block_size])))
@@ -41,7 +45,8 @@ class PrefixCache:
                 break
             block, parent = found
             blocks.append(block)
-        return blocks, parent
+            nodes.append(parent)
+        return blocks, nodes
 
     def knows(self, parent: Parent, tokens: tuple[int, ...]) -> bool:
         """Whether a block of these tokens follows the block with this node."""
@@ -58,8 +63,21 @@ class PrefixCache:
         self._keys[block] = key
         return self._next_node
 
+    def insert_window(self, node: int, group: int, block: int) -> None:
+        """Remember what a group of layers with a window keeps of the tokens of a node, unless it is known."""
+        if (node, group) not in self._windows:
+            self._windows[node, group] = block
+            self._in_window[block] = (node, group)
+
+    def window(self, node: int, group: int) -> int | None:
+        return self._windows.get((node, group))
+
     def forget(self, block: int) -> None:
-        del self._blocks[self._keys.pop(block)]
+        """A node that is forgotten leaves what windows keep of it behind: that goes when its time comes."""
+        if block in self._keys:
+            del self._blocks[self._keys.pop(block)]
+        else:
+            del self._windows[self._in_window.pop(block)]
 
 
 class BlockPool:

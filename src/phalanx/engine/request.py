@@ -53,6 +53,10 @@ class Request:
     keys and values are in the cache once every launched step has run, so `computed <= length` always. It may go up to
     `room` before something is to be done: another block, or nothing more to launch since `longest` is reached.
     `matcher` has accepted exactly the output in `tokens`, whatever is preempted and computed again.
+
+    Of a model with recurrent states: `restored` is the place that its state comes from when it enters the batch,
+    `snapshot_ends` are positions behind which a copy is worth a step of its own, `saved` is (position, place) of a copy
+    that a launched step leaves and whose prefix is not known yet, `moving_node` that of the last one made in decoding.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Request:
         self.error: RequestError | None = None
         self.slot: int | None = None
         self.blocks: list[int] = []
+        self.windows: list[list[int]] = []
         self.room = 0
         self.computed = 0
         self.pending = 0
@@ -88,6 +93,10 @@ class Request:
         self.preemptions = 0
         self.cache_parent: Parent = salt
         self.registered_blocks = 0
+        self.snapshot_ends: list[int] = []
+        self.restored: int | None = None
+        self.saved: tuple[int, int] | None = None
+        self.moving_node: int | None = None
         self.refusal: Refusal | None = None
         self.found: int | None = None
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.caches import Caches
+from phalanx.engine.caches import CacheLayout, Caches
 from phalanx.engine.masks import MaskBook, places_for
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
@@ -67,7 +67,8 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 @dataclass
 class Draft:
     """The step being planned. `decodes` compute their last token each, `starts` says where; `prompts` are (request,
-    start, count); `blocks` those that some of them got. `constrained`: whether one of them is under a grammar.
+    start, count); `blocks` those that some of them got. `constrained`: whether one of them is under a grammar. The rest
+    is as in `StepPlan`.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -75,6 +76,9 @@ class Draft:
     starts: list[int] = field(default_factory=list)
     prompts: list[tuple[Request, int, int]] = field(default_factory=list)
     blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+    window_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
     constrained: bool = False
 
     def to_plan(self, step: int, masks: MaskBook) -> tuple[StepPlan, list[Request]]:
@@ -99,6 +103,9 @@ class Draft:
             if self.constrained
             else [],
             new_masks=masks.take_new(),
+            window_blocks=self.window_blocks,
+            restored=self.restored,
+            saved=self.saved,
         )
         return plan, self.decodes + [row[0] for row, end in zip(prompts, ends, strict=True) if end]
 
@@ -117,11 +124,14 @@ class Scheduler:
     its tokens are launched, or, under a grammar, the next one depends on one not yet read.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = (), layout: CacheLayout | None = None
+    ) -> None:
         if min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) < 1:
             raise ConfigError("bad_limits", f"Nothing can run under {limits}.", "Every limit must be at least 1.")
-        if pool.blocks_for(limits.max_model_len) > pool.num_blocks:
-            room = pool.num_blocks * pool.block_size
+        self.caches = Caches(pool, layout)
+        if self.caches.blocks_for(limits.max_model_len) > pool.num_blocks:
+            room = pool.num_blocks // self.caches.layout.groups * pool.block_size
             raise ConfigError(
                 "kv_too_small",
                 f"The KV cache holds {room} tokens, but one sequence may have {limits.max_model_len}.",
@@ -129,7 +139,6 @@ class Scheduler:
             )
         self.limits = limits
         self.pool = pool
-        self.caches = Caches(pool)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.requests: dict[int, Request] = {}
         self.waiting: list[Request] = []
@@ -174,6 +183,8 @@ class Scheduler:
             return None
         self._step += 1
         plan, sampled = draft.to_plan(self._step, self._masks)
+        for prompt, _, _ in draft.prompts:
+            self.caches.settle(prompt)
         for request in sampled:
             request.pending += 1
         self._in_flight.append((self._step, sampled))
@@ -238,11 +249,14 @@ class Scheduler:
             rows = heapq.nsmallest(budget, rows, key=_order)
             in_need = [request for request in in_need if request in rows]
         preemptions = self.preemptions
-        while len(in_need) > self.pool.available:
+        for request in in_need:
+            self.caches.trim(request)
+        while len(in_need) * self.caches.layout.groups > self.pool.available:
             victim = self.running[-1]
             self._preempt(victim)
             rows, in_need = ([each for each in some if each is not victim] for some in (rows, in_need))
-        draft.blocks += [(_slot(request), self.caches.grow(request)) for request in in_need]
+        for request in in_need:
+            self._tell_blocks(draft, _slot(request), self.caches.grow(request))
         rows.sort(key=_computed, reverse=True)
         draft.decodes, draft.starts = rows, list(map(_computed, rows))
         for request in rows:
@@ -250,7 +264,20 @@ class Scheduler:
             if request.matcher is not None:
                 draft.constrained = True
                 del self._ready[request.id]
+        if self.caches.takes_snapshots:
+            for request in rows:
+                self._save(draft, request)
         return self.preemptions > preemptions
+
+    def _tell_blocks(self, draft: Draft, slot: int, groups: list[list[int]]) -> None:
+        draft.blocks.append((slot, groups[0]))
+        for group, blocks in enumerate(groups[1:]):
+            draft.window_blocks.append((slot, group, [max(0, block) for block in blocks]))
+
+    def _save(self, draft: Draft, request: Request) -> None:
+        place = self.caches.save(request)
+        if place is not None:
+            draft.saved.append((_slot(request), place))
 
     def _continue_prompts(self, draft: Draft, budget: int, may_admit: bool) -> int:
         """Chunks for the prompts that have begun. Returns the tokens they take, and those that pass a long one."""
@@ -297,7 +324,8 @@ class Scheduler:
     def _kept_free(self, request: Request) -> int:
         if not self.running:
             return 0
-        return kept_free(self.pool.num_blocks, len(self.running), again=request.preemptions > 0)
+        groups = self.caches.layout.groups
+        return groups * kept_free(self.pool.num_blocks // groups, len(self.running), again=request.preemptions > 0)
 
     def _enter_batch(self, draft: Draft, request: Request) -> None:
         _remove(self.waiting, request)
@@ -311,17 +339,26 @@ class Scheduler:
         draft.admissions.append(
             Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params)
         )
-        draft.blocks.append((slot, list(request.blocks)))
+        self._tell_blocks(draft, slot, [list(request.blocks), *request.windows])
+        if request.restored is not None:
+            draft.restored.append((request.restored, slot))
 
     def _compute(self, draft: Draft, request: Request, most: int) -> int:
         """A chunk of a prompt. Where only one token is left, or only the next one to sample, it is ready to decode."""
         count = min(request.rest, most)
         if not count:
             return 0
+        if request.snapshot_ends and request.snapshot_ends[0] - request.computed <= count:
+            count = request.snapshot_ends.pop(0) - request.computed
+            snapshot = True
+        else:
+            snapshot = False
         draft.prompts.append((request, request.computed, count))
         draft.constrained |= request.matcher is not None
         request.computed += count
         self.caches.register(request)
+        if snapshot:
+            self._save(draft, request)
         if request.rest > 1:
             self._prompts[request.id] = request
             return count

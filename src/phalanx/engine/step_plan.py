@@ -28,6 +28,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     `new_blocks` are those that slots get, behind the ones they have. `masks` holds, for rows under a grammar, their
     index and the place of the mask of tokens they may yield; `new_masks` are put into their places first (see
     `engine.masks`).
+
+    `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
+    reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
+    `saved` behind it.
     """
 
     step: int
@@ -39,6 +43,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     new_blocks: list[tuple[int, list[int]]]
     masks: list[tuple[int, int]] = []
     new_masks: list[tuple[int, bytes]] = []
+    window_blocks: list[tuple[int, int, list[int]]] = []
+    restored: list[tuple[int, int]] = []
+    saved: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:
