@@ -43,6 +43,25 @@ MLA: dict[str, Any] = {
 INDEXER = {"index_topk": 20, "index_head_dim": 24, "index_n_heads": 16}
 """With few index heads, relu leaves ties at zero that prompts and decodes break differently."""
 
+DELTA: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+DELTA_MOE = DELTA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+SLOW_DECAY = -4.0
+"""Of a delta net's A_log: states of a larger one forget within tokens, and nobody would notice which they were."""
+
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
@@ -167,6 +186,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "qwen3_next": DELTA_MOE | {"mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
+    "qwen3_5_text": DELTA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "qwen3_5_moe_text": DELTA_MOE,
     "llama4_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -288,8 +310,9 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     config = AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
-    for tensor in model.state_dict().values():
-        torch.nn.init.normal_(tensor, mean=1.0 if tensor.dim() == 1 else 0.0, std=0.15)
+    for key, tensor in model.state_dict().items():
+        mean = SLOW_DECAY if key.endswith("A_log") else 1.0 if tensor.dim() == 1 else 0.0
+        torch.nn.init.normal_(tensor, mean=mean, std=0.15)
     model.save_pretrained(folder)
     return model
 

@@ -99,9 +99,10 @@ class ThreadedEngine:
         config = EngineConfig(tp=tp, device="cpu", max_num_seqs=6, **asked)
         sizes = Sizes(num_blocks=asked["num_blocks"], max_model_len=asked["max_model_len"])
         runner = ThreadedRunner(folder, tp, config, sizes)
-        pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
+        spec = runner.ranks[0].model.place.spec
+        pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching and not spec.state_heads)
         bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
-        self.engine = Engine(Scheduler(bounds, pool), runner, runner.ranks[0].model.place.spec.vocab)
+        self.engine = Engine(Scheduler(bounds, pool), runner, spec.vocab)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """The requests, run to their end."""

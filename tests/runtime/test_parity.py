@@ -14,7 +14,7 @@ from phalanx.fabric.group import Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
-from phalanx.spec import Gqa, Mla, ModelSpec, Moe
+from phalanx.spec import DeltaNet, Gqa, Mla, ModelSpec, Moe
 from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import LOGIT_NOISE, NEW_TOKENS, Reference
 from tests.threaded_ranks import ThreadedEngine
@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_transformers(reference: Reference, tp: int) -> None
         assert reference.confirms(prompt, request.output)
     (warm,) = engine.generate(reference.prompts[-1:], GREEDY)
     assert reference.confirms(reference.prompts[-1], warm.output)
-    assert warm.cached_tokens == 56
+    assert warm.cached_tokens == (0 if Checkpoint(reference.folder).spec.state_heads else 56)
     pool = engine.engine.scheduler.pool
     assert pool.available == pool.num_blocks
     engine.close()
@@ -139,6 +139,8 @@ def wrong_models(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
             yield name, dataclasses.replace(spec, **{name: 1.0})
     mixers = [layer.mixer for layer in spec.layers]
     for index, mixer in enumerate(mixers[:2]):
+        if isinstance(mixer, DeltaNet):
+            continue
         assert isinstance(mixer, Gqa | Mla)
         wrong = [("scale", dataclasses.replace(mixer, scale=mixer.scale * 1.2))]
         if mixer.rope is not None:

@@ -16,17 +16,24 @@ from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A sequence that computes several tokens: `count` rows of the batch from `first` on, from position `start` on."""
+    """A sequence that computes several tokens: `count` rows of the batch from `first` on, from position `start` on.
+
+    `slot` is the place of its state.
+    """
 
     first: int
     count: int
     start: int
     blocks: Tensor
+    slot: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache."""
+    """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache.
+
+    A GPU attends by `tiles`, where prompts have them, and not by `prefills`.
+    """
 
     write_to: Tensor
     decode: DecodeRows | None
@@ -113,6 +120,7 @@ def paged_attention(
         decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, sight, scale, out[:rows], value_scale)
     if batch.tiles is not None:
         prefill_attention(qkv, heads, cache, batch.tiles, sight, scale, out, value_scale)
+        return out
     for row in batch.prefills:
         span = slice(row.first, row.first + row.count)
         mask = masks.prefill(row, sight)

@@ -40,12 +40,14 @@ def is_uneven(lengths: Sequence[int], kv_heads: int) -> bool:
 class DecodeRows:
     """Sequences that compute one token: they come first in the batch and run as one padded product.
 
-    `uneven` says that some are much longer than the others, which is known where they are planned.
+    `uneven` says that some are much longer than the others, which is known where they are planned. `slots` are the
+    places of their states.
     """
 
     block_table: Tensor
     positions: Tensor
     uneven: bool = False
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True)

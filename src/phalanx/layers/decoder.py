@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from math import prod
 
 from torch import Tensor
 
@@ -96,6 +97,23 @@ class Decoder:
         self.spare_block = blocks
         for layer in self.layers:
             layer.mixer.allocate_cache(blocks + 1, block_size)
+
+    @property
+    def state_bytes_per_place(self) -> int:
+        """What one sequence keeps whatever its length."""
+        states = (state for layer in self.layers for state in layer.mixer.states())
+        return sum(prod(state.shape[1:]) * state.element_size() for state in states)
+
+    def allocate_states(self, places: int) -> None:
+        """Make room for what the layers keep of this many sequences whatever their lengths."""
+        for layer in self.layers:
+            layer.mixer.allocate_states(places)
+
+    def copy_states(self, source: Tensor, target: Tensor) -> None:
+        """What is in each place of `source` is then in that of `target` too."""
+        for layer in self.layers:
+            for state in layer.mixer.states():
+                state[target] = state[source]
 
     def sketch(self) -> Decoder:
         """This model with one layer of each kind and the last one: every kernel of the whole in a fraction of its time.

@@ -2,52 +2,87 @@
 
 from __future__ import annotations
 
-from phalanx.models.family import Family, activation, attention, decoder, sparse_layers
+from phalanx.errors import ModelError
+from phalanx.models.family import Family, attention, attention_biases, decoder, refuse_unless, sparse_layers
 from phalanx.models.fields import Config, count, each_layer, layer_count
+from phalanx.models.ropes import read_rope, scaling_of
+from phalanx.spec.attention import Gqa
 from phalanx.spec.delta import DeltaNet
 from phalanx.spec.ffn import Dense, ExpertNames, Fused, Moe, Router
-from phalanx.spec.layer import Layer, Norms
+from phalanx.spec.layer import Layer, Mixer, Norms
 from phalanx.spec.model import ModelSpec
 
 NORMS = Norms(plus=1.0)
+HEAD_DIM = 256
 NAMES = ExpertNames(shared="shared_expert")
 
 
 def read(config: Config) -> ModelSpec:
-    layers = range(layer_count(config))
-    every = count(config, "full_attention_interval", default=4)
-    kinds = each_layer(config, "layer_types") or [
-        "linear_attention" if (layer + 1) % every else "full_attention" for layer in layers
-    ]
-    delta = DeltaNet(
-        k_heads=count(config, "linear_num_key_heads"),
-        v_heads=count(config, "linear_num_value_heads"),
-        k_dim=count(config, "linear_key_head_dim"),
-        v_dim=count(config, "linear_value_head_dim"),
-        kernel=count(config, "linear_conv_kernel_dim", default=4),
-        grouped=config["model_type"] == "qwen3_next",
-    )
-    attends = attention(
-        config,
-        head_dim=256,
-        head_norm="each",
-        norm_plus=1.0,
-        gated=True,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        output_bias=bool(config.get("attention_bias", False)),
-    )
-    mixers = [delta if kinds[layer] == "linear_attention" else attends for layer in layers]
+    refuse_unless(config, "hidden_act", "silu")
+    refuse_unless(config, "attn_output_gate", True)
+    mixers: dict[str, Mixer] = {"linear_attention": _delta(config), "full_attention": _attention(config)}
+    kinds = _kinds(config)
+    if "full_attention" not in kinds:
+        raise ModelError(
+            "bad_config",
+            "None of the layers attends.",
+            "layer_types must name full_attention for one of them at least.",
+        )
     return decoder(
         config,
-        [Layer(mixer, ffn, NORMS) for mixer, ffn in zip(mixers, _ffns(config), strict=True)],
+        [Layer(mixers[kind], ffn, NORMS) for kind, ffn in zip(kinds, _ffns(config), strict=True)],
         prefixes=(("model.", "model.language_model."),),
         ignored=(r"mtp\..*", r"model\.visual\..*"),
     )
 
 
+def _kinds(config: Config) -> list[str]:
+    layers, every = layer_count(config), count(config, "full_attention_interval", default=4)
+    told = each_layer(config, "layer_types")
+    return (
+        told[:layers]
+        if told
+        else ["full_attention" if layer % every == 0 else "linear_attention" for layer in range(1, layers + 1)]
+    )
+
+
+def _delta(config: Config) -> DeltaNet:
+    k_heads, v_heads = count(config, "linear_num_key_heads"), count(config, "linear_num_value_heads")
+    if v_heads % k_heads:
+        raise ModelError(
+            "bad_heads",
+            f"{v_heads} value heads do not share {k_heads} key heads evenly.",
+            "linear_num_value_heads must be a multiple of linear_num_key_heads.",
+        )
+    return DeltaNet(
+        k_heads=k_heads,
+        v_heads=v_heads,
+        k_dim=count(config, "linear_key_head_dim"),
+        v_dim=count(config, "linear_value_head_dim"),
+        kernel=count(config, "linear_conv_kernel_dim", default=4),
+        grouped=config["model_type"] == "qwen3_next",
+    )
+
+
+def _attention(config: Config) -> Gqa:
+    """A quarter of each head is turned, unless the configuration says otherwise."""
+    turned = {"partial_rotary_factor": config.get("partial_rotary_factor", 0.25)} | scaling_of(config)
+    return attention(
+        config,
+        head_dim=HEAD_DIM,
+        rope=read_rope(turned, config, count(config, "head_dim", default=HEAD_DIM), 10000.0),
+        head_norm="each",
+        norm_plus=1.0,
+        gated=True,
+        **attention_biases(config),
+    )
+
+
 def _ffns(config: Config) -> list[Dense | Moe]:
-    if "num_experts" not in config:
-        return [Dense(count(config, "intermediate_size"), activation(config))] * layer_count(config)
+    if config["model_type"] in ("qwen3_5", "qwen3_5_text"):
+        return [Dense(count(config, "intermediate_size"))] * layer_count(config)
+    if config["model_type"] != "qwen3_next":
+        refuse_unless(config, "norm_topk_prob", True)
     router = Router(
         count(config, "num_experts"),
         count(config, "num_experts_per_tok"),
@@ -56,19 +91,17 @@ def _ffns(config: Config) -> list[Dense | Moe]:
     moe = Moe(
         router,
         count(config, "moe_intermediate_size"),
-        activation(config),
         shared=count(config, "shared_expert_intermediate_size"),
         shared_gate=True,
         names=NAMES,
         fused=Fused(),
     )
-    dense = Dense(count(config, "intermediate_size", "moe_intermediate_size"), activation(config))
+    dense = Dense(count(config, "intermediate_size", "moe_intermediate_size"))
     return [moe if sparse else dense for sparse in sparse_layers(config)]
 
 
-_LATER = "recurrent states are planned for, not run yet"
 _INERT = ("mrope_section", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 FAMILIES = {
-    name: Family(read, _LATER, _INERT)
+    name: Family(read, inert=_INERT)
     for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 }

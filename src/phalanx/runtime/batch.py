@@ -94,7 +94,7 @@ class Batch:
         attention = AttentionBatch(
             write_to=block * self.block_size + positions % self.block_size,
             decode=self._decode_rows(plan, decode_slots, decode_starts) if decodes else None,
-            prefills=[] if on_gpu else self._prefill_rows(plan),
+            prefills=self._prefill_rows(plan),
             tiles=self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None,
         )
         return StepInputs(self.tokens[slot_of, positions], positions, attention, wanted)
@@ -130,7 +130,7 @@ class Batch:
         block = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
         attention = AttentionBatch(
             write_to=block * self.block_size + positions % self.block_size,
-            decode=DecodeRows(tables, positions, uneven),
+            decode=DecodeRows(tables, positions, uneven, slots),
             prefills=[],
         )
         return self.tokens[slots, positions], attention
@@ -140,9 +140,10 @@ class Batch:
     ) -> tuple[Tensor, AttentionBatch]:
         """The same for prompts cut into tiles, behind rows of one token."""
         block = self._tables[slots, positions // self.block_size]
+        decode = DecodeRows(self._tables[decode_slots], decode_positions, slots=decode_slots)
         attention = AttentionBatch(
             write_to=block * self.block_size + positions % self.block_size,
-            decode=DecodeRows(self._tables[decode_slots], decode_positions) if len(decode_slots) else None,
+            decode=decode if len(decode_slots) else None,
             prefills=[],
             tiles=PrefillTiles(self._tables, tiles.to(torch.int32), resumed=True),
         )
@@ -177,9 +178,9 @@ class Batch:
     def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
         """A CPU looks no further than the longest of them; a GPU has one kernel for whole tables, as in graphs."""
         if self.device.type == "cuda":
-            return DecodeRows(self._tables[slots], starts)
+            return DecodeRows(self._tables[slots], starts, slots=slots)
         width = max(plan.starts[: len(slots)]) // self.block_size + 1
-        return DecodeRows(self._tables[slots, :width], starts)
+        return DecodeRows(self._tables[slots, :width], starts, slots=slots)
 
     def _prefill_tiles(self, plan: StepPlan) -> PrefillTiles:
         tiles, first = [], 0
@@ -195,6 +196,6 @@ class Batch:
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             if count > 1:
                 width = -(-(start + count) // self.block_size)
-                rows.append(PrefillRow(first, count, start, self._tables[slot, :width]))
+                rows.append(PrefillRow(first, count, start, self._tables[slot, :width], slot))
             first += count
         return rows

@@ -193,6 +193,7 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
+    model.allocate_states(config.max_num_seqs + 1)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     warm_up(runner, config.warm_up)
     return runner

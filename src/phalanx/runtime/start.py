@@ -33,7 +33,8 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     else:
         executor = Executor(config, model_path, progress)
         runner, sizes = executor, executor.sizes
-    pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
+    stateless = not spec.state_heads  # blocks alone do not bring back a state
+    pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching and stateless)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     try:
         return Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)

@@ -106,6 +106,8 @@ class Layout:
                 f"{most} groups of {self.kv_unit} KV heads (head_dim {self.spec.head_dim} "
                 f"fills a block of {self.block} only together)"
             )
+        if 0 < self.spec.state_heads < most:
+            most, what = self.spec.state_heads, f"{self.spec.state_heads} key heads of delta nets"
         if self.tp > most:
             raise LayoutError("tp_too_large", f"TP={self.tp}, but the model has {what} to deal.", f"Use TP <= {most}.")
 

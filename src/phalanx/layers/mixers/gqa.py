@@ -62,6 +62,12 @@ class Attention:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)
 
+    def states(self) -> list[Tensor]:
+        return []
+
+    def allocate_states(self, places: int) -> None:
+        """Nothing is kept of a sequence but its tokens."""
+
     @property
     def in_graphs(self) -> bool:
         """Whether a GPU computes it without asking the host."""

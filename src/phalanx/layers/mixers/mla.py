@@ -62,6 +62,12 @@ class LatentAttention:
         if self.indexer is not None:
             self.indexer.allocate_cache(blocks, block_size)
 
+    def states(self) -> list[Tensor]:
+        return []
+
+    def allocate_states(self, places: int) -> None:
+        """Nothing is kept of a sequence but its tokens."""
+
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
         assert isinstance(x, Tensor)
