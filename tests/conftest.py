@@ -65,7 +65,14 @@ SLOW_DECAY = -4.0
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
-PROMPTS = {"llama3_rope": 8, "qwen2": 14, "qwen3_moe": 11}
+PROMPTS = {
+    "llama3_rope": 8,
+    "qwen2": 14,
+    "qwen3_moe": 11,
+    "qwen3_next": 15,
+    "qwen3_5_text": 14,
+    "qwen3_5_moe_text": 16,
+}
 """Seeds of the prompts of families, where it is not 7."""
 ONE_AT_A_TIME = ("cluster", "web")
 """Folders whose tests share what a machine has once: network namespaces and fixed ports, a browser."""
@@ -311,10 +318,17 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
     for key, tensor in model.state_dict().items():
-        mean = SLOW_DECAY if key.endswith("A_log") else 1.0 if tensor.dim() == 1 else 0.0
+        mean = _mean(key, hasattr(config, "linear_num_key_heads")) if tensor.dim() == 1 else 0.0
         torch.nn.init.normal_(tensor, mean=mean, std=0.15)
     model.save_pretrained(folder)
     return model
+
+
+def _mean(vector: str, delta_nets: bool) -> float:
+    """Where delta nets are, norms add 1 to their weights, but for those inside the nets."""
+    if vector.endswith("A_log"):
+        return SLOW_DECAY
+    return 0.0 if delta_nets and "norm" in vector and "linear_attn" not in vector else 1.0
 
 
 @pytest.fixture(scope="session")

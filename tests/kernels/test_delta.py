@@ -1,0 +1,139 @@
+"""The gated delta rule and its convolution: what transformers computes, wherever a sequence is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNormGated,
+    l2norm,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.delta import CHUNK, DeltaRows, convolve, delta_rule, gated_norm, unit_length
+from phalanx.kernels.tiling import DecodeRows
+
+HEADS, K_DIM, V_DIM, CHANNELS, KERNEL = 3, 8, 5, 14, 4
+PLACES = 6
+LONG = 2 * CHUNK + 7
+
+
+def random_rows(tokens: int) -> DeltaRows:
+    """States that remember some thirty tokens."""
+    q, k = (unit_length(torch.randn(tokens, HEADS, K_DIM)) for _ in range(2))
+    decay = -0.06 * torch.rand(tokens, HEADS)
+    return DeltaRows(q * K_DIM**-0.5, k, torch.randn(tokens, HEADS, V_DIM), decay, torch.rand(tokens, HEADS))
+
+
+def dirty(*shape: int) -> Tensor:
+    """Places as others left them, from which nothing may come of a sequence that begins."""
+    return torch.full((PLACES, *shape), float("nan"))
+
+
+def batch_of(*rows: tuple[int, int, int]) -> AttentionBatch:
+    """Of (slot, start, count), those of one token first."""
+    singles = [row for row in rows if row[2] == 1]
+    slots, starts = (torch.tensor([row[column] for row in singles]) for column in (0, 1))
+    prompts, first = [], len(singles)
+    for slot, start, count in rows[len(singles) :]:
+        prompts.append(PrefillRow(first, count, start, torch.empty(0), slot))
+        first += count
+    decode = DecodeRows(torch.empty(0), starts, slots=slots) if singles else None
+    return AttentionBatch(torch.empty(0), decode, prompts)
+
+
+def whole(rows: DeltaRows, rule: object) -> tuple[Tensor, Tensor]:
+    """What transformers reads of a sequence from its start, and the state behind it; it scales queries itself."""
+    q, k, v, g, beta = (part[None] for part in rows)
+    read, state = rule(q * K_DIM**0.5, k, v, g=g, beta=beta, output_final_state=True)  # type: ignore[operator]
+    return read[0], state[0]
+
+
+@pytest.mark.parametrize("rule", [torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
+@pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, LONG])
+def test_a_prompt_reads_what_transformers_reads(rule: object, tokens: int) -> None:
+    rows, states = random_rows(tokens), dirty(HEADS, K_DIM, V_DIM)
+    read, state = whole(rows, rule)
+    torch.testing.assert_close(delta_rule(rows, states, batch_of((2, 0, tokens))), read, atol=1e-5, rtol=0)
+    torch.testing.assert_close(states[2], state, atol=1e-5, rtol=0)
+    assert states[[0, 1, 3, 4, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [9, LONG])
+def test_a_sequence_goes_on_from_any_cut(tokens: int) -> None:
+    rows = random_rows(tokens)
+    read, state = whole(rows, torch_recurrent_gated_delta_rule)
+    for cut in range(1, tokens):
+        states = dirty(HEADS, K_DIM, V_DIM)
+        before = delta_rule(rows.span(0, cut), states, batch_of((1, 0, cut)))
+        after = delta_rule(rows.span(cut, tokens), states, batch_of((1, cut, tokens - cut)))
+        torch.testing.assert_close(torch.cat((before, after)), read, atol=1e-5, rtol=0)
+        torch.testing.assert_close(states[1], state, atol=1e-5, rtol=0)
+
+
+def test_a_state_is_not_forgotten() -> None:
+    """What comes behind a cut depends on what came before it, or the tests above would prove nothing."""
+    rows, states = random_rows(20), dirty(HEADS, K_DIM, V_DIM)
+    read, _ = whole(rows, torch_recurrent_gated_delta_rule)
+    begun = delta_rule(rows.span(10, 20), states, batch_of((0, 0, 10)))
+    assert (begun - read[10:]).abs().amax((1, 2)).min() > 0.05
+
+
+def test_decodes_beginners_and_prompts_share_a_batch() -> None:
+    """In places out of order: a decode, a sequence of one token that begins, a resumed prompt and a new one."""
+    lengths = {4: 30, 0: 1, 3: CHUNK + 9, 1: 12}
+    sequences = {slot: random_rows(length) for slot, length in lengths.items()}
+    states, columns = dirty(HEADS, K_DIM, V_DIM), dirty(KERNEL - 1, CHANNELS)
+    inputs = {slot: torch.randn(length, CHANNELS) for slot, length in lengths.items()}
+    taps = torch.randn(KERNEL, CHANNELS)
+    begun = {4: 29, 0: 0, 3: 5, 1: 0}
+    for slot in (4, 3):
+        delta_rule(sequences[slot].span(0, begun[slot]), states, batch_of((slot, 0, begun[slot])))
+        convolve(inputs[slot][: begun[slot]], taps, columns, batch_of((slot, 0, begun[slot])))
+    batch = batch_of(*((slot, start, lengths[slot] - start) for slot, start in begun.items()))
+    parts = [sequences[slot].span(start, lengths[slot]) for slot, start in begun.items()]
+    read = delta_rule(DeltaRows(*map(torch.cat, zip(*parts, strict=True))), states, batch)
+    mixed = convolve(torch.cat([inputs[slot][start:] for slot, start in begun.items()]), taps, columns, batch)
+    alone = {slot: whole(rows, torch_recurrent_gated_delta_rule) for slot, rows in sequences.items()}
+    torch.testing.assert_close(
+        read, torch.cat([alone[slot][0][start:] for slot, start in begun.items()]), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        mixed, torch.cat([convolved(inputs[slot], taps)[start:] for slot, start in begun.items()]), atol=1e-5, rtol=0
+    )
+    for slot in lengths:
+        torch.testing.assert_close(states[slot], alone[slot][1], atol=1e-5, rtol=0)
+
+
+def convolved(x: Tensor, taps: Tensor) -> Tensor:
+    """By torch's own convolution, padded with zeros on the left."""
+    padded = F.pad(x.t()[None], (len(taps) - 1, 0))
+    return F.silu(F.conv1d(padded, taps.t()[:, None], groups=x.shape[1]))[0].t()
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+def test_the_convolution_goes_on_from_any_cut(kernel: int) -> None:
+    """Cuts shorter than the kernel too, each of them by one token, or by several."""
+    x, taps = torch.randn(11, CHANNELS), torch.randn(kernel, CHANNELS)
+    expected = convolved(x, taps)
+    for first in range(1, 10):
+        for second in range(first + 1, 11):
+            kept, out = dirty(kernel - 1, CHANNELS), []
+            for start, stop in ((0, first), (first, second), (second, 11)):
+                out.append(convolve(x[start:stop], taps, kept, batch_of((3, start, stop - start))))
+            torch.testing.assert_close(torch.cat(out), expected, atol=1e-5, rtol=0)
+
+
+def test_lengths_and_the_gated_norm_are_those_of_transformers() -> None:
+    x, gate = torch.randn(4, HEADS, V_DIM), torch.randn(4, HEADS, V_DIM)
+    norm = Qwen3NextRMSNormGated(V_DIM, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = norm.to(dtype)(x.to(dtype), gate.to(dtype))
+        ours = gated_norm(x.to(dtype).float(), gate.to(dtype), norm.weight, 1e-3, dtype)
+        torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(unit_length(x * 1e-3), l2norm(x * 1e-3))
