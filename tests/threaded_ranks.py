@@ -18,7 +18,7 @@ from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.fabric.group import Group
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.rank import Sizes, load_model, make_runner
+from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
 from phalanx.weights.checkpoint import Checkpoint
 
 PATIENCE_S = 120
@@ -97,12 +97,13 @@ class ThreadedEngine:
     def __init__(self, folder: Path, tp: int = 1, prefix_caching: bool = True, **limits: int) -> None:
         asked = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160} | limits
         config = EngineConfig(tp=tp, device="cpu", max_num_seqs=6, **asked)
-        sizes = Sizes(num_blocks=asked["num_blocks"], max_model_len=asked["max_model_len"])
+        spec = Checkpoint(folder).spec
+        windows = len(spec.window_groups) * -(-asked["max_model_len"] // asked["block_size"])
+        sizes = Sizes(num_blocks=asked["num_blocks"] + windows, max_model_len=asked["max_model_len"])
         runner = ThreadedRunner(folder, tp, config, sizes)
-        spec = runner.ranks[0].model.place.spec
-        pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching and not spec.state_heads)
+        pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
         bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
-        self.engine = Engine(Scheduler(bounds, pool), runner, spec.vocab)
+        self.engine = Engine(Scheduler(bounds, pool, layout=cache_layout(config, spec)), runner, spec.vocab)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """The requests, run to their end."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.engine.blocks import BlockPool, Parent
+from phalanx.engine.blocks import BlockPool
 from phalanx.engine.request import Refusal, Request
 from phalanx.engine.snapshots import Snapshots
 

@@ -32,13 +32,18 @@ class PrefillRow:
 class AttentionBatch:
     """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache.
 
-    A GPU attends by `tiles`, where prompts have them, and not by `prefills`.
+    A GPU attends by `tiles`, where prompts have them, and not by `prefills`. `windows` are the same rows for groups of
+    layers that have blocks of their own.
     """
 
     write_to: Tensor
     decode: DecodeRows | None
     prefills: list[PrefillRow]
     tiles: PrefillTiles | None = None
+    windows: tuple[AttentionBatch, ...] = ()
+
+    def of(self, group: int) -> AttentionBatch:
+        return self.windows[group - 1] if group else self
 
 
 class Sight(NamedTuple):

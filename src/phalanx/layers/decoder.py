@@ -86,7 +86,9 @@ class Decoder:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return sum(layer.mixer.cache_bytes_per_token for layer in self.layers)
+        """Of the layers that keep all tokens; the others use the same memory."""
+        windowed = {number for group in self.place.spec.window_groups for number in group.layers}
+        return sum(layer.mixer.cache_bytes_per_token for n, layer in enumerate(self.layers) if n not in windowed)
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Make room for what the layers keep of all sequences.
@@ -95,8 +97,16 @@ class Decoder:
         """
         self.block_size = block_size
         self.spare_block = blocks
-        for layer in self.layers:
-            layer.mixer.allocate_cache(blocks + 1, block_size)
+        groups = self.place.spec.window_groups
+        windowed = {number for group in groups for number in group.layers}
+        for number, layer in enumerate(self.layers):
+            if number not in windowed:
+                layer.mixer.allocate_cache(blocks + 1, block_size)
+        mixers = [layer.mixer for layer in self.layers]
+        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.cache_bytes_per_token]
+        for number, group in enumerate(groups, start=1):
+            for layer_number, other in zip(group.layers, whole, strict=False):
+                mixers[layer_number].join_group(number, other)
 
     @property
     def state_bytes_per_place(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -49,6 +49,12 @@ class StepInputs:
     wanted: Tensor
 
 
+def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
+    """One for each group of layers, as one: that of the first group, which holds those of windows."""
+    first, *windows = batches
+    return replace(first, windows=tuple(windows)) if windows else first
+
+
 class Batch:
     """The device token pool, the block tables and the sampling parameters (`sampling`, see `kernels.sampling.pack`).
 
@@ -60,8 +66,18 @@ class Batch:
     they are `plain`, and whether they are drawn at random.
     """
 
-    def __init__(self, slots: int, max_model_len: int, block_size: int, spare_block: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_model_len: int,
+        block_size: int,
+        spare_block: int,
+        device: torch.device,
+        groups: int = 1,
+        states: bool = False,
+    ) -> None:
         self.block_size = block_size
+        self.states = states
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
         self.plain_from = [0] * slots
@@ -71,9 +87,9 @@ class Batch:
         self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=TOKEN, device=device)
         self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
-        self._tables = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
-        self._tables[slots] = spare_block
-        self._table_lengths = [0] * slots
+        self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int64, device=device)
+        self._tables[:, slots] = spare_block
+        self._table_lengths = [[0] * slots for _ in range(groups)]
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
@@ -89,15 +105,21 @@ class Batch:
             slots[:decodes],
             starts[:decodes],
         )
-        block = self._tables[slot_of, positions // self.block_size]
         on_gpu = self.device.type == "cuda"
-        attention = AttentionBatch(
-            write_to=block * self.block_size + positions % self.block_size,
-            decode=self._decode_rows(plan, decode_slots, decode_starts) if decodes else None,
-            prefills=self._prefill_rows(plan),
-            tiles=self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None,
-        )
-        return StepInputs(self.tokens[slot_of, positions], positions, attention, wanted)
+        tiles = self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None
+        attention = [
+            AttentionBatch(
+                write_to=self._write_to(tables, slot_of, positions),
+                decode=self._decode_rows(tables, plan, decode_slots, decode_starts) if decodes else None,
+                prefills=[] if on_gpu and not self.states else self._prefill_rows(tables, plan),
+                tiles=tiles and replace(tiles, tables=tables),
+            )
+            for tables in self._tables
+        ]
+        return StepInputs(self.tokens[slot_of, positions], positions, _grouped(attention), wanted)
+
+    def _write_to(self, tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return tables[slots, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""
@@ -111,43 +133,57 @@ class Batch:
         if plan.admissions:
             self._admit(plan.admissions)
         self.masks.take_in(plan.new_masks, self.send)
+        self._extend(0, plan.new_blocks)
+        for group in range(1, len(self._tables)):
+            self._extend(group, [(slot, blocks) for slot, window, blocks in plan.window_blocks if window + 1 == group])
+
+    def _extend(self, group: int, new_blocks: list[tuple[int, list[int]]]) -> None:
+        lengths = self._table_lengths[group]
         rows: list[int] = []
         columns: list[int] = []
         added: list[int] = []
-        for slot, blocks in plan.new_blocks:
-            length = self._table_lengths[slot]
+        for slot, blocks in new_blocks:
+            length = lengths[slot]
             rows += [slot] * len(blocks)
             columns += range(length, length + len(blocks))
             added += blocks
-            self._table_lengths[slot] = length + len(blocks)
+            lengths[slot] = length + len(blocks)
         if added:
             where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
-            self._tables[where, at] = values
+            self._tables[group][where, at] = values
 
     def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
-        tables = self._tables[slots]
-        block = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
-        attention = AttentionBatch(
-            write_to=block * self.block_size + positions % self.block_size,
-            decode=DecodeRows(tables, positions, uneven, slots),
-            prefills=[],
-        )
-        return self.tokens[slots, positions], attention
+        attention = []
+        for tables in self._tables:
+            rows = tables[slots]
+            block = rows.gather(1, (positions // self.block_size)[:, None])[:, 0]
+            attention.append(
+                AttentionBatch(
+                    write_to=block * self.block_size + positions % self.block_size,
+                    decode=DecodeRows(rows, positions, uneven, slots),
+                    prefills=[],
+                )
+            )
+        return self.tokens[slots, positions], _grouped(attention)
 
     def mixed_inputs(
         self, slots: Tensor, positions: Tensor, decode_slots: Tensor, decode_positions: Tensor, tiles: Tensor
     ) -> tuple[Tensor, AttentionBatch]:
         """The same for prompts cut into tiles, behind rows of one token."""
-        block = self._tables[slots, positions // self.block_size]
-        decode = DecodeRows(self._tables[decode_slots], decode_positions, slots=decode_slots)
-        attention = AttentionBatch(
-            write_to=block * self.block_size + positions % self.block_size,
-            decode=decode if len(decode_slots) else None,
-            prefills=[],
-            tiles=PrefillTiles(self._tables, tiles.to(torch.int32), resumed=True),
-        )
-        return self.tokens[slots, positions], attention
+        cut = tiles.to(torch.int32)
+        attention = [
+            AttentionBatch(
+                write_to=self._write_to(tables, slots, positions),
+                decode=DecodeRows(tables[decode_slots], decode_positions, slots=decode_slots)
+                if len(decode_slots)
+                else None,
+                prefills=[],
+                tiles=PrefillTiles(tables, cut, resumed=True),
+            )
+            for tables in self._tables
+        ]
+        return self.tokens[slots, positions], _grouped(attention)
 
     def _admit(self, admissions: list[Admission]) -> None:
         """All of them in one copy and two writes: a step may admit as many as the batch holds."""
@@ -164,7 +200,8 @@ class Batch:
         self.tokens[slot_of, positions] = tokens.to(TOKEN)
         self.sampling[admitted] = parameters.view(-1, PARAMETERS)
         for admission in admissions:
-            self._table_lengths[admission.slot] = 0
+            for table_lengths in self._table_lengths:
+                table_lengths[admission.slot] = 0
             occupant = Occupant(admission.params, admission.prompt_length)
             self.occupants[admission.slot] = occupant
             self.plain_from[admission.slot] = occupant.plain_from
@@ -175,12 +212,12 @@ class Batch:
         assert found is not None, f"slot {slot} was never admitted"
         return found
 
-    def _decode_rows(self, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
+    def _decode_rows(self, tables: Tensor, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
         """A CPU looks no further than the longest of them; a GPU has one kernel for whole tables, as in graphs."""
         if self.device.type == "cuda":
-            return DecodeRows(self._tables[slots], starts, slots=slots)
+            return DecodeRows(tables[slots], starts, slots=slots)
         width = max(plan.starts[: len(slots)]) // self.block_size + 1
-        return DecodeRows(self._tables[slots, :width], starts, slots=slots)
+        return DecodeRows(tables[slots, :width], starts, slots=slots)
 
     def _prefill_tiles(self, plan: StepPlan) -> PrefillTiles:
         tiles, first = [], 0
@@ -189,13 +226,13 @@ class Batch:
                 tiles += tile_prompt(slot, first, count, start)
             first += count
         (sent,) = self.send(tensor_of(list(chain.from_iterable(tiles))))
-        return PrefillTiles(self._tables, sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
+        return PrefillTiles(self._tables[0], sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
 
-    def _prefill_rows(self, plan: StepPlan) -> list[PrefillRow]:
+    def _prefill_rows(self, tables: Tensor, plan: StepPlan) -> list[PrefillRow]:
         rows, first = [], 0
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             if count > 1:
                 width = -(-(start + count) // self.block_size)
-                rows.append(PrefillRow(first, count, start, self._tables[slot, :width], slot))
+                rows.append(PrefillRow(first, count, start, tables[slot, :width], slot))
             first += count
         return rows

@@ -8,6 +8,7 @@ import msgspec
 import psutil
 import torch
 
+from phalanx.engine.caches import CacheLayout
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
@@ -31,6 +32,20 @@ class Sizes(msgspec.Struct, frozen=True):
 
     num_blocks: int
     max_model_len: int
+
+
+def state_places(config: EngineConfig) -> range:
+    """Where recurrent states lie: of the requests that run, of rows that only fill up, and these, of prefixes.
+
+    As many as requests may run.
+    """
+    first = config.max_num_seqs + 1
+    return range(first, first + (config.max_num_seqs if config.prefix_caching else 0))
+
+
+def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
+    reaches = tuple(group.reach for group in spec.window_groups)
+    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=state_places(config))
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -148,6 +163,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
     block_bytes = model.cache_bytes_per_token * config.block_size
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
+    room -= state_places(config).stop * model.state_bytes_per_place
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
@@ -164,7 +180,8 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
     elif room < block_bytes:
         raise too_little(config, model, room, block_bytes - room)
     most = config.max_model_len or model.place.spec.max_positions
-    return min((budget or room) // block_bytes, config.max_num_seqs * -(-most // config.block_size))
+    groups = 1 + len(model.place.spec.window_groups)
+    return min((budget or room) // block_bytes, groups * config.max_num_seqs * -(-most // config.block_size))
 
 
 def _check_fits(name: str, value: int, size: int, most: int, model: Decoder) -> None:
@@ -186,14 +203,14 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
             f"max_model_len is {config.max_model_len}, but the model was made for {spec.max_positions} positions.",
             f"Use at most {spec.max_positions}.",
         )
-    room = num_blocks * config.block_size
+    room = num_blocks // (1 + len(spec.window_groups)) * config.block_size
     return Sizes(num_blocks, config.max_model_len or min(spec.max_positions, room))
 
 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(config.max_num_seqs + 1)
+    model.allocate_states(state_places(config).stop)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     warm_up(runner, config.warm_up)
     return runner

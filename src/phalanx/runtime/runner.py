@@ -13,7 +13,7 @@ import torch
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
-from phalanx.runtime.batch import Batch
+from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
@@ -56,7 +56,16 @@ class TorchRunner:
         self.limits = (slots, tokens, max_model_len)
         self.nodes: list[str] = []
         self.depth = 2 if model.place.device.type == "cuda" else 1
-        self.batch = Batch(slots, max_model_len, model.block_size, model.spare_block, model.place.device)
+        spec = model.place.spec
+        self.batch = Batch(
+            slots,
+            max_model_len,
+            model.block_size,
+            model.spare_block,
+            model.place.device,
+            groups=1 + len(spec.window_groups),
+            states=bool(spec.state_heads),
+        )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
         self.put_off: deque[Callable[[], None]] = deque()
@@ -91,17 +100,23 @@ class TorchRunner:
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
+        self._copy_states(plan.restored)
         sampled: Sampled | None
         graphs = self._graphs_for(plan)
         if graphs is not None:
             sampled, rows = self._replay(plan, graphs, clock)
         else:
             sampled, rows = self._forward(plan, clock, self.model)
+        self._copy_states(plan.saved)
         clock.mark()
         clock.stop()
         reading = sampled.start_reading() if sampled is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
         self._launched.append(_Launched(plan.step, rows, reading, clock, done))
+
+    def _copy_states(self, places: list[tuple[int, int]]) -> None:
+        if places:
+            self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)

@@ -11,7 +11,7 @@ from phalanx.engine.step_plan import Runner
 from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import Executor
-from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_runner
+from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, cache_layout, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
@@ -33,11 +33,10 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     else:
         executor = Executor(config, model_path, progress)
         runner, sizes = executor, executor.sizes
-    stateless = not spec.state_heads  # blocks alone do not bring back a state
-    pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching and stateless)
+    pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     try:
-        return Engine(Scheduler(limits, pool, spec.eos_token_ids), runner, spec.vocab)
+        return Engine(Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec)), runner, spec.vocab)
     except Exception:
         runner.close()
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 CacheKind = Literal["full", "sliding", "chunked", "latent", "state"]
 
@@ -25,3 +26,30 @@ class LayerCache:
     def bytes(self, tokens: int, element_bytes: float) -> int:
         kept = tokens if self.reach is None else min(tokens, self.reach)
         return int(self.heads * self.width * kept * element_bytes) + self.state_bytes
+
+
+class WindowGroup(NamedTuple):
+    """Layers that look back on `reach` positions and share a table of blocks."""
+
+    reach: int
+    layers: tuple[int, ...]
+
+
+def window_groups(caches: Sequence[LayerCache], max_positions: int) -> tuple[WindowGroup, ...]:
+    """Layers whose blocks can be given up behind a window, in groups of as many as keep everything.
+
+    So a block is of one size for all, and what one group gives up another one can take. Layers that keep something else
+    than those do, or are too few to fill half a group, keep all blocks like the others.
+    """
+    whole = [cache for cache in caches if cache.reach is None and cache.width]
+    groups: list[WindowGroup] = []
+    for reach in sorted({cache.reach for cache in caches if cache.reach is not None and cache.reach < max_positions}):
+        layers = [
+            number
+            for number, cache in enumerate(caches)
+            if cache.reach == reach and all((cache.heads, cache.width) == (full.heads, full.width) for full in whole)
+        ]
+        if whole and 2 * len(layers) >= len(whole):
+            parts = range(0, len(layers), len(whole))
+            groups += [WindowGroup(reach, tuple(layers[first : first + len(whole)])) for first in parts]
+    return tuple(groups)

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from phalanx.spec.cache import LayerCache
+from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
 from phalanx.spec.ffn import Moe
 from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
 from phalanx.spec.layer import Layer, Norms
@@ -131,6 +131,11 @@ class ModelSpec:
     def caches(self) -> tuple[LayerCache, ...]:
         """What each layer keeps of a sequence."""
         return tuple(layer.mixer.cache for layer in self.layers)
+
+    @cached_property
+    def window_groups(self) -> tuple[WindowGroup, ...]:
+        """Layers that give up blocks behind their window."""
+        return window_groups(self.caches, self.max_positions)
 
     @cached_property
     def stacked_tensors(self) -> tuple[Tensor, ...]:

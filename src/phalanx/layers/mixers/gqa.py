@@ -38,6 +38,7 @@ class Attention:
         self.sight = Sight(record.window, record.chunked, self.sinks)
         self.cache = place.empty_cache(2, self.kv_heads, record.head_dim)
         self.cache_scales = UNSCALED
+        self.cache_group = 0
 
     @property
     def takes_fp8(self) -> bool:
@@ -62,6 +63,10 @@ class Attention:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)
 
+    def join_group(self, group: int, other: Attention) -> None:
+        """Keep tokens in the blocks of this group, in the memory of a layer of another one."""
+        self.cache_group, self.cache = group, other.cache
+
     def states(self) -> list[Tensor]:
         return []
 
@@ -79,8 +84,9 @@ class Attention:
         self._turn_and_store(qkv, step)
         scales = self.cache_scales
         scale = self.record.scale * scales.key
+        batch = step.batch.of(self.cache_group)
         attended = paged_attention(
-            qkv, self.heads, self.cache, step.batch, step.masks, self.sight, scale, scales.value
+            qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
         ).flatten(1)
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x))
@@ -88,7 +94,7 @@ class Attention:
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
         """Queries and keys normed and turned in place, keys and values written to the cache."""
-        record, write_to = self.record, step.batch.write_to
+        record, write_to = self.record, step.batch.of(self.cache_group).write_to
         if record.rope is not None and record.head_norm in (None, "each"):
             cos, sin = step.turns(record.rope)
             rotate_and_store(
