@@ -106,14 +106,16 @@ def logits(folder: Path, prompt: list[int], chunks: list[int]) -> tuple[Tensor, 
     for step, count in enumerate(chunks, 1):
         admissions = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
         blocks = [(0, list(range(10, 20)))] if start == 0 else []
-        plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks)
+        windows = [(0, 0, list(range(20, 30)))] if start == 0 else []
+        plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks, window_blocks=windows)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
             rows.append(model.scores(model(inputs.tokens, inputs.positions, inputs.attention)))
         start += count
     held = []
     for attention in (layer.mixer for layer in model.layers):
-        tokens = attention.cache[10:20].float().flatten(0, 1)[: len(prompt)]
+        first = 10 + 10 * attention.cache_group
+        tokens = attention.cache[first : first + 10].float().flatten(0, 1)[: len(prompt)]
         held.append((tokens[:, 0] * attention.cache_scales.key, tokens[:, 1] * attention.cache_scales.value))
     return torch.cat(rows), held
 

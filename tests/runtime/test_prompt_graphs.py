@@ -173,6 +173,7 @@ def test_padded_steps_give_the_tokens_of_transformers(captured: Reference, monke
     with padded(captured, monkeypatch, **TIGHT) as llm:
         answers = llm.generate(captured.prompts, GREEDY)
         assert [answer.token_ids for answer in answers] == captured.continuations
+        llm.generate(captured.prompts[-1], GREEDY)
         again = llm.generate(captured.prompts[-1], GREEDY)
         assert again.cached_tokens == 56
         assert again.token_ids == captured.continuations[-1]
