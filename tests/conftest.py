@@ -167,6 +167,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "deepseek_v4": {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "head_dim": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "o_groups": 4,
+        "o_lora_rank": 20,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "compress_ratios": [0, 4, 128, 4, 0, 128],
+        "compress_rate_csa": 4,
+        "compress_rate_hca": 12,
+        "num_hash_layers": 2,
+        "sliding_window": 20,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 5,
+        "rope_parameters": YARN,
+    },
     "llama4_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -289,7 +310,10 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
     for tensor in model.state_dict().values():
-        torch.nn.init.normal_(tensor, mean=1.0 if tensor.dim() == 1 else 0.0, std=0.15)
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor, mean=1.0 if tensor.dim() == 1 else 0.0, std=0.15)
+        else:
+            tensor.copy_(torch.rand(len(tensor), config.num_local_experts).argsort()[:, : tensor.shape[1]])
     model.save_pretrained(folder)
     return model
 

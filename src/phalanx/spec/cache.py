@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 CacheKind = Literal["full", "sliding", "chunked", "latent", "state"]
+
+
+class Reach(NamedTuple):
+    """So much for each of the last `positions` (None: of all)."""
+
+    positions: int | None
+    each: float
 
 
 @dataclass(frozen=True)
