@@ -116,7 +116,7 @@ def near(rows: Rows, window: int, block_size: int) -> Seen:
 
 def far(rows: Rows, ratio: int, block_size: int) -> Seen:
     """The entries that were complete before, or are with, each query."""
-    last = torch.arange(ratio - 1, rows.end, ratio, device=rows.positions.device)
+    last = torch.arange(rows.end // ratio, device=rows.positions.device) * ratio + (ratio - 1)
     places = _places(rows.tables, last.expand(len(rows.tables), -1), block_size)
     return Seen(places, last <= rows.positions[..., None])
 

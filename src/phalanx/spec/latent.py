@@ -57,7 +57,8 @@ class Mla:
 
     @property
     def cache(self) -> LayerCache:
-        return LayerCache("latent", 1, self.width + (self.indexer.head_dim if self.indexer else 0))
+        index = self.indexer.head_dim if self.indexer and self.indexer.own else 0
+        return LayerCache("latent", 1, self.width + index)
 
     @property
     def reads(self) -> tuple[Reach, ...]:
