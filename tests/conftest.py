@@ -46,7 +46,7 @@ INDEXER = {"index_topk": 20, "index_head_dim": 24, "index_n_heads": 16}
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
-PROMPTS = {"llama3_rope": 8, "qwen2": 14, "qwen3_moe": 11}
+PROMPTS = {"llama3_rope": 8, "qwen2": 14, "qwen3_moe": 11, "deepseek_v4": 13}
 """Seeds of the prompts of families, where it is not 7."""
 ONE_AT_A_TIME = ("cluster", "web")
 """Folders whose tests share what a machine has once: network namespaces and fixed ports, a browser."""

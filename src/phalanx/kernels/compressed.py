@@ -58,7 +58,7 @@ def cut(batch: AttentionBatch, block_size: int) -> list[Rows]:
     found = []
     if batch.decode is not None:
         tables, positions = batch.decode.block_table, batch.decode.positions
-        found.append(Rows(slice(0, len(positions)), tables, positions[:, None], tables.shape[1] * block_size))
+        found.append(Rows(slice(0, len(positions)), tables, positions[:, None], int(positions.max()) + 1))
     for row in spans(batch, block_size):
         for offset in range(0, row.count, PROMPT_TILE):
             count, start = min(PROMPT_TILE, row.count - offset), row.start + offset
