@@ -92,6 +92,22 @@ def test_a_prompt_token_by_token(v4: Reference, long_prompt: tuple[list[int], Te
     torch.testing.assert_close(computed(v4.folder, prompt, [1] * 70, block_size), wanted, atol=CLOSE, rtol=0)
 
 
+def test_a_short_sequence_decodes_beside_a_long_one(v4: Reference, long_prompt: tuple[list[int], Tensor]) -> None:
+    """It has fewer entries than are chosen, and looks at none of what lies in the other's blocks."""
+    prompts = [long_prompt[0][:10], long_prompt[0][:91]]
+    runner = make_runner(EngineConfig(max_num_seqs=2), loaded(v4.folder), Sizes(num_blocks=8, max_model_len=96))
+    admissions = [Admission(slot, len(prompt), prompt, 0, SamplingParams()) for slot, prompt in enumerate(prompts)]
+    blocks = [(0, [7]), (1, [0, 1, 2, 3, 4, 5])]
+    with torch.inference_mode():
+        for plan in (
+            StepPlan(1, admissions, [0, 1], [0, 0], [9, 90], [False, False], blocks),
+            StepPlan(2, [], [0, 1], [9, 90], [1, 1], [True, True], []),
+        ):
+            inputs = runner.batch.prepare(plan)
+            hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention)
+    torch.testing.assert_close(runner.model.scores(hidden), long_prompt[1][[9, 90]], atol=CLOSE, rtol=0)
+
+
 @pytest.mark.slow
 def test_64_tokens_are_those_that_transformers_generates(v4: Reference) -> None:
     engine = ThreadedEngine(v4.folder, tp=3)
