@@ -69,6 +69,7 @@ PROMPTS = {
     "llama3_rope": 8,
     "qwen2": 14,
     "qwen3_moe": 11,
+    "deepseek_v4": 13,
     "qwen3_next": 15,
     "qwen3_5_text": 14,
     "qwen3_5_moe_text": 16,
@@ -196,6 +197,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA_MOE | {"mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
     "qwen3_5_text": DELTA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "qwen3_5_moe_text": DELTA_MOE,
+    "deepseek_v4": {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "head_dim": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "o_groups": 4,
+        "o_lora_rank": 20,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "compress_ratios": [0, 4, 128, 4, 0, 128],
+        "compress_rate_csa": 4,
+        "compress_rate_hca": 12,
+        "num_hash_layers": 2,
+        "hc_sinkhorn_iters": 5,
+        "routed_scaling_factor": 1.3,
+        "swiglu_limit": 1.0,
+        "sliding_window": 20,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 5,
+        "rope_parameters": YARN,
+    },
     "llama4_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -318,8 +343,11 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
     for key, tensor in model.state_dict().items():
-        mean = _mean(key, hasattr(config, "linear_num_key_heads")) if tensor.dim() == 1 else 0.0
-        torch.nn.init.normal_(tensor, mean=mean, std=0.15)
+        if tensor.is_floating_point():
+            mean = _mean(key, hasattr(config, "linear_num_key_heads")) if tensor.dim() == 1 else 0.0
+            torch.nn.init.normal_(tensor, mean=mean, std=0.15)
+        else:
+            tensor.copy_(torch.rand(len(tensor), config.num_local_experts).argsort()[:, : tensor.shape[1]])
     model.save_pretrained(folder)
     return model
 

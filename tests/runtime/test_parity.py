@@ -14,7 +14,7 @@ from phalanx.fabric.group import Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
-from phalanx.spec import DeltaNet, Gqa, Mla, ModelSpec, Moe
+from phalanx.spec import Compressed, DeltaNet, Gqa, Mla, ModelSpec, Moe
 from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import LOGIT_NOISE, NEW_TOKENS, Reference
 from tests.threaded_ranks import ThreadedEngine
@@ -146,15 +146,20 @@ def wrong_models(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         if getattr(spec, name) != 1.0:
             yield name, dataclasses.replace(spec, **{name: 1.0})
     mixers = [layer.mixer for layer in spec.layers]
-    for index, mixer in enumerate(mixers[:2]):
+    if spec.hyper is not None:
+        yield "streams", dataclasses.replace(spec, hyper=dataclasses.replace(spec.hyper, rounds=1))
+    for index, mixer in enumerate(mixers[:3]):
         if isinstance(mixer, DeltaNet):
             continue
-        assert isinstance(mixer, Gqa | Mla)
+        assert isinstance(mixer, Gqa | Mla | Compressed)
         wrong = [("scale", dataclasses.replace(mixer, scale=mixer.scale * 1.2))]
         if mixer.rope is not None:
             wrong.append(("theta", dataclasses.replace(mixer, rope=dataclasses.replace(mixer.rope, theta=77.0))))
-        if isinstance(mixer, Gqa) and mixer.window is not None:
+        if isinstance(mixer, Gqa | Compressed) and mixer.window is not None:
             wrong.append(("window", dataclasses.replace(mixer, window=mixer.window + 1)))
+        if isinstance(mixer, Compressed) and mixer.indexer is not None:
+            indexer = dataclasses.replace(mixer.indexer, top_k=mixer.indexer.top_k + 1)
+            wrong.append(("top_k", dataclasses.replace(mixer, indexer=indexer)))
         for name, off in wrong:
             layers = list(spec.layers)
             layers[index] = dataclasses.replace(layers[index], mixer=off)
@@ -162,9 +167,13 @@ def wrong_models(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.ffn, Moe):
             router = dataclasses.replace(layer.ffn.router, scaling=1.5, score="sqrt_softplus")
-            ffn = dataclasses.replace(layer.ffn, router=router)
-            layers = [*spec.layers[:index], dataclasses.replace(layer, ffn=ffn), *spec.layers[index + 1 :]]
-            yield "router", dataclasses.replace(spec, layers=tuple(layers))
+            wrong_ffns = [("router", dataclasses.replace(layer.ffn, router=router))]
+            if layer.ffn.activation.limit is not None:
+                unbounded = layer.ffn.activation._replace(limit=100.0)
+                wrong_ffns.append(("limit", dataclasses.replace(layer.ffn, activation=unbounded)))
+            for name, ffn in wrong_ffns:
+                layers = [*spec.layers[:index], dataclasses.replace(layer, ffn=ffn), *spec.layers[index + 1 :]]
+                yield name, dataclasses.replace(spec, layers=tuple(layers))
             return
 
 

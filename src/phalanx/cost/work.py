@@ -152,8 +152,8 @@ def _cache_bytes(layout: Layout, rank: int, kv_format: str) -> tuple[tuple[int |
     share = len(layout.shards[rank].kv_heads) / spec.kv_heads
     found: dict[int | None, float] = {}
     for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
-        reach = mixer.read_reach
-        found[reach] = found.get(reach, 0.0) + mixer.read_width * element * share
+        for reach, each in mixer.reads:
+            found[reach] = found.get(reach, 0.0) + each * element * share
     return tuple(found.items())
 
 
@@ -162,8 +162,8 @@ def _pair_flops(layout: Layout, rank: int) -> tuple[tuple[int | None, float], ..
     heads = len(layout.shards[rank].query_heads)
     found: dict[int | None, float] = {}
     for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
-        reach = mixer.cache.reach
-        found[reach] = found.get(reach, 0.0) + 2.0 * heads * mixer.pair_width
+        for reach, each in mixer.pairs:
+            found[reach] = found.get(reach, 0.0) + 2.0 * heads * each
     return tuple(found.items())
 
 
@@ -178,5 +178,5 @@ def _last_flops(layout: Layout, rank: int) -> float:
     share = spec.moe.experts_per_token / spec.moe.experts if spec.moe is not None else 1.0
     prefix = f"model.layers.{len(spec.layers) - 1}."
     layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
-    behind = [each for each in layer if ".self_attn." not in each.name or ".o_proj." in each.name]
+    behind = [each for each in layer if ".self_attn." not in each.name or ".o_" in each.name]
     return sum(2.0 * prod(layout.shape(each, rank)) * each.copies * (share if each.expert else 1) for each in behind)

@@ -13,24 +13,30 @@ from phalanx.kernels.fp8 import Fp8Weight
 from phalanx.spec.ffn import SILU, Activation, Router
 
 
-def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of each token's experts."""
+def route(
+    logits: Tensor, router: Router, correction: Tensor | None = None, told: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of each token's experts, which may be `told`."""
     plain = router.score == "softmax" and router.groups == 1 and router.scaling == 1.0 and correction is None
-    if logits.is_cuda and plain:
+    if logits.is_cuda and plain and told is None:
         from phalanx.kernels.gpu import moe as gpu
 
         return gpu.route(logits, router.experts_per_token, router.renormalise)
-    return route_torch(logits, router, correction)
+    return route_torch(logits, router, correction, told)
 
 
-def route_torch(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_torch(
+    logits: Tensor, router: Router, correction: Tensor | None = None, told: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition, in float32 but for a softmax over the chosen ones, which is in the logits' own dtype."""
     if router.score == "chosen_softmax":
         best, experts = logits.topk(router.experts_per_token, dim=-1)
         return best.softmax(-1), experts
     scores = _scores(logits, router)
-    choice = _choice(logits, scores, router, correction)
-    experts = choice.topk(router.experts_per_token, dim=-1).indices
+    if told is None:
+        experts = _choice(logits, scores, router, correction).topk(router.experts_per_token, dim=-1).indices
+    else:
+        experts = told
     weights = scores.gather(-1, experts)
     if router.renormalise:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)

@@ -11,13 +11,14 @@ from torch import Tensor
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
 from phalanx.layers.ffn import build_ffn
+from phalanx.layers.hyper import HyperAround, HyperEnds
 from phalanx.layers.linear import Part
 from phalanx.layers.mixers import build_mixer
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
-from phalanx.layers.stream import Around, Stream
+from phalanx.layers.stream import Around, Ends, Stream
 from phalanx.layers.vocabulary import Embedding, Head
 
 
@@ -27,12 +28,14 @@ class DecoderLayer:
     def __init__(self, place: Place, number: int) -> None:
         layer, prefix = place.spec.layers[number], f"model.layers.{number}."
 
-        def around(before: str | None, after: str | None) -> Around:
-            return Around(place, prefix + before if before else None, prefix + after if after else None)
+        def around(part: str, before: str | None, after: str | None) -> Around | HyperAround:
+            norms = Around(place, prefix + before if before else None, prefix + after if after else None)
+            hyper = place.spec.hyper
+            return norms if hyper is None else HyperAround(place, hyper, f"{prefix}{part}_hc.", norms)
 
-        self.around_mixer = around(layer.norms.before_mixer, layer.norms.after_mixer)
+        self.around_mixer = around("attn", layer.norms.before_mixer, layer.norms.after_mixer)
         self.mixer = build_mixer(place, layer.mixer, prefix)
-        self.around_ffn = around(layer.norms.before_ffn, layer.norms.after_ffn)
+        self.around_ffn = around("ffn", layer.norms.before_ffn, layer.norms.after_ffn)
         self.ffn = build_ffn(place, layer.ffn, prefix)
         self.record = layer
 
@@ -49,8 +52,9 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
         stream.take_rows(rows)
+        step.rows = rows
         self.around_mixer.leave(mixed, stream)
-        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8)), stream)
+        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
 
 
 class Decoder:
@@ -59,6 +63,7 @@ class Decoder:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.embedding = Embedding(place)
+        self.ends = Ends(place) if place.spec.hyper is None else HyperEnds(place, place.spec.hyper, "model.hc_head.hc_")
         self.layers = [DecoderLayer(place, number) for number in range(len(place.spec.layers))]
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
@@ -69,6 +74,7 @@ class Decoder:
         yield from self.embedding.parts()
         for layer in self.layers:
             yield from layer.parts()
+        yield from self.ends.parts()
         yield from self.norm.parts()
         yield from self.head.parts()
 
@@ -139,14 +145,12 @@ class Decoder:
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
-        step = StepContext(positions, batch, self.block_size, self.place.dtype, self.rotary)
-        stream = Stream(self.embedding(tokens))
+        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
+        stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
             layer(stream, step)
         self.layers[-1](stream, step, rows)
-        if stream.part is None:
-            return stream.residual
-        return stream.residual.add_(self.place.group.all_reduce(stream.part))
+        return self.ends.finish(stream)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""

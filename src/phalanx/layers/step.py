@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -10,25 +13,52 @@ from phalanx.kernels.latent import Chosen
 from phalanx.layers.rotary import Rotary
 from phalanx.spec.rope import Rope
 
+Made = TypeVar("Made")
+
 
 class StepContext:
-    """Positions of the rows, how they meet the cache, and what is worked out once for several layers.
+    """Tokens and positions of the rows, how they meet the cache, and what is worked out once for several layers.
 
-    `chosen` is what the last indexer made of the step.
+    `chosen` is what the last indexer made of the step. `rows` are those that it goes on with behind the last mixer.
     """
 
     def __init__(
-        self, positions: Tensor, batch: AttentionBatch, block_size: int, dtype: torch.dtype, rotary: Rotary
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        block_size: int,
+        dtype: torch.dtype,
+        rotary: Rotary,
     ) -> None:
+        self._tokens = tokens
+        self.rows: Tensor | None = None
         self.positions = positions
         self.batch = batch
         self.masks = Masks(batch, block_size, dtype)
         self._rotary = rotary
         self.chosen: Chosen | None = None
         self._turns: dict[Rope, tuple[Tensor, Tensor]] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of the rows that it goes on with."""
+        return self._tokens if self.rows is None else self._tokens[self.rows]
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What the first layer that asks makes of the step, for all that ask by this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
     def turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and signed sin of every row."""
         if rope not in self._turns:
             self._turns[rope] = self._rotary(rope, self.positions)
         return self._turns[rope]
+
+    def turns_at(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same at other positions."""
+        return self._rotary(rope, positions)

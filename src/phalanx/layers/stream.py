@@ -24,6 +24,24 @@ class Stream:
             self.residual = self.residual[rows]
 
 
+class Ends:
+    """Where the stream begins, and where it is whole again."""
+
+    def __init__(self, place: Place) -> None:
+        self.group = place.group
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+
+    def begin(self, embedded: Tensor) -> Stream:
+        return Stream(embedded)
+
+    def finish(self, stream: Stream) -> Tensor:
+        if stream.part is None:
+            return stream.residual
+        return stream.residual.add_(self.group.all_reduce(stream.part))
+
+
 class Around:
     """The norms before and after a part of a layer, either of which may be missing."""
 

@@ -95,7 +95,7 @@ def describe(source: Config | str | Path) -> ModelSpec:
     family = families()[name]
     try:
         spec = family.read(fields)
-        return dataclasses.replace(spec, refusal=_refusal(name, family, fields))
+        return dataclasses.replace(spec, refusal=spec.refusal or _refusal(name, family, fields))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             "bad_config",

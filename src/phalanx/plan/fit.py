@@ -236,7 +236,7 @@ def _part(tensor: Tensor) -> str:
 def activation_bytes(layout: Layout, rank: int, tokens: int, sequences: int) -> tuple[int, str]:
     """The most a step of `tokens` holds at once: the residual and the widest layer, or the logits of all sequences."""
     spec, shard = layout.spec, layout.shards[rank]
-    stream = 2 * spec.hidden
+    stream = 2 * spec.hidden * spec.streams
     dense = 3 * len(shard.ffn)
     routed = 0
     if spec.moe is not None:

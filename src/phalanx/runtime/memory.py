@@ -122,7 +122,7 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
     attention = 2 * (heads + kv_heads) * spec.head_dim
     routed = spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden) if spec.moe is not None else 0
-    layer = tokens * size * (5 * spec.hidden + max(attention, 3 * len(shard.ffn), routed))
+    layer = tokens * size * ((4 + spec.streams) * spec.hidden + max(attention, 3 * len(shard.ffn), routed))
     longest = min(config.max_model_len or tokens, spec.max_positions)
     if place.device.type == "cpu":
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})

@@ -2,9 +2,11 @@
 
 from phalanx.spec.attention import Gqa
 from phalanx.spec.cache import LayerCache
+from phalanx.spec.compressed import Compressed
 from phalanx.spec.delta import DeltaNet
 from phalanx.spec.ffn import Activation, Dense, Moe, Router
 from phalanx.spec.formats import FORMATS, NumberFormat, Quantization
+from phalanx.spec.hyper import Hyper
 from phalanx.spec.latent import Indexer, Mla
 from phalanx.spec.layer import Layer, Norms
 from phalanx.spec.layout import Layout, Shard
@@ -15,9 +17,11 @@ from phalanx.spec.tensors import Tensor
 __all__ = [
     "FORMATS",
     "Activation",
+    "Compressed",
     "DeltaNet",
     "Dense",
     "Gqa",
+    "Hyper",
     "Indexer",
     "Layer",
     "LayerCache",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from phalanx.spec.cache import CacheKind, LayerCache
+from phalanx.spec.cache import CacheKind, LayerCache, Reach
 from phalanx.spec.rope import Rope
 from phalanx.spec.tensors import Pairs, Run, Split, Stored, Tensor
 
@@ -50,6 +50,7 @@ class Gqa:
     module: str = "self_attn"
 
     latent = False
+    head_group = 1
     state_heads = 0
     state_value_heads = 0
 
@@ -59,19 +60,12 @@ class Gqa:
         return LayerCache(kind, self.kv_heads, 2 * self.head_dim, self.window)
 
     @property
-    def read_reach(self) -> int | None:
-        """Positions a decode reads at most."""
-        return self.window
+    def reads(self) -> tuple[Reach, ...]:
+        return (Reach(self.window, 2 * self.kv_heads * self.head_dim),)
 
     @property
-    def read_width(self) -> int:
-        """Numbers read of each of them, over all ranks."""
-        return 2 * self.kv_heads * self.head_dim
-
-    @property
-    def pair_width(self) -> int:
-        """Multiply-adds of a head for a pair of positions."""
-        return 2 * self.head_dim
+    def pairs(self) -> tuple[Reach, ...]:
+        return (Reach(self.window, 2 * self.head_dim),)
 
     def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
         path = f"{prefix}{self.module}."

@@ -9,6 +9,13 @@ from typing import Literal, NamedTuple
 CacheKind = Literal["full", "sliding", "chunked", "latent", "state"]
 
 
+class Reach(NamedTuple):
+    """So much for each of the last `positions` (None: of all)."""
+
+    positions: int | None
+    each: float
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """What a layer keeps of a sequence, over all ranks.

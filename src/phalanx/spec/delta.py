@@ -30,9 +30,9 @@ class DeltaNet:
     heads = 0
     kv_heads = 0
     head_dim = 0
-    read_reach = None
-    read_width = 0
-    pair_width = 0
+    head_group = 1
+    reads = ()
+    pairs = ()
 
     @property
     def state_heads(self) -> int:

@@ -30,6 +30,7 @@ class Router:
     `score`: softmax over all experts, softmax over those chosen, sigmoid, or sqrt(softplus). `correction`: a bias for
     the choice alone. With `groups`, only experts of the `kept_groups` best ones (by their two best) may be chosen.
     `weighs_input`: weights multiply what the experts take, not what they give. `wide`: logits are made in float32.
+    `hashed`: so many tokens have their experts in a table, and scores only weigh them.
     """
 
     experts: int
@@ -43,11 +44,12 @@ class Router:
     bias: bool = False
     weighs_input: bool = False
     wide: bool = False
+    hashed: int = 0
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a checkpoint calls the parts of a layer of experts. `correction` is a path below the block."""
+    """How a checkpoint calls the parts of a layer of experts. `correction` and `table` are paths below the block."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -57,6 +59,7 @@ class ExpertNames:
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
     correction: str = "gate.e_score_correction_bias"
+    table: str = "gate.tid2eid"
 
 
 class Fused(NamedTuple):
@@ -160,6 +163,8 @@ class Moe:
             yield Tensor(f"{path}{names.router}.bias", (self.experts,))
         if self.router.correction:
             yield Tensor(f"{path}{names.correction}", (self.experts,), wide=True)
+        if self.router.hashed:
+            yield Tensor(f"{path}{names.table}", (self.router.hashed, self.experts_per_token), wide=True)
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
         yield from self._matrix(path, "gate", names.gate, wide)
         yield from self._matrix(path, "up", names.up, wide)

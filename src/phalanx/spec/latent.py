@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.spec.cache import LayerCache
+from phalanx.spec.cache import LayerCache, Reach
 from phalanx.spec.rope import Rope
 from phalanx.spec.tensors import Pairs, Tensor
 
@@ -42,6 +42,7 @@ class Mla:
     module: str = "self_attn"
 
     latent = True
+    head_group = 1
     kv_heads = 1
     state_heads = 0
     state_value_heads = 0
@@ -56,19 +57,16 @@ class Mla:
 
     @property
     def cache(self) -> LayerCache:
-        return LayerCache("latent", 1, self.width + (self.indexer.head_dim if self.indexer else 0))
+        index = self.indexer.head_dim if self.indexer and self.indexer.own else 0
+        return LayerCache("latent", 1, self.width + index)
 
     @property
-    def read_reach(self) -> int | None:
-        return self.indexer.top_k if self.indexer else None
+    def reads(self) -> tuple[Reach, ...]:
+        return (Reach(self.indexer.top_k if self.indexer else None, self.width),)
 
     @property
-    def read_width(self) -> int:
-        return self.width
-
-    @property
-    def pair_width(self) -> int:
-        return self.head_dim + self.v_dim
+    def pairs(self) -> tuple[Reach, ...]:
+        return (Reach(None, self.head_dim + self.v_dim),)
 
     def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
         """What makes the latents is whole on every rank; what the heads make of them is dealt by heads."""

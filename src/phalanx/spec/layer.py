@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from phalanx.spec.cache import LayerCache
+from phalanx.spec.cache import LayerCache, Reach
 from phalanx.spec.ffn import Dense, Moe
 from phalanx.spec.rope import Rope
 from phalanx.spec.tensors import Stored, Tensor
@@ -46,17 +46,17 @@ class Mixer(Protocol):
     def cache(self) -> LayerCache: ...
 
     @property
-    def read_reach(self) -> int | None:
-        """Positions that a decode reads at most; None: all."""
+    def head_group(self) -> int:
+        """Query heads that no rank may share out."""
         ...
 
     @property
-    def read_width(self) -> int:
-        """Numbers that it reads of each of them."""
+    def reads(self) -> tuple[Reach, ...]:
+        """Numbers that a decode reads of each position."""
         ...
 
     @property
-    def pair_width(self) -> int:
+    def pairs(self) -> tuple[Reach, ...]:
         """Multiply-adds of a head for a pair of positions of a prompt."""
         ...
 
@@ -66,7 +66,7 @@ class Mixer(Protocol):
 class Norms(NamedTuple):
     """The norms of a layer by their names: before and after its mixer and its FFN; None where there is none.
 
-    `plus` is what checkpoints leave out of their weights: 1 where those are centred on zero.
+    `plus` is what checkpoints leave out of their weights: 1 where those are centred on zero. `wide` ones are float32.
     """
 
     before_mixer: str | None = "input_layernorm"
@@ -74,10 +74,11 @@ class Norms(NamedTuple):
     before_ffn: str | None = "post_attention_layernorm"
     after_ffn: str | None = None
     plus: float = 0.0
+    wide: bool = False
 
     def tensor(self, name: str, hidden: int) -> Tensor:
         sources = (Stored(name, plus=self.plus),) if self.plus else ()
-        return Tensor(name, (hidden,), sources=sources, wide=bool(self.plus))
+        return Tensor(name, (hidden,), sources=sources, wide=self.wide or bool(self.plus))
 
 
 @dataclass(frozen=True)

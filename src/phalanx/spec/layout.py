@@ -85,11 +85,12 @@ class Layout:
 
     @cached_property
     def head_unit(self) -> int:
-        """Heads dealt together: one, or as many as fill whole blocks where their matrices have any."""
+        """Heads dealt together: as the model groups them, and as fill whole blocks where their matrices have any."""
+        group = self.spec.head_group
         of_heads = (tensor for tensor, _ in self.spec.tensor_kinds if tensor.split in ("query", "kv"))
         if self.block is None or not any(map(self.spec.is_quantised, of_heads)):
-            return 1
-        return lcm(self.spec.head_dim, self.block) // self.spec.head_dim
+            return group
+        return lcm(group, lcm(self.spec.head_dim, self.block) // self.spec.head_dim)
 
     @property
     def kv_unit(self) -> int:
@@ -100,7 +101,10 @@ class Layout:
         if self.tp < 1:
             raise LayoutError("bad_tp", f"TP is {self.tp}.", "It must be at least 1.")
         most, what = self.spec.heads, f"{self.spec.heads} query heads"
-        if self.kv_unit > 1:
+        if self.spec.latent and self.head_unit > 1:
+            most = -(-self.spec.heads // self.head_unit)
+            what = f"{most} groups of {self.head_unit} query heads"
+        elif self.kv_unit > 1:
             most = -(-self.spec.kv_heads // self.kv_unit)
             what = (
                 f"{most} groups of {self.kv_unit} KV heads (head_dim {self.spec.head_dim} "
@@ -143,7 +147,7 @@ class Layout:
         if split not in dealt:
             return self.owned(split, rank)
         heads, total = dealt[split]
-        return range(heads.start * (size // total), heads.stop * (size // total))
+        return range(heads.start * size // total, heads.stop * size // total)
 
     def slices(self, tensor: Tensor, rank: int) -> tuple[slice, ...]:
         """The part of a checkpoint tensor that the rank reads."""

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
 from phalanx.spec.ffn import Moe
 from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
+from phalanx.spec.hyper import Hyper
 from phalanx.spec.layer import Layer, Norms
 from phalanx.spec.rope import Rope
-from phalanx.spec.tensors import Tensor
+from phalanx.spec.tensors import Spelling, Tensor
 
 
 class Refusal(NamedTuple):
@@ -31,7 +32,8 @@ class ModelSpec:
 
     What is embedded is multiplied by `embedding_scale`, what a layer's parts add by `residual_scale`, logits by
     `logit_scale`. Names of checkpoints may begin otherwise than here: `prefixes` pairs what a name begins with here
-    with what it may begin with there. Tensors that match one of the patterns `ignored` are left alone, any other that
+    with what it may begin with there, and `spellings` tell which parts of names it may write otherwise. With `hyper`
+    there are several residual streams. Tensors that match one of the patterns `ignored` are left alone, any other that
     is not known is refused. Where `refusal` is None the runtime serves the model.
     """
 
@@ -49,7 +51,9 @@ class ModelSpec:
     quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    hyper: Hyper | None = None
     prefixes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    spellings: tuple[Spelling, ...] = field(default=(), repr=False)
     ignored: tuple[str, ...] = field(default=(), repr=False)
     refusal: Refusal | None = None
 
@@ -93,6 +97,11 @@ class ModelSpec:
         """Whether every rank keeps what all heads share."""
         return self._attending[0].mixer.latent
 
+    @property
+    def head_group(self) -> int:
+        """Query heads that no rank may share out."""
+        return self._attending[0].mixer.head_group
+
     @cached_property
     def state_heads(self) -> int:
         """Heads of recurrent states; 0 where no layer has any."""
@@ -101,6 +110,11 @@ class ModelSpec:
     @cached_property
     def state_value_heads(self) -> int:
         return max(layer.mixer.state_value_heads for layer in self.layers)
+
+    @property
+    def streams(self) -> int:
+        """Residual streams beside each other."""
+        return self.hyper.streams if self.hyper else 1
 
     @property
     def query_group(self) -> int:
@@ -146,6 +160,10 @@ class ModelSpec:
         yield Tensor("model.embed_tokens.weight", (self.vocab, self.hidden), "vocab")
         for number, layer in enumerate(self.layers):
             yield from layer.tensors(f"model.layers.{number}.", self.hidden)
+            if self.hyper is not None:
+                yield from self.hyper.around_parts(f"model.layers.{number}.", self.hidden)
+        if self.hyper is not None:
+            yield from self.hyper.at_the_end("model.", self.hidden)
         yield self.final_norms.tensor("model.norm.weight", self.hidden)
         if not self.tied_embeddings:
             yield Tensor("lm_head.weight", (self.vocab, self.hidden), "vocab")
@@ -218,7 +236,8 @@ class ModelSpec:
         """
         multiplied = self.active_parameters - (0 if self.tied_embeddings else self.vocab * self.hidden)
         attended = sum(
-            min(context, layer.mixer.cache.reach or context) * layer.mixer.heads * layer.mixer.pair_width
+            min(context, reach or context) * layer.mixer.heads * each
             for layer in self._attending
+            for reach, each in layer.mixer.pairs
         )
-        return 2 * multiplied + 2 * attended
+        return 2 * multiplied + int(2 * attended)

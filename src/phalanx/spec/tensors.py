@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 
 Split = Literal["query", "kv", "ffn", "expert_ffn", "shared_ffn", "state", "vocab"]
 
+Spelling = tuple[tuple[str, str], ...]
+"""How some checkpoints write names: each first part, wherever it is in ours, is the second in theirs, in this order."""
+
 
 class Run(NamedTuple):
     """Rows that lie among those of others: of every `stride` rows, the `width` from `offset` on."""

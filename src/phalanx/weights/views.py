@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError
 from phalanx.spec import ModelSpec
-from phalanx.spec.tensors import Run, Stored
+from phalanx.spec.tensors import Run, Spelling, Stored
 from phalanx.spec.tensors import Tensor as TensorSpec
 from phalanx.weights.reader import Reader, Slices
 
@@ -123,6 +123,8 @@ class ViewReader:
             for ours, theirs in self._spec.prefixes:
                 if stored.name.startswith(ours):
                     yield theirs + stored.name.removeprefix(ours), stored
+            for spelling in self._spec.spellings:
+                yield _spelt(stored.name, spelling), stored
 
     def unknown(self) -> list[str]:
         """Tensors of the files that belong to nothing in the model and are not among those it leaves alone."""
@@ -140,6 +142,12 @@ class ViewReader:
             and not _FOR_ACTIVATIONS.fullmatch(name)
             and not any(pattern.fullmatch(name) for pattern in ignored)
         ]
+
+
+def _spelt(name: str, spelling: Spelling) -> str:
+    for ours, theirs in spelling:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _in_units(run: Run | None, place: _Place) -> Run | None:

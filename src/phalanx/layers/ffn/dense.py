@@ -12,6 +12,7 @@ from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from phalanx.layers.place import Place
+from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Dense
 
 
@@ -34,7 +35,7 @@ class Mlp:
     def products(self) -> Iterator[Product]:
         yield from (self.gate_up.product, self.down.product)
 
-    def __call__(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
         entered = self.gate_up(x)
         gated = gate_and_mul_quantised if self.down.product.takes_fp8 else gate_and_mul

@@ -13,6 +13,7 @@ from phalanx.kernels.moe import ExpertWeights, fused_experts, route
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.linear import Part
 from phalanx.layers.place import Place
+from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import SILU, Moe
 
 
@@ -27,6 +28,7 @@ class Experts:
         self.router = Gemm(place.empty_for(router + "weight"), bias)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
+        self.table = place.empty_for(f"{self.path}{self.names.table}") if record.router.hashed else None
         self.gate_up = self._stack(place, [self.inner, self.inner], hidden)
         self.down = self._stack(place, [hidden], self.inner)
         self.gate_up_bias = place.empty(record.experts, 2 * self.inner) if record.bias else None
@@ -59,6 +61,8 @@ class Experts:
             yield f"{self.path}{names.router}.bias", self.router.bias
         if self.correction is not None:
             yield f"{self.path}{names.correction}", self.correction
+        if self.table is not None:
+            yield f"{self.path}{names.table}", self.table
         for expert in range(self.record.experts):
             yield from self._expert_parts(expert)
         if self.shared is not None:
@@ -81,15 +85,16 @@ class Experts:
         if self.shared is not None:
             yield from self.shared.products()
 
-    def __call__(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
         assert isinstance(x, Tensor)
         record = self.record
-        weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction)
+        told = self.table[step.tokens].long() if self.table is not None else None
+        weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction, told)
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None:
             return out
-        shared = self.shared(x)
+        shared = self.shared(x, step)
         return out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
 
 

@@ -17,11 +17,12 @@ from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
 from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
+from phalanx.layers.stateless import Stateless
 from phalanx.layers.step import StepContext
 from phalanx.spec.attention import Gqa
 
 
-class Attention:
+class Attention(Stateless):
     def __init__(self, place: Place, record: Gqa, prefix: str) -> None:
         self.record = record
         self.group = place.group
@@ -66,12 +67,6 @@ class Attention:
     def join_group(self, group: int, other: Attention) -> None:
         """Keep tokens in the blocks of this group, in the memory of a layer of another one."""
         self.cache_group, self.cache = group, other.cache
-
-    def states(self) -> list[Tensor]:
-        return []
-
-    def allocate_states(self, places: int) -> None:
-        """Nothing is kept of a sequence but its tokens."""
 
     @property
     def in_graphs(self) -> bool:

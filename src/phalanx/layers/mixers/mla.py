@@ -15,6 +15,7 @@ from phalanx.kernels.rotary import apply_rotary
 from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
+from phalanx.layers.stateless import Stateless
 from phalanx.layers.step import StepContext
 from phalanx.spec.latent import Indexer, Mla
 
@@ -22,7 +23,7 @@ _LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the configuration says of the others."""
 
 
-class LatentAttention:
+class LatentAttention(Stateless):
     in_graphs = False
 
     def __init__(self, place: Place, record: Mla, prefix: str) -> None:
@@ -61,12 +62,6 @@ class LatentAttention:
         self.cache = self.cache.new_zeros(blocks, block_size, self.record.width)
         if self.indexer is not None:
             self.indexer.allocate_cache(blocks, block_size)
-
-    def states(self) -> list[Tensor]:
-        return []
-
-    def allocate_states(self, places: int) -> None:
-        """Nothing is kept of a sequence but its tokens."""
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""

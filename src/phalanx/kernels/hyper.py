@@ -1,0 +1,66 @@
+"""Hyper-connections: how several residual streams become what a part takes, and take in what it gives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.spec.hyper import Hyper
+
+
+class Weights(NamedTuple):
+    """One linear map of all streams of a token, its bias, and a factor for each of the things that it makes."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm_eps: float
+
+
+class Mixing(NamedTuple):
+    """What a part gives to each stream, [tokens, streams], and what they give to each other, [tokens, from, to]."""
+
+    post: Tensor
+    comb: Tensor
+
+
+def part_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> tuple[Tensor, Mixing]:
+    """What a part takes of streams, [tokens, streams, hidden], and how they go on; all weights in float32."""
+    count = hyper.streams
+    factors = weights.scale.repeat_interleave(torch.tensor([count, count, count * count], device=streams.device))
+    pre, post, comb = (_mapped(streams, weights) * factors + weights.base).split([count, count, count * count], -1)
+    mixing = Mixing(2 * post.sigmoid(), _balanced(comb.unflatten(-1, (count, count)), hyper))
+    return _joined(streams, pre, hyper), mixing
+
+
+def join_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> Tensor:
+    """One stream, [tokens, hidden], of all of them."""
+    return _joined(streams, _mapped(streams, weights) * weights.scale + weights.base, hyper)
+
+
+def mix_streams(streams: Tensor, given: Tensor, mixing: Mixing) -> Tensor:
+    """The streams behind a part that gives `given`, [tokens, hidden]."""
+    post, comb = (each.to(streams.dtype) for each in mixing)
+    return post[..., None] * given[:, None] + comb.transpose(1, 2) @ streams
+
+
+def _mapped(streams: Tensor, weights: Weights) -> Tensor:
+    flat = streams.flatten(1).float()
+    return F.linear(flat * (flat.square().mean(-1, keepdim=True) + weights.norm_eps).rsqrt(), weights.fn)
+
+
+def _joined(streams: Tensor, pre: Tensor, hyper: Hyper) -> Tensor:
+    return ((pre.sigmoid() + hyper.eps)[..., None] * streams).sum(1).to(streams.dtype)
+
+
+def _balanced(comb: Tensor, hyper: Hyper) -> Tensor:
+    """Rows and columns that sum to 1, as far as so many rounds bring them there."""
+    comb = comb.softmax(-1) + hyper.eps
+    comb = comb / (comb.sum(-2, keepdim=True) + hyper.eps)
+    for _ in range(hyper.rounds - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + hyper.eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + hyper.eps)
+    return comb

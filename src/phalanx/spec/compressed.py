@@ -1,0 +1,109 @@
+"""Attention to a window, and to entries that each stand for many tokens: what it holds, keeps and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.spec.cache import LayerCache, Reach
+from phalanx.spec.latent import Indexer
+from phalanx.spec.rope import Rope
+from phalanx.spec.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Of a token one vector of `head_dim` numbers is kept for all heads, their key and their value in one.
+
+    A token looks at the last `window` of them and, with a `ratio`, at entries that stand for `ratio` tokens each. With
+    an `indexer` it looks at those of them that this chooses, and an entry is made from the tokens before its own too.
+    Heads leave by `groups`, each of which is brought to `group_rank` numbers on its own.
+    """
+
+    heads: int
+    head_dim: int
+    q_rank: int
+    rope: Rope
+    scale: float
+    window: int
+    groups: int
+    group_rank: int
+    ratio: int = 0
+    indexer: Indexer | None = None
+    module: str = "self_attn"
+
+    latent = True
+    kv_heads = 1
+    state_heads = 0
+    state_value_heads = 0
+
+    @property
+    def head_group(self) -> int:
+        return self.heads // self.groups
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is made from."""
+        return 2 * self.ratio if self.indexer else self.ratio
+
+    @property
+    def width(self) -> int:
+        """Numbers kept of a token: its vector, what entries are made from, and the entry that it completes."""
+        if not self.ratio:
+            return self.head_dim
+        if self.indexer is None:
+            return self.head_dim + compressor_width(self.head_dim, False)
+        return self.head_dim + sum(compressor_width(each, True) for each in (self.head_dim, self.indexer.head_dim))
+
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache("latent", 1, self.width) if self.ratio else LayerCache("sliding", 1, self.width, self.window)
+
+    @property
+    def reads(self) -> tuple[Reach, ...]:
+        near = Reach(self.window, self.head_dim)
+        if self.indexer is None:
+            return (near, Reach(None, self.head_dim / self.ratio)) if self.ratio else (near,)
+        chosen = Reach(self.indexer.top_k * self.ratio, self.head_dim / self.ratio)
+        return near, chosen, Reach(None, self.indexer.head_dim / self.ratio)
+
+    @property
+    def pairs(self) -> tuple[Reach, ...]:
+        seen = tuple(Reach(positions, 2 * each) for positions, each in self.reads)
+        if self.indexer is None:
+            return seen
+        index = self.indexer.heads * self.indexer.head_dim / self.heads
+        return *seen[:-1], Reach(None, index / self.ratio)
+
+    def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
+        """What makes keys is whole on every rank; heads are dealt by whole groups."""
+        path, width = f"{prefix}{self.module}.", self.heads * self.head_dim
+        yield Tensor(path + "q_a_proj.weight", (self.q_rank, hidden), is_linear=True)
+        yield Tensor(path + "q_a_norm.weight", (self.q_rank,), wide=True)
+        yield Tensor(path + "q_b_proj.weight", (width, self.q_rank), "query", is_linear=True)
+        yield Tensor(path + "kv_proj.weight", (self.head_dim, hidden), is_linear=True)
+        yield Tensor(path + "kv_norm.weight", (self.head_dim,), wide=True)
+        yield Tensor(path + "sinks", (self.heads,), "query", wide=True)
+        narrow = self.groups * self.group_rank
+        yield Tensor(path + "o_a_proj.weight", (narrow, width // self.groups), "query", is_linear=True)
+        yield Tensor(path + "o_b_proj.weight", (hidden, narrow), "query", axis=1, is_linear=True)
+        if self.ratio:
+            yield from self._compressor(f"{path}compressor.", self.head_dim, hidden)
+        if self.indexer is not None:
+            index = f"{path}compressor.indexer."
+            yield from self._compressor(index, self.indexer.head_dim, hidden)
+            rows = self.indexer.heads * self.indexer.head_dim
+            yield Tensor(index + "q_b_proj.weight", (rows, self.q_rank), is_linear=True)
+            yield Tensor(index + "scorer.weights_proj.weight", (self.indexer.heads, hidden))
+
+    def _compressor(self, path: str, width: int, hidden: int) -> Iterator[Tensor]:
+        columns = width * (self.span // self.ratio)
+        yield Tensor(path + "kv_proj.weight", (columns, hidden))
+        yield Tensor(path + "gate_proj.weight", (columns, hidden))
+        yield Tensor(path + "position_bias", (self.ratio, columns), wide=True)
+        yield Tensor(path + "kv_norm.weight", (width,), wide=True)
+
+
+def compressor_width(width: int, overlapping: bool) -> int:
+    """Numbers that a compressor keeps of a token: values and gates, both twice where entries overlap, and an entry."""
+    return (5 if overlapping else 3) * width
