@@ -26,7 +26,7 @@ from tests.weights.conftest import COMMON
 
 SPARE = 999
 LONGEST = TOKENS[-1]
-TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
+TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 56, "max_model_len": 160, "max_num_seqs": 6}
 
 
 def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
