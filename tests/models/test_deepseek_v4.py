@@ -59,6 +59,9 @@ def test_the_published_files_are_planned_for_and_refused_for_their_format() -> N
         read_config(PUBLISHED)
     assert refused.value.code == "unsupported_quantization"
     assert "MXFP4" in refused.value.found
+    assert read_config(PLAIN | {"expert_dtype": "fp4"}).number_format == "bf16"
+    with pytest.raises(ModelError, match="quantised as 'fp8'"):
+        read_config(PLAIN | {"quantization_config": PUBLISHED["quantization_config"]})
 
 
 def test_decodes_read_a_window_the_chosen_entries_and_the_keys_of_all() -> None:

@@ -116,6 +116,7 @@ def test_64_tokens_are_those_that_transformers_generates(v4: Reference) -> None:
     assert [answer.output for answer in answers] == v4.continuations
 
 
+@pytest.mark.slow
 def test_no_tensor_of_the_reference_is_inert(v4: Reference) -> None:
     """Each of one layer of every kind, and those of the whole: changed, it changes what the model says."""
     tokens, states = v4.prompts[-1], v4.model.state_dict()

@@ -159,18 +159,21 @@ def _ffns(config: Config) -> list[Moe]:
 
 
 def _as_published(spec: ModelSpec, config: Config) -> ModelSpec:
-    """DeepSeek's own files have experts in MXFP4 and most other matrices in FP8. All but experts is counted as bf16."""
-    told = config.get("quantization_config") or {}
+    """DeepSeek's own files have experts in MXFP4 and other matrices in FP8, which are counted as bf16 here."""
+    told = config.get("quantization_config", {})
     experts = told.get("expert_dtype") or config.get("expert_dtype")
-    if not told or experts != "fp4":
+    if not told:
         return spec
     refusal = Refusal(
         "unsupported_quantization",
-        "The checkpoint has experts in MXFP4 and attention in FP8, with scales of their own names.",
-        "Phalanx reads bf16 and fp32 checkpoints of deepseek_v4: use such a version.",
+        f"The checkpoint is quantised as {told.get('quant_method')!r}"
+        + (", with experts in MXFP4 and scales of their own names." if experts == "fp4" else "."),
+        "Phalanx reads bf16, fp16 and fp32 checkpoints of deepseek_v4: use such a version.",
     )
-    quantization = Quantization(FORMATS["mxfp4"], ("self_attn", "shared_experts"), ".scale")
-    return dataclasses.replace(spec, quantization=quantization, refusal=refusal)
+    if experts == "fp4":
+        mixed = Quantization(FORMATS["mxfp4"], ("self_attn", "shared_experts"), ".scale")
+        spec = dataclasses.replace(spec, quantization=mixed)
+    return dataclasses.replace(spec, refusal=refusal)
 
 
 _INERT = ("qk_rope_head_dim", "partial_rotary_factor", "compress_rope_theta", "topk_method", "intermediate_size")
