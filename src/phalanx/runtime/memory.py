@@ -15,6 +15,7 @@ from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
 from phalanx.runtime.sampler import penalty_bytes
 from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
+from phalanx.spec import DeltaNet
 
 MIB = 2**20
 
@@ -44,8 +45,7 @@ def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
     """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only."""
     free = psutil.virtual_memory().available // ranks_here
     share = free if config.kv_cache_memory or config.num_blocks else int(free * CPU_KV_SHARE)
-    step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
-    return min(share, free - step)
+    return min(share, free - needed_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs))
 
 
 def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int:
@@ -56,8 +56,9 @@ def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
-        raise too_little(config, model, free // ranks_on_gpu, max(step // 2, step - free // ranks_on_gpu)) from error
+        needed = needed_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
+        missing = max(needed // 2, needed - free // ranks_on_gpu)
+        raise too_little(config, model, free // ranks_on_gpu, missing) from error
     gc.collect()
     torch.cuda.empty_cache()
     return int(left - GPU_KEPT_FREE * total) // ranks_on_gpu - further_graphs
@@ -111,6 +112,11 @@ def longest_sequence(config: EngineConfig, model: Decoder) -> int:
     return min(config.max_model_len or model.place.spec.max_positions, model.place.spec.max_positions)
 
 
+def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
+    """What a step takes, and beside it the states of so many sequences, whatever their lengths."""
+    return step_bytes(config, model, tokens, rows) + (rows + 1) * model.state_bytes_per_place
+
+
 def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
     """About what a step takes: its widest layer for all tokens, or the scores of all rows and what is made of them.
 
@@ -122,7 +128,8 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
     attention = 2 * (heads + kv_heads) * spec.head_dim
     routed = spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden) if spec.moe is not None else 0
-    layer = tokens * size * (5 * spec.hidden + max(attention, 3 * len(shard.ffn), routed))
+    widest = max(tokens * size * max(attention, 3 * len(shard.ffn), routed), _delta_bytes(model, tokens, rows))
+    layer = tokens * size * 5 * spec.hidden + widest
     longest = min(config.max_model_len or tokens, spec.max_positions)
     if place.device.type == "cpu":
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})
@@ -132,6 +139,17 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     return max(layer, rows * spec.vocab * DRAWN_SCORE_BYTES, penalised)
 
 
+def _delta_bytes(model: Decoder, tokens: int, rows: int) -> int:
+    """Of a delta net, in float32: what it makes of all tokens, and a copy of the state of each that decodes."""
+    spec, held = model.place.spec, len(model.place.shard.state_heads)
+    nets = {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNet)}
+    each = [
+        tokens * (5 * net.channels + net.v_heads * net.v_dim) + min(rows, tokens) * net.v_heads * net.k_dim * net.v_dim
+        for net in nets
+    ]
+    return 4 * max(each, default=0) * held // max(1, spec.state_heads)
+
+
 def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) -> ConfigError:
     """Says which limit to lower, and to what, so that a step takes less by what is missing."""
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
@@ -139,8 +157,8 @@ def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) ->
         f"{max(0, left) / MIB:.0f} MiB are left on rank {model.place.group.rank} for a step of {tokens} tokens in "
         f"{rows} sequences and keys and values; {missing / MIB:.0f} MiB more are needed."
     )
-    goal = step_bytes(config, model, tokens, rows) - missing
-    fewer = ((t, r) for r in _halved(rows) for t in _halved(tokens) if step_bytes(config, model, t, r) <= goal)
+    goal = needed_bytes(config, model, tokens, rows) - missing
+    fewer = ((t, r) for r in _halved(rows) for t in _halved(tokens) if needed_bytes(config, model, t, r) <= goal)
     tokens, rows = next(fewer, (0, 0))
     names = [
         ("max_num_batched_tokens", tokens, config.max_num_batched_tokens),
