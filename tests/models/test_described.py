@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from phalanx.errors import ModelError
+from phalanx.errors import LayoutError, ModelError
 from phalanx.models import catalog, read_config
 from phalanx.models.config import describe
 from phalanx.models.registry import families, served
@@ -43,8 +43,8 @@ MLA: Config = {
 INDEXER: Config = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 DELTA: Config = {
     "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -196,15 +196,62 @@ def test_heads_of_latent_attention_are_dealt_in_whole_blocks() -> None:
     assert all(share * 192 % 128 == 0 for share in shares)
 
 
-@pytest.mark.parametrize("family", sorted(set(families()) - set(served())))
-def test_what_the_runtime_does_not_run_is_refused_by_name(family: str) -> None:
-    config = TINY | MLA | DELTA | SHARED | INDEXER | {"num_local_experts": 4, "model_type": family}
-    with pytest.raises(ModelError) as refused:
-        read_config(config)
+def test_what_the_runtime_does_not_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families(), "llama9", families()["llama"]._replace(planned_only="nobody has tried"))
+    with pytest.raises(ModelError, match="'llama9': nobody has tried") as refused:
+        read_config(TINY | {"model_type": "llama9"})
     assert refused.value.code == "unsupported_architecture"
-    assert repr(family) in refused.value.found
     assert all(name in refused.value.fix for name in served())
-    assert describe(config).refusal is not None
+    assert "llama9" not in served()
+    assert describe(TINY | {"model_type": "llama9"}).refusal is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu_pytorch_tanh"),
+        ("attn_output_gate", False),
+        ("linear_num_value_heads", 6),
+        ("layer_types", ["linear_attention"] * 4),
+        ("layer_types", ["linear_attention", "full_attention", "sliding_attention", "linear_attention"]),
+        ("linear_bias", True),
+    ],
+)
+def test_delta_nets_of_another_make_are_refused(family: str, field: str, value: object) -> None:
+    dense = family in ("qwen3_5", "qwen3_5_text")
+    config = TINY | DELTA | {"model_type": family} | ({"num_experts_per_tok": None} if dense else SHARED)
+    assert read_config(config).state_heads == 4
+    with pytest.raises(ModelError):
+        read_config(config | {field: value})
+
+
+def test_weights_of_experts_are_renormalised_as_the_family_does() -> None:
+    config = TINY | DELTA | SHARED | {"norm_topk_prob": False}
+    moe = read_config(config | {"model_type": "qwen3_next"}).moe
+    assert moe is not None
+    assert not moe.router.renormalise
+    with pytest.raises(ModelError, match="norm_topk_prob"):
+        read_config(config | {"model_type": "qwen3_5_moe_text"})
+
+
+def test_more_ranks_than_key_heads_are_refused_with_the_largest_number_that_works() -> None:
+    spec = describe(TINY | DELTA | SHARED | {"model_type": "qwen3_next", "num_attention_heads": 8})
+    assert [len(shard.state_heads) for shard in Layout(spec, 4).shards] == [1] * 4
+    with pytest.raises(LayoutError, match="4 key heads of delta nets") as refused:
+        Layout(spec, 5)
+    assert refused.value.fix == "Use TP <= 4."
+
+
+def test_modules_left_out_of_fp8_are_known_under_the_hub_s_names() -> None:
+    told = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    left_out = ["model.language_model.layers.0.linear_attn.in_proj_z"]
+    config = TINY | DELTA | {"model_type": "qwen3_5_text"}
+    spec = describe(config | {"quantization_config": told | {"modules_to_not_convert": left_out}})
+    quantised = {
+        layer: spec.is_quantised(spec.tensors[f"model.layers.{layer}.linear_attn.in_proj_z.weight"]) for layer in (0, 1)
+    }
+    assert quantised == {0: False, 1: True}
 
 
 def test_a_served_family_in_a_format_the_runtime_cannot_read_is_planned_but_refused() -> None:

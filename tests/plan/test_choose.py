@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,10 +203,12 @@ def test_what_is_left_out_says_why_with_numbers() -> None:
     assert {each.tp for each in plan.candidates if each.engine.name == "phalanx"} == {1, 2, 3, 4}
 
 
-def test_what_phalanx_does_not_run_is_left_out_by_name() -> None:
-    plan = planned("Qwen3.5-35B-A3B", engines=[ENGINES["phalanx"]], machine="1xH200")
+def test_what_phalanx_does_not_run_is_left_out_by_name(tmp_path: Path) -> None:
+    strange = tmp_path / "config.json"
+    strange.write_text(json.dumps(dict(catalog.entries()["Llama-3.1-8B"].config) | {"third_eye": True}))
+    plan = planned(str(strange), engines=[ENGINES["phalanx"]], formats=["bf16"], machine="1xH200")
     assert plan.best is None
-    assert "'qwen3_5_moe_text'" in plan.excluded[0].found
+    assert "third_eye" in plan.excluded[0].found
     int4 = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], formats=["awq"], machine="1xH200")
     assert "it loads bf16, fp16, fp32, fp8" in int4.excluded[0].found
     picky = dataclasses.replace(ENGINES["phalanx"], kv_formats=("bf16",))

@@ -27,7 +27,7 @@ from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import all_graphs
 from phalanx.weights.checkpoint import Checkpoint
-from tests.conftest import Reference
+from tests.conftest import FAMILIES, Reference, make_checkpoint
 from tests.runtime.replays import Repeater
 
 CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=200)
@@ -64,6 +64,47 @@ def test_a_worst_step_is_reckoned_as_it_is(
     model = load(captured.folder, config)
     taken = allocated_by(make_runner(config, model, Sizes(2, longest)), tmp_path / "trace.json")
     assert 0.9 * taken < step_bytes(config, model, tokens, seats) < 1.7 * taken
+
+
+@pytest.fixture(scope="module")
+def delta_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose states are larger than all else of a step."""
+    folder, heads = tmp_path_factory.mktemp("delta"), {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    with pytest.MonkeyPatch.context() as patched:
+        wide = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        patched.setitem(FAMILIES, "qwen3_5_text", FAMILIES["qwen3_5_text"] | heads | wide)
+        make_checkpoint("qwen3_5_text", folder)
+    return folder
+
+
+@pytest.mark.parametrize(("tokens", "seats", "longest"), [(256, 4, 512), (64, 64, 512), (512, 8, 160)])
+def test_a_step_with_states_is_reckoned_as_it_is(
+    delta_folder: Path, tmp_path: Path, tokens: int, seats: int, longest: int
+) -> None:
+    config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, max_model_len=longest)
+    model = load(delta_folder, config)
+    taken = allocated_by(make_runner(config, model, Sizes(2, longest)), tmp_path / "trace.json")
+    assert 0.9 * taken < step_bytes(config, model, tokens, seats) < 1.7 * taken
+
+
+def test_states_of_all_sequences_have_their_room_before_keys_and_values(
+    delta_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(delta_folder)
+    block, states = model.cache_bytes_per_token * CONFIG.block_size, 17 * model.state_bytes_per_place
+    step = step_bytes(CONFIG, model, 256, 16)
+    give_memory(monkeypatch, step + states + 5 * block)
+    assert blocks_that_fit(CONFIG, model) == 5
+    make_runner(CONFIG, model, Sizes(2, 200))
+    kept = [state for layer in model.layers for state in layer.mixer.states()]
+    assert sum(state.nbytes for state in kept) == states
+    assert sum(cache.state_bytes for cache in model.place.spec.caches) < model.state_bytes_per_place
+    give_memory(monkeypatch, states * 3 // 4)
+    with pytest.raises(ConfigError) as caught:
+        blocks_that_fit(CONFIG, model)
+    named = {name: int(value) for name, value in re.findall(r"(max_num\w+) to (\d+)", caught.value.fix)}
+    assert named["max_num_seqs"] < 16
+    assert blocks_that_fit(msgspec.structs.replace(CONFIG, **named), model) >= 1
 
 
 def give_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -137,6 +137,14 @@ def test_tenants_with_different_salts_share_nothing(some_reference: Reference) -
     with LLM(some_reference.folder, progress=False) as llm:
         cached = [llm.generate(prompt, GREEDY, salt=salt).cached_tokens for salt in ("a", "b", None, "a", "b", None)]
     assert cached == [0, 0, 0, 48, 48, 48]
+
+
+def test_a_prefix_is_not_taken_from_blocks_that_have_no_state(references: Callable[[str], Reference]) -> None:
+    reference = references("qwen3_5_text")
+    with LLM(reference.folder, progress=False) as llm:
+        answers = [llm.generate(reference.prompts[-1], GREEDY) for _ in range(2)]
+    assert [answer.token_ids for answer in answers] == [reference.continuations[-1]] * 2
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
 
 
 def wrong_models(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:

@@ -58,7 +58,7 @@ def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
     """`seen` is [kernel, rows, channels]: what each tap meets. Summed in float32."""
     total = seen[0].float() * taps[0]
     for columns, tap in zip(seen[1:], taps[1:], strict=True):
-        total = torch.addcmul(total, columns.float(), tap)
+        total.addcmul_(columns.float(), tap)
     return F.silu(total.to(dtype))
 
 
@@ -82,15 +82,16 @@ def _places(rows: DecodeRows) -> tuple[Tensor, Tensor]:
 
 
 def _begun(kept: Tensor, positions: Tensor) -> Tensor:
-    """What rows at these positions go on from: at 0, whatever was in their places, nothing."""
-    return kept.masked_fill((positions == 0).view(-1, *[1] * (kept.dim() - 1)), 0.0)
+    """What rows at these positions go on from, in place: at 0, whatever was in their places, nothing."""
+    return kept.masked_fill_((positions == 0).view(-1, *[1] * (kept.dim() - 1)), 0.0)
 
 
 def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a sequence: what each reads, and the states behind it."""
-    states = states * rows.decay.exp()[..., None, None]
+    """One token a sequence: what each reads, and the states behind it, which are those given, overwritten."""
+    states.mul_(rows.decay.exp()[..., None, None])
     wrong = rows.v - (rows.k[..., None, :] @ states)[..., 0, :]
-    states = states + rows.k[..., None] * (wrong * rows.beta[..., None])[..., None, :]
+    moved = (wrong * rows.beta[..., None])[..., None, :]
+    states.flatten(0, 1).baddbmm_(rows.k[..., None].flatten(0, 1), moved.flatten(0, 1))
     return (rows.q[..., None, :] @ states)[..., 0, :], states
 
 

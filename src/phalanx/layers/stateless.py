@@ -11,3 +11,7 @@ class Stateless:
 
     def allocate_states(self, places: int) -> None:
         """There are none."""
+
+    def working_bytes(self, tokens: int, rows: int) -> int:
+        """What a step of so many tokens, or of so many that decode, takes beside its widest product."""
+        return 0

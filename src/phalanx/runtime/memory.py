@@ -44,8 +44,7 @@ def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
     """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only."""
     free = psutil.virtual_memory().available // ranks_here
     share = free if config.kv_cache_memory or config.num_blocks else int(free * CPU_KV_SHARE)
-    step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
-    return min(share, free - step)
+    return min(share, free - needed_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs))
 
 
 def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int:
@@ -56,8 +55,9 @@ def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        step = step_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
-        raise too_little(config, model, free // ranks_on_gpu, max(step // 2, step - free // ranks_on_gpu)) from error
+        needed = needed_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs)
+        missing = max(needed // 2, needed - free // ranks_on_gpu)
+        raise too_little(config, model, free // ranks_on_gpu, missing) from error
     gc.collect()
     torch.cuda.empty_cache()
     return int(left - GPU_KEPT_FREE * total) // ranks_on_gpu - further_graphs
@@ -70,7 +70,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
     """
     place, longest = model.place, longest_sequence(config, model)
     model.allocate_cache(1, config.block_size)
-    model.allocate_states(config.max_num_seqs + 1)
+    model.allocate_states(state_places(config.max_num_seqs, config.prefix_caching).stop)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest)
     worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
 
@@ -111,6 +111,20 @@ def longest_sequence(config: EngineConfig, model: Decoder) -> int:
     return min(config.max_model_len or model.place.spec.max_positions, model.place.spec.max_positions)
 
 
+def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
+    """What a step takes, and beside it all states, whatever the lengths of their sequences."""
+    places = state_places(rows, config.prefix_caching).stop
+    return step_bytes(config, model, tokens, rows) + places * model.state_bytes_per_place
+
+
+def state_places(rows: int, prefix_caching: bool) -> range:
+    """The places of recurrent states that belong to prefixes, as many as requests may run.
+
+    They come behind those of the requests and the one for rows that only fill up a batch.
+    """
+    return range(rows + 1, rows + 1 + (rows if prefix_caching else 0))
+
+
 def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
     """About what a step takes: its widest layer for all tokens, or the scores of all rows and what is made of them.
 
@@ -122,7 +136,9 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
     attention = 2 * (heads + kv_heads) * spec.head_dim
     routed = spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden) if spec.moe is not None else 0
-    layer = tokens * size * ((4 + spec.streams) * spec.hidden + max(attention, 3 * len(shard.ffn), routed))
+    own = max(layer.mixer.working_bytes(tokens, min(rows, tokens)) for layer in model.layers)
+    widest = max(tokens * size * max(attention, 3 * len(shard.ffn), routed), own)
+    layer = tokens * size * (4 + spec.streams) * spec.hidden + widest
     longest = min(config.max_model_len or tokens, spec.max_positions)
     if place.device.type == "cpu":
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})
@@ -139,8 +155,8 @@ def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) ->
         f"{max(0, left) / MIB:.0f} MiB are left on rank {model.place.group.rank} for a step of {tokens} tokens in "
         f"{rows} sequences and keys and values; {missing / MIB:.0f} MiB more are needed."
     )
-    goal = step_bytes(config, model, tokens, rows) - missing
-    fewer = ((t, r) for r in _halved(rows) for t in _halved(tokens) if step_bytes(config, model, t, r) <= goal)
+    goal = needed_bytes(config, model, tokens, rows) - missing
+    fewer = ((t, r) for r in _halved(rows) for t in _halved(tokens) if needed_bytes(config, model, t, r) <= goal)
     tokens, rows = next(fewer, (0, 0))
     names = [
         ("max_num_batched_tokens", tokens, config.max_num_batched_tokens),

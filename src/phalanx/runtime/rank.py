@@ -15,7 +15,7 @@ from phalanx.fabric.group import Group
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.memory import MIB, room_for_cache, too_little
+from phalanx.runtime.memory import MIB, room_for_cache, state_places, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.spec import Layout, ModelSpec
@@ -34,18 +34,10 @@ class Sizes(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-def state_places(config: EngineConfig) -> range:
-    """Where recurrent states lie: of the requests that run, of rows that only fill up, and these, of prefixes.
-
-    As many as requests may run.
-    """
-    first = config.max_num_seqs + 1
-    return range(first, first + (config.max_num_seqs if config.prefix_caching else 0))
-
-
 def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
-    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=state_places(config))
+    snapshots = state_places(config.max_num_seqs, config.prefix_caching)
+    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=snapshots)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -163,7 +155,6 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
     block_bytes = model.cache_bytes_per_token * config.block_size
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
-    room -= state_places(config).stop * model.state_bytes_per_place
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
@@ -210,7 +201,7 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(state_places(config).stop)
+    model.allocate_states(state_places(config.max_num_seqs, config.prefix_caching).stop)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     warm_up(runner, config.warm_up)
     return runner

@@ -218,7 +218,14 @@ class ModelSpec:
         return own.format if own is not None and own.format.name == name else FORMATS[name]
 
     def is_quantised(self, tensor: Tensor) -> bool:
-        return tensor.is_linear and not (self.quantization is not None and self.quantization.skips(tensor.stored_name))
+        return tensor.is_linear and not (
+            self.quantization is not None and any(map(self.quantization.skips, self.names(tensor.stored_name)))
+        )
+
+    def names(self, stored: str) -> Iterator[str]:
+        """What a checkpoint may call a tensor, whatever its names begin with."""
+        yield stored
+        yield from (theirs + stored.removeprefix(ours) for ours, theirs in self.prefixes if stored.startswith(ours))
 
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""

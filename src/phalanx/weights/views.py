@@ -119,10 +119,7 @@ class ViewReader:
 
     def _candidates(self, tensor: TensorSpec) -> Iterator[tuple[str, Stored]]:
         for stored in tensor.sources or (Stored(tensor.name),):
-            yield stored.name, stored
-            for ours, theirs in self._spec.prefixes:
-                if stored.name.startswith(ours):
-                    yield theirs + stored.name.removeprefix(ours), stored
+            yield from ((name, stored) for name in self._spec.names(stored.name))
             for spelling in self._spec.spellings:
                 yield _spelt(stored.name, spelling), stored
 

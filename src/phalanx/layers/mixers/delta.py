@@ -59,6 +59,12 @@ class DeltaMixer:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Nothing that grows with a sequence is kept."""
 
+    def working_bytes(self, tokens: int, rows: int) -> int:
+        """In float32: what is made of all tokens, and a copy of the state of each sequence that decodes."""
+        record = self.record
+        read = self.v_heads * record.v_dim
+        return 4 * (tokens * (5 * sum(self.widths) + read) + rows * read * record.k_dim)
+
     def states(self) -> list[Tensor]:
         return [self.memory, self.columns]
 
