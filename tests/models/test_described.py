@@ -226,6 +226,14 @@ def test_delta_nets_of_another_make_are_refused(family: str, field: str, value: 
         read_config(config | {field: value})
 
 
+@pytest.mark.parametrize("told", [{}, {"partial_rotary_factor": 0.5}, {"rope_parameters": {"rope_theta": 77.0}}])
+def test_as_much_of_a_head_is_turned_as_transformers_turns(told: Config) -> None:
+    config = TINY | DELTA | SHARED | {"model_type": "qwen3_next"} | told
+    parameters = AutoConfig.for_model(**config).rope_parameters
+    (rope,) = describe(config).ropes
+    assert (rope.rotary_dim, rope.theta) == (16 * parameters["partial_rotary_factor"], parameters["rope_theta"])
+
+
 def test_weights_of_experts_are_renormalised_as_the_family_does() -> None:
     config = TINY | DELTA | SHARED | {"norm_topk_prob": False}
     moe = read_config(config | {"model_type": "qwen3_next"}).moe

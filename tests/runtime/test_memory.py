@@ -91,7 +91,7 @@ def test_states_of_all_sequences_have_their_room_before_keys_and_values(
     delta_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(delta_folder)
-    block, states = model.cache_bytes_per_token * CONFIG.block_size, 17 * model.state_bytes_per_place
+    block, states = model.cache_bytes_per_token * CONFIG.block_size, 33 * model.state_bytes_per_place
     step = step_bytes(CONFIG, model, 256, 16)
     give_memory(monkeypatch, step + states + 5 * block)
     assert blocks_that_fit(CONFIG, model) == 5
