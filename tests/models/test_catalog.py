@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from phalanx.cli import app
 from phalanx.errors import ModelError
 from phalanx.models import catalog
 
@@ -98,6 +100,25 @@ def test_a_model_goes_by_many_names(name: str, entry: str, number_format: str) -
     assert found is not None
     assert found[0].name == entry
     assert catalog.model(name).number_format == number_format
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "tp"),
+    [
+        ("deepseek-ai/DeepSeek-V4-Flash", "8xH200-SXM", 8),
+        ("deepseek-ai/DeepSeek-V4-Pro", "8xB200", 8),
+        ("zai-org/GLM-5.2", "8xB300", 8),
+        ("MiniMaxAI/MiniMax-M2.5", "4xH200-SXM", 4),
+        ("google/gemma-3-27b-it", "1xH100-SXM", 1),
+    ],
+)
+def test_the_planner_knows_it_by_its_id(name: str, machine: str, tp: int) -> None:
+    asked = ["plan", name, "--machine", machine, "--tp", str(tp), "--engine", "vllm", "--requests", "20", "--json"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    assert answer["best"]["tp"] == tp
+    assert answer["model"]["parameters"] == catalog.model(name).parameters
 
 
 def test_a_checkpoint_of_a_format_is_named_where_there_is_one() -> None:

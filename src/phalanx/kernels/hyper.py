@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,8 +29,9 @@ class Mixing(NamedTuple):
 def part_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> tuple[Tensor, Mixing]:
     """What a part takes of streams, [tokens, streams, hidden], and how they go on; all weights in float32."""
     count = hyper.streams
-    factors = weights.scale.repeat_interleave(torch.tensor([count, count, count * count], device=streams.device))
-    pre, post, comb = (_mapped(streams, weights) * factors + weights.base).split([count, count, count * count], -1)
+    sizes = [count, count, count * count]
+    made = zip(_mapped(streams, weights).split(sizes, -1), weights.scale, weights.base.split(sizes), strict=True)
+    pre, post, comb = (part * factor + base for part, factor, base in made)
     mixing = Mixing(2 * post.sigmoid(), _balanced(comb.unflatten(-1, (count, count)), hyper))
     return _joined(streams, pre, hyper), mixing
 
