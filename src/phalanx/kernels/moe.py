@@ -94,7 +94,7 @@ def fused_experts(
     if x.is_cuda and gate_up.numel() and plain:
         from phalanx.kernels.gpu import moe as gpu
 
-        return gpu.fused_experts(x, gate_up, down, weights, experts)
+        return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int())
     return fused_experts_torch(x, ExpertWeights(gate_up, down, *biases), weights, experts, activation, weighs_input)
 
 

@@ -34,7 +34,8 @@ def scaling_of(config: Config, kind: str | None = None) -> dict[str, Any]:
 def read_rope(scaling: Mapping[str, Any], config: Config, head_dim: int, default_theta: float) -> Rope:
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or default_theta)
     kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
-    partial = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    whole = config.get("partial_rotary_factor")
+    partial = float(scaling.get("partial_rotary_factor") or whole or 1.0)
     rotary_dim = int(head_dim * partial)
     if kind == "default":
         return Rope(theta, rotary_dim)

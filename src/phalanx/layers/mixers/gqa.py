@@ -32,6 +32,7 @@ class Attention(Stateless):
         self.qkv = ColumnParallelLinear(place, [f"{self.path}{letter}_proj" for letter in "qkv"])
         self.gate = ColumnParallelLinear(place, [f"{self.path}q_gate"]) if record.gated else None
         self.output = RowParallelLinear(place, self.path + "o_proj")
+        self.widths = torch.tensor([record.heads, record.kv_heads], device=place.device) * record.head_dim
         self._holders = sum(shard.kv_heads == place.shard.kv_heads for shard in place.layout.shards)
         has_norms = record.head_norm in ("each", "whole")
         self.norms = [RmsNorm(place, self.path + name) for name in ("q_norm", "k_norm")] if has_norms else []
@@ -122,8 +123,7 @@ class Attention(Stateless):
         split = qkv[:, : sum(sizes)].float().split(sizes, dim=1)
         squares = torch.stack([part.pow(2).sum((1, 2)) for part in split])
         squares[1] /= self._holders
-        widths = torch.tensor([self.record.heads, self.record.kv_heads], device=qkv.device) * self.record.head_dim
-        spread = (self.group.all_reduce(squares) / widths[:, None] + self.eps).rsqrt()
+        spread = (self.group.all_reduce(squares) / self.widths[:, None] + self.eps).rsqrt()
         for part, norm, factor in zip(split, self.norms, spread, strict=True):
             start = 0 if norm is self.norms[0] else self.heads
             normed = norm.weight * (part * factor[:, None, None]).flatten(1).to(qkv.dtype)
