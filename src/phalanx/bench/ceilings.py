@@ -32,10 +32,10 @@ class Ceilings:
 def measure_ceilings(device: torch.device, dtype: torch.dtype, fp8: bool = False) -> Ceilings:
     """Memory: the better of a large copy (bytes read and written) and a large sum (bytes read).
 
-    The product is one of `dtype` matrices, or of block-FP8 ones.
+    The product is one of `dtype` matrices, or of block-FP8 ones. An engine on this GPU may have left little memory.
     """
     on_gpu = device.type == "cuda"
-    size = 2**30 if on_gpu else 2**26
+    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 16) if on_gpu else 2**26
     source = torch.randn(size, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
