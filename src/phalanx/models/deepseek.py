@@ -113,8 +113,16 @@ def ffns(config: Config, habits: Habits) -> list[Dense | Moe]:
 
 
 INERT = ("topk_method", "scoring_func", "moe_layer_freq", "ep_size", "num_key_value_heads", "qk_head_dim")
+
+
+def parsers(name: str) -> tuple[str | None, str | None]:
+    if "r1" in name:
+        return "deepseek_r1", None
+    return ("deepseek_r1", "deepseek_v31") if "v3.1" in name else (None, None)
+
+
 FAMILIES = {
-    name: Family(partial(read, habits=habits), inert=INERT)
+    name: Family(partial(read, habits=habits), inert=INERT, parsers=parsers)
     for name, habits in {
         "deepseek_v3": DEEPSEEK,
         "deepseek_v32": DEEPSEEK,

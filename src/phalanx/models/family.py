@@ -19,11 +19,13 @@ class Family(NamedTuple):
     """Reads the configurations of one model_type. `planned_only` says why the runtime does not serve it.
 
     `inert` are fields that a configuration of this family may have and that do not change what the model computes.
+    `parsers` names the parsers for thoughts and for calls of tools, by a model's name in small letters.
     """
 
     read: Callable[[Config], ModelSpec]
     planned_only: str | None = None
     inert: tuple[str, ...] = ()
+    parsers: Callable[[str], tuple[str | None, str | None]] = lambda name: (None, None)
 
 
 ROTARY_TABLES = r".*rotary_emb\.inv_freq"

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from phalanx.spec.gguf import GgufFile
 
 
+def keeps_pairs_together(file: GgufFile) -> bool:
+    """Whether the two rows of a rotary pair lie side by side."""
+    return bool(file.fields["general.architecture"] == "llama")
+
+
 def gguf_spec(file: GgufFile) -> ModelSpec:
     """The model a file holds, read as the Hugging Face configuration it came from."""
     architecture, experts = file.fields["general.architecture"], file.get("expert_count")

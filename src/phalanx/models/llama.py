@@ -16,4 +16,8 @@ def read(config: Config) -> ModelSpec:
     return decoder(config, [Layer(mixer, ffn)] * layer_count(config))
 
 
-FAMILIES = {"llama": Family(read, inert=("is_llama_config", "transformers.js_config"))}
+def parsers(name: str) -> tuple[str | None, str | None]:
+    return None, "llama3_json" if "llama-3." in name or "llama3." in name else None
+
+
+FAMILIES = {"llama": Family(read, inert=("is_llama_config", "transformers.js_config"), parsers=parsers)}

@@ -72,4 +72,7 @@ def _ffns(config: Config) -> list[Dense | Moe]:
     return [moe if layer in sparse else dense for layer in layers]
 
 
-FAMILIES = {name: Family(read, inert=("for_llm_compressor",)) for name in ("llama4", "llama4_text")}
+FAMILIES = {
+    name: Family(read, inert=("for_llm_compressor",), parsers=lambda name: (None, "llama4_pythonic"))
+    for name in ("llama4", "llama4_text")
+}

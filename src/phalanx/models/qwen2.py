@@ -23,4 +23,4 @@ def read(config: Config) -> ModelSpec:
     return decoder(config, [Layer(dataclasses.replace(mixer, window=window), ffn) for window in windows(config)])
 
 
-FAMILIES = {"qwen2": Family(read)}
+FAMILIES = {"qwen2": Family(read, parsers=lambda name: (None, "hermes"))}

@@ -31,7 +31,13 @@ def read_moe(config: Config) -> ModelSpec:
     return decoder(config, [Layer(mixer, moe if sparse else dense) for sparse in sparse_layers(config)])
 
 
+def parsers(name: str) -> tuple[str | None, str | None]:
+    if "coder" in name:
+        return None, "qwen3_xml"
+    return None if "instruct" in name else "qwen3", "hermes"
+
+
 FAMILIES = {
-    "qwen3": Family(read_dense),
-    "qwen3_moe": Family(read_moe, inert=("max_window_layers", "layer_types")),
+    "qwen3": Family(read_dense, parsers=parsers),
+    "qwen3_moe": Family(read_moe, inert=("max_window_layers", "layer_types"), parsers=parsers),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.errors import ModelError
+from phalanx.models import qwen3
 from phalanx.models.family import Family, attention, attention_biases, decoder, refuse_unless, sparse_layers
 from phalanx.models.fields import Config, count, each_layer, layer_count
 from phalanx.models.ropes import read_rope, scaling_of
@@ -101,7 +102,13 @@ def _ffns(config: Config) -> list[Dense | Moe]:
 
 
 _INERT = ("mrope_section", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-FAMILIES = {
-    name: Family(read, inert=_INERT)
-    for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+
+
+def _qwen3_5_parsers(name: str) -> tuple[str | None, str | None]:
+    return "qwen3", "qwen3_xml"
+
+
+FAMILIES = {"qwen3_next": Family(read, inert=_INERT, parsers=qwen3.parsers)} | {
+    name: Family(read, inert=_INERT, parsers=_qwen3_5_parsers)
+    for name in ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 }

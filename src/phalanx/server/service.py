@@ -13,6 +13,7 @@ from typing import Literal
 
 from phalanx.engine.core import check_request
 from phalanx.errors import ConfigError
+from phalanx.models.parsers import parsers_for
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.answer import Answer, Question
 from phalanx.server.chat import ChatFormat
@@ -23,7 +24,7 @@ from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint, after_thinking
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
-from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser, parsers_for
+from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
 from phalanx.server.places import Place, Places
 from phalanx.server.prepared import Assignment, Prepared, Text, Tokens
 from phalanx.server.preparer import Preparer

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 
-from phalanx.models.gguf import gguf_spec
+from phalanx.models.gguf import gguf_spec, keeps_pairs_together
 from phalanx.spec.gguf import GgufFile, StoredTensor
 from phalanx.weights.reader import Slices
 
@@ -38,14 +38,13 @@ _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "
 class GgufReader:
     """Slices of a GGUF file's tensors as float32, under their Hugging Face names.
 
-    llama-architecture files keep the rows of q and k as interleaved rotary pairs; they are handed out half-split.
+    Some files keep the rows of q and k as interleaved rotary pairs; they are handed out half-split.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
         self._bytes = np.memmap(path, mode="r", dtype=np.uint8)
-        architecture = self._file.fields["general.architecture"]
-        self._interleaved = architecture == "llama"
+        self._interleaved = keeps_pairs_together(self._file)
         self._head_dim = gguf_spec(self._file).head_dim
 
     def names(self) -> list[str]:

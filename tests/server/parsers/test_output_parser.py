@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, Delta, OutputParser, ToolCallDelta, parsers_for
+from phalanx.models.parsers import parsers_for
+from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, Delta, OutputParser, ToolCallDelta
 
 from . import test_deepseek_v31, test_hermes, test_llama3_json, test_llama4_pythonic, test_qwen3_xml, test_think
 from .outputs import WEATHER, Meaning, parse, pieces_of
@@ -278,6 +279,9 @@ def test_an_unknown_parser_is_refused_with_the_names_there_are() -> None:
         ("deepseek_v3", "deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek_r1", "deepseek_v31"),
         ("deepseek_v3", "deepseek-ai/DeepSeek-V3", None, None),
         ("mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1", None, None),
+        ("qwen3_next", "Qwen/Qwen3-Next-80B-A3B-Instruct", None, "hermes"),
+        ("qwen3_5_moe", "Qwen/Qwen3.5-397B-A17B", "qwen3", "qwen3_xml"),
+        ("unheard_of", "a/b", None, None),
     ],
 )
 def test_a_model_gets_the_parsers_of_its_family(

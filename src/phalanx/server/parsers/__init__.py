@@ -23,7 +23,6 @@ __all__ = [
     "OutputParser",
     "ToolCallDelta",
     "ToolSchema",
-    "parsers_for",
 ]
 
 REASONING_PARSERS: Mapping[str, type[ThinkParser]] = {"deepseek_r1": DeepSeekR1, "qwen3": Qwen3}
@@ -95,30 +94,3 @@ def _named(parsers: Mapping[str, type[_Parser]], name: str | None, kind: str) ->
     raise ConfigError(
         "unknown_parser", f"There is no {kind} parser {name!r}.", f"Choose one of {', '.join(sorted(parsers))}."
     )
-
-
-def parsers_for(model_type: str, model_name: str) -> tuple[str | None, str | None]:
-    """The reasoning and the tool parser of a model, by its configuration's `model_type` and its name."""
-    name = model_name.lower().replace("_", "-")
-    if "deepseek-r1" in name:
-        return "deepseek_r1", None
-    if "qwq" in name:
-        return "deepseek_r1", "hermes"
-    if "hermes" in name:
-        return None, "hermes"
-    match model_type:
-        case "qwen2" | "qwen2_moe":
-            return None, "hermes"
-        case "qwen3" | "qwen3_moe" | "qwen3_next":
-            if "coder" in name:
-                return None, "qwen3_xml"
-            return None if "instruct" in name else "qwen3", "hermes"
-        case "llama" if "llama-3." in name or "llama3." in name:
-            return None, "llama3_json"
-        case "llama4" | "llama4_text":
-            return None, "llama4_pythonic"
-        case "deepseek_v3" if "r1" in name:
-            return "deepseek_r1", None
-        case "deepseek_v3" if "v3.1" in name:
-            return "deepseek_r1", "deepseek_v31"
-    return None, None
