@@ -38,7 +38,7 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
     },
 }
 # fmt: on
-_PAIR_LATENCY = {"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 12e-6, "pcie": 18e-6, "roce": 33e-6}
+_PAIR_LATENCY = {"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6}
 _LINK_SHARE = {"nvswitch": 0.75, "nvlink-bridge": 0.75, "mesh": 0.6, "pcie": 0.55, "roce": 0.5}
 
 
