@@ -23,7 +23,9 @@ def plan(
     isl: Annotated[int, typer.Option(help="Input tokens of a request.")] = 1024,
     osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at once, over the whole machine.")] = 32,
-    context: Annotated[int | None, typer.Option(help="Longest request to serve. Default: --isl and --osl.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Longest request to serve. Default: what the memory gives.")
+    ] = None,
     slo: Annotated[str, typer.Option(help="Goals in ms, such as ttft:800,tpot:50.")] = "",
     engine: Annotated[str, typer.Option(help="phalanx, vllm, sglang, trtllm; several with commas.")] = "",
     tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
@@ -47,6 +49,7 @@ def plan(
     ] = None,
     beside: Annotated[list[Path] | None, typer.Option(help="With --leave-out: further files to fit.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --evaluate: draw predicted against measured (PNG).")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Memory, intervals, prices, what was left out.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Does it fit, which TP, how fast, what it costs, and how to start it. Needs neither torch nor a GPU."""
@@ -87,6 +90,7 @@ def plan(
             recipe=recipe,
             folder=output,
             as_json=as_json,
+            in_full=explain,
         )
 
 

@@ -164,6 +164,19 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     )
 
 
+MOST_OF_PEAK = 0.75
+"""Of the data sheet's FLOP/s; the most that a serving engine was ever measured to reach is 0.61."""
+
+
+def least_seconds(limits: RooflineTimes) -> float:
+    """What no correction may go below: all bytes at the data sheet's bandwidth, all products at what was ever reached.
+    Experts count by three quarters: how many a step touches is itself estimated.
+    """
+    read = limits.linear_read + limits.head_read + limits.cache_read + MOST_OF_PEAK * limits.expert_read
+    products = limits.linear_compute + limits.expert_compute + limits.head_compute + limits.prompt_attention
+    return float(max(read, products / MOST_OF_PEAK))
+
+
 def _overlapped(read: Any, compute: Any) -> Any:
     return (read**3 + compute**3) ** (1 / 3)
 

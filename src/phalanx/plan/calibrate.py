@@ -79,9 +79,10 @@ def _named_rates(shift: Array) -> dict[str, float]:
     return {name: float(start.at(shift[index])) for index, (name, start) in enumerate(STARTS.items())}
 
 
-def calibrate(data: Data) -> Calibration:
-    """Fit rates, then effects on what they leave."""
-    found = Calibration(data.families, data.architectures, *_fit_rates(data), {})
+def calibrate(data: Data, near: Calibration | None = None) -> Calibration:
+    """Fit rates, then effects on what they leave. With `near`, a fit of almost the same rows, its rates are kept."""
+    rates = _fit_rates(data) if near is None else (near.shared, near.apart, near.hardware)
+    found = Calibration(data.families, data.architectures, *rates, {})
     left = data.predict(found.shifts(data))
     for name in QUANTITIES:
         found.effects[name] = _fit_effects(name, data, data.measured[name] - left[name])
@@ -133,7 +134,7 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
         else:
             break
         at, off, damping = there, tried, max(damping / 5, 1e-4)
-        if loss - improved < 5e-4 * loss:
+        if loss - improved < 1e-3 * loss:
             break
     return parts(at)
 
@@ -150,7 +151,7 @@ def _jacobian(data: Data, residuals: Callable[[Array], Array], at: Array, off: A
     return np.hstack([shared, *own, *hardware])
 
 
-def _fit_effects(quantity: str, data: Data, left: Array, rounds: int = 8) -> dict[str, float]:
+def _fit_effects(quantity: str, data: Data, left: Array, rounds: int = 4) -> dict[str, float]:
     """Ridge regression of what is left, each kind of effect with its own spread."""
     spreads = {**_EFFECT_SPREAD[quantity], **_SLOPE_SPREAD[quantity]}
     names: dict[str, int] = {}

@@ -158,7 +158,7 @@ def _as_few(steps: Iterable[tuple[StepSums, float, float]]) -> WeighedSteps:
 
 
 def _likeness(step: StepSums) -> tuple[int, ...]:
-    sizes = (step.decodes, 0.1), (step.prompt_tokens, 0.08), (step.context, 0.5), (step.prompt_pairs, 0.5)
+    sizes = (step.decodes, 0.15), (step.prompt_tokens, 0.12), (step.context, 0.6), (step.prompt_pairs, 0.6)
     return (min(step.prompts, 3), *(round(float(np.log1p(size)) / grain) for size, grain in sizes))
 
 
