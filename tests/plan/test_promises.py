@@ -162,7 +162,7 @@ def test_accelerators_are_listed() -> None:
     st.sampled_from([1, 4, 32]),
     st.sampled_from([256, 1024, 4096]),
 )
-def test_a_faster_card_is_never_worse_and_a_shorter_prompt_hardly(
+def test_faster_cards_never_and_shorter_prompts_hardly_are_worse(
     model: str, engine: str, clients: int, size: int
 ) -> None:
     spec, load = catalog.model(model), Workload(size, 64, clients, requests=2 * clients)

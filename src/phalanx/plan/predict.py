@@ -177,8 +177,8 @@ class Predictor:
         return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))
 
     def _throughput(self, times: Times, ttft: float, workload: Workload) -> Interval:
-        """In a closed loop, tokens in flight over the time an answer takes, but no more than the steps make; by the clock,
-        what arrived and was done.
+        """In a closed loop, tokens in flight over the time an answer takes, but no more than the steps make; by the
+        clock, what arrived and was done.
         """
         between = self._half_width(self.fitted.tpot)
         simulated = times.output_tokens / times.seconds if times.seconds else 0.0
