@@ -35,7 +35,7 @@ def main() -> None:
     current = independent & rows(data, lambda case: case.measurement.tier == "current")
     say("other publishers, none fitted", *unfitted(data, hopper | blackwell, current, 1.0))
     publisher = group_of(data.cases, "publisher")
-    say("each publisher left out", *unseen(data, hopper | blackwell | independent, publisher, independent))
+    say("each publisher unseen", *unseen(data, hopper | blackwell | independent, publisher, independent))
     merged = publisher.copy()
     merged[rows(data, lambda case: case.measurement.publisher in NVIDIA_OVERVIEW)] = publisher.max() + 1
     say("  the same, NVIDIA's three as one", *unseen(data, hopper | blackwell | independent, merged, independent))
