@@ -8,17 +8,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from typer.testing import CliRunner
 
 from phalanx.cli import app
-from phalanx.cost.price import MOST_OF_PEAK
+from phalanx.cost.price import MOST_OF_PEAK, least_seconds
 from phalanx.cost.work import count_work
+from phalanx.engine.step_sums import StepSums
 from phalanx.errors import ConfigError
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.explain import nearest, verdict
-from phalanx.plan.predict import predict
+from phalanx.plan.predict import predict, predictor
 from phalanx.plan.recipes import KINDS, recipe
 from phalanx.plan.record import launch_of
 from phalanx.plan.support import formats_on, refusal
@@ -176,3 +178,29 @@ def test_faster_cards_never_and_shorter_prompts_hardly_are_worse(
 def faster_pair() -> tuple[Gpu, Gpu]:
     card = Gpu.named("H200-SXM")
     return card, replace(card, bandwidth=card.bandwidth * 1.3)
+
+
+def test_no_correction_beats_the_data_sheet() -> None:
+    """Corrections once made a step faster than its FLOPs."""
+    spec, load = catalog.model("Llama-3.3-70B"), Workload(2048, 128, 64)
+    plain = predictor(spec, Machine.parse("1xH200"), 1, "vllm", load, "fp8")
+    wild = replace(
+        plain, fitted=structs.replace(plain.fitted, tpot=structs.replace(plain.fitted.tpot, effects=FAR_TOO_FAST))
+    )
+    for step in (StepSums(64, 64 * 2100), StepSums(0, 0, 8192, 8192 * 1024, 4)):
+        assert wild.seconds(step).mid == least_seconds(wild.limits.of(step))
+
+
+FAR_TOO_FAST = {"card:H200-SXM": -3.0}
+
+
+def test_an_idle_engine_answers_a_short_prompt_soon() -> None:
+    """SGLang once took 157 ms by a constant; 32.5 were measured (8B on an A100, 280 tokens)."""
+    found = predict(catalog.model("Llama-3.1-8B"), Machine.parse("1xA100"), 1, "sglang", Workload(280, 345, 1))
+    assert found.ttft.mid < 0.1
+    assert found.ttft.low < 0.0325 < found.ttft.high
+
+
+def test_all_reduces_on_amd_are_not_most_of_a_step() -> None:
+    found = predict(catalog.model("Llama-3.3-70B"), Machine.parse("8xMI300X"), 8, "vllm", Workload(1024, 128, 16))
+    assert found.all_reduce_share < 0.6
