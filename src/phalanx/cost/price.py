@@ -134,6 +134,16 @@ class Roofline:
         return self.gpu.bandwidth * bandwidth_factor(self.calibration)
 
     def _peak(self, number_format: str) -> float:
+        known = self._peaks.get(number_format)
+        if known is None:
+            known = self._peaks[number_format] = self._find_peak(number_format)
+        return known
+
+    @cached_property
+    def _peaks(self) -> dict[str, float]:
+        return {}
+
+    def _find_peak(self, number_format: str) -> float:
         if number_format == "mxfp4":  # its activations have eight bits where four-bit weights can be multiplied at all
             number_format = "fp8" if "fp4" in self.gpu.peaks else "bf16"
         return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)

@@ -16,6 +16,7 @@ def _table() -> dict[tuple[str, str], dict[str, str]]:
     return {(entry["engine"], entry["vendor"]): entry["formats"] for entry in told}
 
 
+@cache
 def formats_on(engine: str, gpu: Gpu) -> tuple[str, ...]:
     """The formats an engine loads on this card; none where it does not run at all."""
     known = _table().get((engine, gpu.vendor), {})
@@ -24,7 +25,7 @@ def formats_on(engine: str, gpu: Gpu) -> tuple[str, ...]:
 
 def refusal(engine: str, title: str, machine: Machine, number_format: str) -> str | None:
     """Why an engine cannot serve this format on some card of the machine."""
-    for gpu in machine.gpus:
+    for gpu in dict.fromkeys(machine.gpus):
         formats = formats_on(engine, gpu)
         if not formats:
             return f"{title} has no kernels for {gpu.name} ({_runs_on(engine)})."
