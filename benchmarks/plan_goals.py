@@ -19,7 +19,7 @@ from phalanx.plan.held_out import ALWAYS_SEEN, FOLDS, bounds, fold_of, group_of,
 
 RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
 NEW_ARCHITECTURE = 1.5
-"""How much wider intervals are on an architecture without serving rows: what A100, MI300X and RTX cards show."""
+"""How much wider intervals are on an architecture without serving rows: a rule of thumb, not fitted."""
 NVIDIA_OVERVIEW = ("trt014", "trt10", "trt12")
 
 

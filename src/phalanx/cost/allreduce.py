@@ -2,7 +2,8 @@
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
 2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE.
+latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE; the latency of a
+mesh is an estimate, to be replaced by a measurement.
 """
 
 from __future__ import annotations
