@@ -54,12 +54,20 @@ def test_models_of_the_same_shape_share_their_effects() -> None:
 
 
 def test_the_unseen_is_less_certain() -> None:
-    models, cards = frozenset({"vllm-0.10/llama-80x8192-0"}), frozenset({"H100-SXM"})
-    known = quantity().half_width(traits(), models, cards)
-    assert known == 0.1
-    assert quantity().half_width(traits("Llama-3.1-8B"), models, cards) > known
-    assert quantity().half_width(replace(traits(), gpu="B200"), models, cards) > known
-    assert quantity().half_width(replace(traits(), family="new"), models, cards) > 0.2
+    width = Width(0.2, {"vllm-0.10": 0.1}, {"publisher": 0.3, "gpu": 0.4})
+    known = width.half("vllm-0.10", [])
+    assert known == pytest.approx(0.1)
+    assert known < width.half("vllm-0.10", ["publisher"]) < width.half("vllm-0.10", ["publisher", "gpu"])
+    assert width.half("new", []) == 0.2
+    assert width.half("vllm-0.10", ["gpu"]) == pytest.approx((0.1**2 + 0.4**2 - 0.2**2) ** 0.5)
+
+
+def test_what_is_new_is_named() -> None:
+    fitted = load_fitted()
+    known = replace(traits(), publisher="InferenceX")
+    assert fitted.new_of(known) == []
+    assert fitted.new_of(traits()) == ["publisher"]
+    assert fitted.new_of(replace(known, gpu="Abacus", model="unheard-of")) == ["gpu", "model"]
 
 
 def test_fitted_numbers_are_dated_and_physical() -> None:
@@ -69,7 +77,7 @@ def test_fitted_numbers_are_dated_and_physical() -> None:
     assert fitted.rows > 500
     shares = ("linear_bandwidth", "linear_compute", "expert_compute", "cache_bandwidth", "prompt_attention")
     for each in PROFILES:
-        rates = fitted.family_rates(each.fitted_as)._asdict()
+        rates = fitted.family_rates(each.family)._asdict()
         assert rates.keys() == set(Rates._fields)
         assert all(value > 0 for value in rates.values())
         assert all(0.05 < rates[name] <= 1 for name in shares), each.family

@@ -74,7 +74,9 @@ def test_fp8_keys_and_values_take_half() -> None:
     )
 
 
-def test_four_bit_weights_are_multiplied_in_bf16() -> None:
+def test_floats_of_four_bits_are_multiplied_as_such_and_integers_are_widened() -> None:
     work = count_work(catalog.model("gpt-oss-120b"), 1, "mxfp4", "bf16")
-    assert (work.compute, work.expert_compute) == ("bf16", "bf16")
+    assert (work.compute, work.expert_compute) == ("bf16", "mxfp4")
+    assert count_work(catalog.model("Llama-3.1-8B"), 1, "nvfp4", "bf16").compute == "fp4"
+    assert count_work(catalog.model("Llama-3.1-8B"), 1, "awq", "bf16").compute == "bf16"
     assert count_work(catalog.model("Llama-3.1-8B"), 1, "fp8", "bf16").compute == "fp8"

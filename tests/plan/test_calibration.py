@@ -85,7 +85,7 @@ def test_all_reduces_of_a_step_take_what_was_measured() -> None:
     flat = Calibration(
         "2026-11-15", "8xH100-SXM", "box7", "", measured().gpus, (AllReduceTimes(4, (8192, 2**26), (50.0, 50.0)),)
     )
-    fitted = load_fitted().family_rates("vllm-0.18")
+    fitted = load_fitted().family_rates("phalanx", "Hopper")
     assert predicted(flat).step.all_reduce == pytest.approx(2 * 80 * 50e-6 * fitted.all_reduce)
     assert predicted(flat, tp=2).step.all_reduce == predicted(None, tp=2).step.all_reduce
 
@@ -114,7 +114,7 @@ def test_a_plan_says_what_it_was_calibrated_by(tmp_path: Path) -> None:
     path = tmp_path / "box7.json"
     measured(memory=0.60, ranks=(2, 4)).write(path)
     words = ["plan", "Llama-3.3-70B", "--machine", "4xH100-SXM", "--engine", "vllm", "--calibration", str(path)]
-    shown = run(app, words)
+    shown = run(app, words, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     told = "Calibrated by a measurement of 2026-11-15 on box7, 4xH100-SXM: memory 0.67, bf16 1.00, fp8 1.00"
     assert told in shown.stdout

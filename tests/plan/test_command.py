@@ -19,7 +19,7 @@ PLAN = ["plan", "Llama-3.3-70B", "--machine", "8xH100-SXM"]
 
 @pytest.mark.usefixtures("predictor")
 def test_a_person_sees_the_ranking_the_sum_the_price_and_the_command() -> None:
-    result = run(app, [*PLAN, "--engine", "vllm", "--slo", "ttft:800,tpot:50"], env={"COLUMNS": "120"})
+    result = run(app, [*PLAN, "--engine", "vllm", "--slo", "ttft:800,tpot:50", "--explain"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     for words in (
         "Ranking",
@@ -72,7 +72,7 @@ def test_the_recipe_is_printed_or_written(tmp_path: Path) -> None:
     printed = run(app, [*options, "--recipe", "shell"]).output
     assert "# ---- serve.sh" in printed
     assert "nvidia/Llama-3.3-70B-Instruct-FP8" in printed
-    assert "--max-model-len 1280" in printed
+    assert "--max-model-len 131072" in printed
     assert "--max-num-seqs 16" in printed
     assert run(app, [*options, "--recipe", "shell", "--output", str(tmp_path)]).exit_code == 0
     script = tmp_path / "serve.sh"
@@ -82,22 +82,20 @@ def test_the_recipe_is_printed_or_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("predictor")
-def test_a_checkpoint_without_fp8_is_converted_by_engines_that_can() -> None:
+def test_a_format_without_a_checkpoint_is_made_first() -> None:
     options = ["plan", "Qwen2.5-32B", "--machine", "2xH100-SXM", "--format", "fp8", "--json"]
-    commands = {
-        engine: " ".join(json.loads(run(app, [*options, "--engine", engine]).output)["command"])
-        for engine in ("vllm", "sglang", "trtllm", "phalanx")
-    }
-    assert "--quantization fp8" in commands["vllm"]
-    assert "--quantization fp8" in commands["sglang"]
-    assert "quantization" not in commands["trtllm"] + commands["phalanx"]
+    for engine in ("vllm", "sglang", "phalanx", "trtllm"):
+        told = json.loads(run(app, [*options, "--engine", engine]).output)
+        assert "./Qwen2.5-32B-Instruct-FP8" in told["command"]
+        made = ["phalanx", "quantize", "Qwen/Qwen2.5-32B-Instruct", "--output", "./Qwen2.5-32B-Instruct-FP8"]
+        assert told["prepare"][:5] == ([] if engine == "trtllm" else made)
 
 
 @pytest.mark.usefixtures("predictor")
 def test_what_does_not_fit_ends_with_an_error_and_what_would_do() -> None:
-    result = run(app, ["plan", "Llama-3.3-70B", "--machine", "2xRTX4090", "--engine", "vllm"], env={"COLUMNS": "200"})
+    result = run(app, ["plan", "Llama-3.3-70B", "--machine", "1xRTX4090", "--engine", "vllm"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
-    assert "It does not fit" in result.output
+    assert "does not fit 1xRTX4090: the nearest" in result.output
     assert "RTX4090 holds it at" in result.output
     answer = run(app, ["plan", "DeepSeek-V3", "--machine", "2xRTX4090", "--json"])
     assert json.loads(answer.output)["best"] is None

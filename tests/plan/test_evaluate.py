@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.plan.cases import prepare
 from phalanx.plan.evaluate import EvaluationError, Report, Row, Score, draw, evaluate
-from phalanx.plan.measurements import COLUMNS, Measurement, MeasurementError, prepare, read_measurements
+from phalanx.plan.measurements import COLUMNS, INDEPENDENT_COLUMNS, Measurement, MeasurementError, read_measurements
 from phalanx.plan.predict import Interval
 from tests.shared_data import shared_file
 
@@ -73,7 +74,7 @@ def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
         tmp_path / "rows.csv", {}, {"concurrency": "8"}, {"tp": "8"}, {"gpu": "H300"}, {"model": "nobody/unknown"}
     )
     told = evaluate(path).to_dict()
-    assert told.keys() == {"overall", "groups"}
+    assert told.keys() == {"overall", "bad_rows", "groups"}
     assert (told["overall"]["rows"], told["overall"]["predicted"]) == (5, 3)
     assert told["overall"]["tpot"].keys() == told["overall"]["ttft"].keys() == KEYS
     groups = {(group["gpu"], group["tp"]): group for group in told["groups"] if group["model"].startswith("nvidia")}
@@ -95,11 +96,93 @@ def test_rows_it_cannot_predict_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"tp": "four"}, "line 2"), ({"isl": ""}, "line 2"), ({"tpot_ms": "fast"}, "line 2")]
+    ("change", "said"),
+    [
+        ({"tp": "four"}, "four"),
+        ({"isl": ""}, "invalid literal"),
+        ({"tpot_ms": "fast"}, "fast"),
+        ({"tpot_ms": "-3"}, "tpot is -0.003"),
+        ({"concurrency": "0"}, "concurrency is 0"),
+        ({"ttft_ms": "nan"}, "ttft is nan"),
+        ({"precision": "fp4"}, "'fp4' is no number format"),
+        ({"kv_dtype": "int3"}, "int3"),
+        ({"ttft_ms": "", "tpot_ms": ""}, "nothing was measured"),
+    ],
 )
-def test_a_row_that_is_no_measurement_is_refused(tmp_path: Path, change: dict[str, str], said: str) -> None:
-    with pytest.raises(MeasurementError, match=said):
-        evaluate(write(tmp_path / "bad.csv", change))
+def test_a_bad_row_is_named_with_its_line_and_the_rest_is_evaluated(
+    tmp_path: Path, change: dict[str, str], said: str
+) -> None:
+    report = evaluate(write(tmp_path / "bad.csv", {}, change, {"concurrency": "8"}))
+    (bad,) = report.bad
+    assert bad.line == 3
+    assert said in bad.problem
+    assert report.to_dict()["overall"]["predicted"] == 2
+    assert report.to_dict()["bad_rows"] == [{"line": 3, "problem": bad.problem}]
+
+
+INDEPENDENT = {
+    "source": "someone",
+    "kind": "offline",
+    "engine": "trtllm",
+    "version": "1.0",
+    "gpu": "H100-SXM",
+    "n_gpus": "4",
+    "tp": "2",
+    "model": "Llama-3.3-70B",
+    "format": "fp8-channel",
+    "kv": "fp8",
+    "isl": "512",
+    "osl": "128",
+    "spread": "0",
+    "concurrency": "64",
+    "requests": "64",
+    "rate": "",
+    "out_tps": "2000",
+    "ttft_ms": "",
+    "tpot_ms": "",
+    "express": "yes",
+    "tier": "current",
+}
+
+
+def write_independent(path: Path, *changes: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, INDEPENDENT_COLUMNS)
+        writer.writeheader()
+        writer.writerows({**INDEPENDENT, **change} for change in changes)
+    return path
+
+
+def test_published_throughput_is_of_all_replicas(tmp_path: Path) -> None:
+    two, one = evaluate(write_independent(tmp_path / "o.csv", {}, {"n_gpus": "2", "requests": "32"})).rows
+    assert two.measurement.replicas == 2
+    assert two.throughput is not None
+    assert one.throughput is not None
+    assert two.throughput.mid == pytest.approx(2 * one.throughput.mid)
+
+
+def test_what_a_plan_cannot_say_is_counted_not_guessed(tmp_path: Path) -> None:
+    report = evaluate(write_independent(tmp_path / "o.csv", {}, {"express": "attention-DP"}, {"kind": "dream"}))
+    assert [row.problem != "" for row in report.rows] == [False, True]
+    assert "attention-DP" in report.unpredicted[0].problem
+    assert "dream" in report.bad[0].problem
+
+
+def test_a_whole_publisher_is_left_out(tmp_path: Path) -> None:
+    """Had the fit seen the rows of the publisher, it would follow them when they are all twice as slow."""
+    pytest.importorskip("numpy")
+    honest = [{"source": who, "isl": size} for who in ("a", "b", "c") for size in ("256", "512", "1024")]
+    slow = [row | {"out_tps": "400"} if row["source"] == "a" else row for row in honest]
+    told, moved = (
+        evaluate(write_independent(tmp_path / "rows.csv", *rows), leave_out="publisher").rows for rows in (honest, slow)
+    )
+    for before, after in zip(told[:3], moved[:3], strict=True):
+        assert before.throughput is not None
+        assert after.throughput is not None
+        assert before.throughput.mid == pytest.approx(after.throughput.mid, rel=1e-6)
+    assert told[5].throughput != moved[5].throughput
+    with pytest.raises(EvaluationError, match="publisher, gpu, family"):
+        evaluate(tmp_path / "rows.csv", leave_out="weather")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -123,7 +206,7 @@ def test_the_table_ends_with_all_rows(tmp_path: Path) -> None:
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    measurement = read_measurements(write(tmp_path / "one.csv", {}))[0]
+    measurement = read_measurements(write(tmp_path / "one.csv", {})).measurements[0]
     rows = tuple(
         Row(replace(measurement, engine=engine), Interval(0.01, 0.009, 0.011), Interval(0.1, 0.05, 0.2))
         for engine in ("vllm", "sglang")
@@ -153,7 +236,7 @@ class TestReading:
     """What a row says, and what it leaves unsaid."""
 
     def measurement(self, tmp_path: Path, **change: str) -> Measurement:
-        return read_measurements(write(tmp_path / "row.csv", change))[0]
+        return read_measurements(write(tmp_path / "row.csv", change)).measurements[0]
 
     def test_lengths(self, tmp_path: Path) -> None:
         assert prepare(self.measurement(tmp_path)).workload.spread == 0.2

@@ -69,7 +69,7 @@ def test_what_was_never_measured_has_wider_bounds() -> None:
 
     known = predict(catalog.model("gpt-oss-120b"), Machine.parse("2xH200"), 2, "vllm", LOAD)
     other_model = predict(catalog.model("Mixtral-8x22B"), Machine.parse("2xH200"), 2, "vllm", LOAD)
-    other_gpu = predict(catalog.model("gpt-oss-120b"), Machine.parse("2xB200"), 2, "vllm", LOAD)
+    other_gpu = predict(catalog.model("gpt-oss-120b"), Machine.parse("2xMI325X"), 2, "vllm", LOAD)
     assert width(known.tpot) < width(other_model.tpot)
     assert width(known.tpot) < width(other_gpu.tpot)
 

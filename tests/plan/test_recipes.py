@@ -62,14 +62,14 @@ def test_a_command_says_what_was_planned(engine: str, flags: dict[str, str]) -> 
     ("engine", "words"),
     [
         ("phalanx", ["--kv-cache-dtype fp8"]),
-        ("vllm", ["--enable-expert-parallel", "--quantization fp8", "--kv-cache-dtype fp8"]),
-        ("sglang", ["--ep-size 4", "--quantization fp8", "--kv-cache-dtype fp8_e4m3"]),
+        ("vllm", ["--enable-expert-parallel", "--kv-cache-dtype fp8"]),
+        ("sglang", ["--ep-size 4", "--kv-cache-dtype fp8_e4m3"]),
         ("trtllm", ["--ep_size 4"]),
     ],
 )
 def test_experts_formats_and_kv_are_told(engine: str, words: list[str]) -> None:
     plain = shlex.join(command(launch(engine)))
-    told = shlex.join(command(launch(engine, expert_parallel=True, converts=True, kv_format="fp8")))
+    told = shlex.join(command(launch(engine, expert_parallel=True, kv_format="fp8")))
     for word in words:
         assert word in told
         assert word not in plain
@@ -205,7 +205,7 @@ def test_vllm_s_own_parser_takes_the_command() -> None:
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    told = launch(expert_parallel=True, converts=True, kv_format="fp8")
+    told = launch(expert_parallel=True, kv_format="fp8")
     words = command(told, extra=("--distributed-executor-backend", "ray"))
     read: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
     assert vllm.__version__

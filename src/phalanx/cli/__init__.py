@@ -10,6 +10,7 @@ from phalanx.cli.bench import bench
 from phalanx.cli.cluster import cluster
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
+from phalanx.cli.gpus import gpus
 from phalanx.cli.models import models
 from phalanx.cli.plan import plan
 from phalanx.cli.quantize import quantize
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(models)
+app.command()(gpus)
 app.command()(doctor)
 app.command()(serve)
 app.command()(studio)

@@ -13,7 +13,7 @@ import typer
 from phalanx.cli.shared import AsJson, told_errors
 from phalanx.errors import ConfigError
 
-_WIDE = 140
+_WIDE = 180
 """Columns that a table of errors needs."""
 
 
@@ -23,7 +23,9 @@ def plan(
     isl: Annotated[int, typer.Option(help="Input tokens of a request.")] = 1024,
     osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at once, over the whole machine.")] = 32,
-    context: Annotated[int | None, typer.Option(help="Longest request to serve. Default: --isl and --osl.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Longest request to serve. Default: what the memory gives.")
+    ] = None,
     slo: Annotated[str, typer.Option(help="Goals in ms, such as ttft:800,tpot:50.")] = "",
     engine: Annotated[str, typer.Option(help="phalanx, vllm, sglang, trtllm; several with commas.")] = "",
     tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
@@ -42,13 +44,18 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
     evaluate: Annotated[Path | None, typer.Option(help="Predict every row of this CSV of measurements.")] = None,
     cross_validate: Annotated[int | None, typer.Option(help="With --evaluate: folds over whole series.")] = None,
+    leave_out: Annotated[
+        str | None, typer.Option(help="With --evaluate: a whole publisher, gpu or family at a time.")
+    ] = None,
+    beside: Annotated[list[Path] | None, typer.Option(help="With --leave-out: further files to fit.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --evaluate: draw predicted against measured (PNG).")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Memory, intervals, prices, what was left out.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Does it fit, which TP, how fast, what it costs, and how to start it. Needs neither torch nor a GPU."""
     with told_errors():
         if evaluate is not None:
-            _evaluate(evaluate, cross_validate, plot, as_json)
+            _evaluate(evaluate, cross_validate, leave_out, beside or [], plot, as_json)
             return
         if model is None or not machine:
             missing = "model" if model is None else "machine"
@@ -83,20 +90,28 @@ def plan(
             recipe=recipe,
             folder=output,
             as_json=as_json,
+            in_full=explain,
         )
 
 
-def _evaluate(file: Path, folds: int | None, plot: Path | None, as_json: bool) -> None:
+def _evaluate(
+    file: Path, folds: int | None, leave_out: str | None, beside: list[Path], plot: Path | None, as_json: bool
+) -> None:
     from rich.console import Console
 
     from phalanx.plan.evaluate import draw, evaluate
 
-    report = evaluate(file, folds)
+    report = evaluate(file, folds, leave_out, beside)
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
         Console(width=max(Console().width, _WIDE)).print(report.table())
+    for bad in report.bad:
+        print(f"{file.name}, line {bad.line} is no measurement: {bad.problem}", file=sys.stderr)
     for problem, count in Counter(row.problem for row in report.unpredicted).items():
         print(f"{count} rows not predicted: {problem}", file=sys.stderr)
+    if report.bad or report.unpredicted:
+        left = len(report.bad) + len(report.unpredicted)
+        print(f"{left} of {len(report.rows) + len(report.bad)} rows left out.", file=sys.stderr)
     if plot is not None:
         draw(report, plot)

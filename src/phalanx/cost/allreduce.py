@@ -2,7 +2,8 @@
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
 2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE.
+latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE; the latency of a
+mesh is an estimate, to be replaced by a measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
     },
 }
 # fmt: on
-_PAIR_LATENCY = {"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 12e-6, "pcie": 18e-6, "roce": 33e-6}
+_PAIR_LATENCY = {"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6}
 _LINK_SHARE = {"nvswitch": 0.75, "nvlink-bridge": 0.75, "mesh": 0.6, "pcie": 0.55, "roce": 0.5}
 
 

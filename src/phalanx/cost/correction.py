@@ -17,7 +17,7 @@ from phalanx.spec.workload import Workload
 
 @dataclass(frozen=True)
 class Traits:
-    """What effects can be told apart by."""
+    """What effects can be told apart by. `publisher`: who measured it; none for a deployment that is only planned."""
 
     family: str
     version: str
@@ -28,19 +28,27 @@ class Traits:
     tp: int
     ep: int
     workload: Workload
+    publisher: str = ""
 
 
-def traits_of(spec: ModelSpec, family: str, version: str, gpu: str, tp: int, ep: int, workload: Workload) -> Traits:
+def traits_of(
+    spec: ModelSpec, family: str, version: str, gpu: str, tp: int, ep: int, workload: Workload, publisher: str = ""
+) -> Traits:
     experts = spec.moe.experts if spec.moe else 0
     kind = ("latent" if spec.latent else "moe") if experts else "dense"
     model = f"{spec.model_type}-{len(spec.layers)}x{spec.hidden}-{experts}"
-    return Traits(family, version, model, kind, spec.number_format, gpu, tp, ep, workload)
+    return Traits(family, version, model, kind, spec.number_format, gpu, tp, ep, workload, publisher)
 
 
 def effects(traits: Traits) -> Iterator[tuple[str, str, float]]:
     """(kind of effect, its name, how strongly it applies) for everything a deployment is corrected by."""
     family, model, load = traits.family, f"{traits.family}/{traits.model}", traits.workload
     version = f"{model}/{traits.version}/{traits.number_format}"
+    if load.total_requests <= load.concurrency:
+        yield "regime", f"{family}/once", 1.0
+    if traits.publisher:
+        yield "publisher", f"{traits.publisher}/{family}", 1.0
+    yield "card", traits.gpu, 1.0
     yield "family", family, 1.0
     yield "kind", f"{family}/{traits.kind}/{traits.number_format}", 1.0
     yield "model", model, 1.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from math import exp
+from math import exp, sqrt
 from pathlib import Path
 
 import msgspec
@@ -12,15 +13,22 @@ from phalanx.cost.correction import Traits, effects
 from phalanx.cost.price import Rates
 
 FITTED_FILE = Path(__file__).with_name("fitted.json")
-_UNSEEN_MODEL = 1.4
-_UNSEEN_GPU = 1.5
 
 
 class Width(msgspec.Struct, frozen=True):
-    """Half of a 90 % interval, as a logarithm: overall and by engine family."""
+    """Halves of 90 % intervals, as logarithms: overall and by engine family for what the fit has seen the like of, and
+    by what is `new` to it ("publisher", "gpu", "model"), from fits that a whole one of these was left out of.
+    """
 
     overall: float
     families: dict[str, float]
+    new: dict[str, float] = {}
+
+    def half(self, family: str, new: Iterable[str]) -> float:
+        """What is new adds up as variances do."""
+        seen = self.families.get(family, self.overall)
+        wider = (max(0.0, self.new.get(what, 0.0) ** 2 - self.overall**2) for what in new)
+        return sqrt(seen**2 + sum(wider))
 
 
 class Quantity(msgspec.Struct, frozen=True):
@@ -33,12 +41,6 @@ class Quantity(msgspec.Struct, frozen=True):
         """The factor on what the cost model says."""
         return exp(sum(strength * self.effects.get(f"{kind}:{name}", 0.0) for kind, name, strength in effects(traits)))
 
-    def half_width(self, traits: Traits, known_models: frozenset[str], known_gpus: frozenset[str]) -> float:
-        width = self.width.families.get(traits.family, self.width.overall)
-        if f"{traits.family}/{traits.model}" not in known_models:
-            width *= _UNSEEN_MODEL
-        return width if traits.gpu in known_gpus else width * _UNSEEN_GPU
-
 
 class Fitted(msgspec.Struct, frozen=True):
     """All that calibration learned, from which files and when."""
@@ -48,12 +50,23 @@ class Fitted(msgspec.Struct, frozen=True):
     rows: int
     models: list[str]
     gpus: list[str]
+    publishers: list[str]
     rates: dict[str, dict[str, float]]
     tpot: Quantity
     ttft: Quantity
 
-    def family_rates(self, family: str) -> Rates:
-        return Rates(**self.rates[family])
+    def family_rates(self, family: str, architecture: str = "") -> Rates:
+        """On this architecture, or on any where it was never measured."""
+        return Rates(**self.rates.get(f"{family}@{architecture}", self.rates[family]))
+
+    def new_of(self, traits: Traits) -> list[str]:
+        """What the fit has not seen of a deployment."""
+        unseen = {
+            "publisher": traits.publisher not in self.publishers,
+            "gpu": traits.gpu not in self.gpus,
+            "model": traits.model not in self.models,
+        }
+        return [what for what, is_new in unseen.items() if is_new]
 
 
 @cache

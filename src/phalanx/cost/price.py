@@ -134,6 +134,18 @@ class Roofline:
         return self.gpu.bandwidth * bandwidth_factor(self.calibration)
 
     def _peak(self, number_format: str) -> float:
+        known = self._peaks.get(number_format)
+        if known is None:
+            known = self._peaks[number_format] = self._find_peak(number_format)
+        return known
+
+    @cached_property
+    def _peaks(self) -> dict[str, float]:
+        return {}
+
+    def _find_peak(self, number_format: str) -> float:
+        if number_format == "mxfp4":  # its activations have eight bits where four-bit weights can be multiplied at all
+            number_format = "fp8" if "fp4" in self.gpu.peaks else "bf16"
         return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)
 
     def _all_reduce(self, size: float) -> float:
@@ -160,6 +172,19 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
         + 1e-3 * steps
         + limits.activations * rates.activation_passes,
     )
+
+
+MOST_OF_PEAK = 0.75
+"""Of the data sheet's FLOP/s; the most that a serving engine was ever measured to reach is 0.61."""
+
+
+def least_seconds(limits: RooflineTimes) -> float:
+    """What no correction may go below: all bytes at the data sheet's bandwidth, all products at what was ever reached.
+    Experts count by three quarters: how many a step touches is itself estimated.
+    """
+    read = limits.linear_read + limits.head_read + limits.cache_read + MOST_OF_PEAK * limits.expert_read
+    products = limits.linear_compute + limits.expert_compute + limits.head_compute + limits.prompt_attention
+    return float(max(read, products / MOST_OF_PEAK))
 
 
 def _overlapped(read: Any, compute: Any) -> Any:

@@ -12,6 +12,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 HEAD_FORMAT = "bf16"
+_FLOAT_FORMATS = {"nvfp4": "fp4", "mxfp4": "mxfp4"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,11 @@ class _Sum:
 
 
 def compute_format(weight_format: str) -> str:
-    """The format products run in: FP8 weights meet FP8 activations, weights of four bits are widened to bf16 first."""
+    """The format products run in where the card can: FP8 weights meet FP8 activations, NVFP4 and MXFP4 meet FP4 and FP8
+    ones; other weights of four bits are widened to bf16 first.
+    """
+    if weight_format in _FLOAT_FORMATS:
+        return _FLOAT_FORMATS[weight_format]
     return "fp8" if weight_format.startswith("fp8") else "bf16"
 
 

@@ -52,14 +52,16 @@ class PlanQuestion:
     calibration: Path | Calibration | None = None
 
 
-def answer(question: PlanQuestion, recipe: str | None, folder: Path | None, as_json: bool) -> None:
+def answer(
+    question: PlanQuestion, recipe: str | None, folder: Path | None, as_json: bool, in_full: bool = False
+) -> None:
     """Plan, then print the plan and write or print its files. Raises when nothing fits, after saying why."""
     plan = ask(question)
     files = make_recipe(launch_of(plan, plan.best), recipe) if recipe is not None and plan.best else None
     if as_json:
         print(json.dumps(to_dict(plan, files)))
     else:
-        show(plan, Console(highlight=False))
+        show(plan, Console(highlight=False), in_full)
     if files is not None and folder is not None:
         write_files(files, folder)
     elif files is not None and not as_json:

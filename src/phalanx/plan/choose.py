@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from phalanx.errors import ConfigError
 from phalanx.plan.engines import ENGINES, GIB, EngineTraits
 from phalanx.plan.fit import Fit, fit
 from phalanx.plan.predict import Prediction, predict
@@ -24,7 +25,9 @@ USUAL_TARIFF = Tariff()
 @dataclass(frozen=True)
 class Candidate:
     """A way to deploy: `replicas` engines of `tp` GPUs each. Fit, prediction and workload are of one replica: on unlike
-    GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, those that stay idle included."""
+    GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, those that stay idle included;
+    `copies` how many times the predicted replica's traffic is served: with fewer clients than replicas, some idle.
+    """
 
     engine: EngineTraits
     tp: int
@@ -36,6 +39,7 @@ class Candidate:
     group: Machine
     paid: Machine
     cost: HourlyCost
+    copies: float
 
     @property
     def gpus(self) -> int:
@@ -48,7 +52,7 @@ class Candidate:
     @property
     def throughput(self) -> float:
         """Output tokens a second of all replicas."""
-        return self.prediction.throughput.mid * self.replicas
+        return self.prediction.throughput.mid * self.copies
 
     @property
     def per_gpu(self) -> float:
@@ -66,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A way to deploy that does not work, and why."""
+    """A way to deploy that does not work, why, and the bytes a GPU it misses; None: no memory would help."""
 
     engine: str
     tp: int
@@ -74,6 +78,7 @@ class Excluded:
     code: str
     found: str
     fix: str
+    short_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     excluded: tuple[Excluded, ...]
     context: int
+    asks_context: bool = False
 
     @property
     def feasible(self) -> tuple[Candidate, ...]:
@@ -135,24 +141,41 @@ def choose(
 
     `context`: the longest request that must be served, where that is longer than those of the workload.
     """
-    context = max(context or 0, workload.longest)
-    search = _Search(spec, machine, workload, kv_format, tariff, context)
-    outcomes = [
-        outcome
-        for weight_format in formats or default_formats(spec)
-        for engine in engines
-        for tp in tps or range(1, min(len(machine), MOST_RANKS) + 1)
-        for outcome in search.consider(engine, weight_format, tp)
-    ]
+    longest = max(context or 0, workload.longest)
+    if longest > spec.max_positions:
+        raise ConfigError(
+            "context_too_long",
+            f"Requests reach {longest:,} tokens; {model} was made for {spec.max_positions:,}.",
+            f"Ask for at most {spec.max_positions:,}, or for a model with a longer context.",
+        )
+    search = _Search(spec, machine, workload, kv_format, tariff, longest)
+    degrees = tps or range(1, min(len(machine), MOST_RANKS) + 1)
+    outcomes = search.consider_all(formats or default_formats(spec), engines, degrees)
+    if not formats and _small_could_win(spec, machine, outcomes, slo):
+        outcomes += search.consider_all(four_bit_formats(machine), engines, degrees)
     candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
     excluded = tuple(outcome for outcome in outcomes if isinstance(outcome, Excluded))
     candidates.sort(key=lambda candidate: _order(candidate, slo))
-    return Plan(spec, model, machine, workload, slo, tariff, tuple(candidates), excluded, context)
+    return Plan(spec, model, machine, workload, slo, tariff, tuple(candidates), excluded, longest, context is not None)
 
 
 def default_formats(spec: ModelSpec) -> tuple[str, ...]:
     """The checkpoint's own format, and FP8 where that is still to be had."""
     return (spec.number_format, "fp8") if spec.quantization is None else (spec.number_format,)
+
+
+def four_bit_formats(machine: Machine) -> tuple[str, ...]:
+    """NVFP4 where the cards multiply it, AWQ elsewhere."""
+    return ("nvfp4",) if all("fp4" in gpu.peaks for gpu in machine.gpus) else ("awq",)
+
+
+def _small_could_win(spec: ModelSpec, machine: Machine, outcomes: Sequence[Candidate | Excluded], slo: Slo) -> bool:
+    """Four bits are tried where nothing else fits or meets the SLO, where cards have no FP8, or multiply four bits."""
+    if spec.quantization is not None:
+        return False
+    enough = any(isinstance(each, Candidate) and slo.excess(each.prediction) <= 1 for each in outcomes)
+    peaks = machine.smallest.peaks
+    return not enough or "fp8" not in peaks or "fp4" in peaks
 
 
 def _order(candidate: Candidate, slo: Slo) -> tuple[bool, float, float]:
@@ -171,17 +194,30 @@ class _Search:
     tariff: Tariff
     context: int
 
+    def consider_all(
+        self, formats: Sequence[str], engines: Sequence[EngineTraits], degrees: Sequence[int]
+    ) -> list[Candidate | Excluded]:
+        return [
+            outcome
+            for weight_format in formats
+            for engine in engines
+            for tp in degrees
+            for outcome in self.consider(engine, weight_format, tp)
+        ]
+
     def consider(self, engine: EngineTraits, weight_format: str, tp: int) -> Iterator[Candidate | Excluded]:
         """The candidates of an engine, a format and a TP degree, or why there are none."""
         refused = engine.refusal(self.spec, weight_format, self.kv_format)
         if refused is not None:
             yield Excluded(engine.name, tp, weight_format, "not_loadable", refused, "Use another engine or format.")
             return
-        unknown = engine.refuses_card(self.machine)
+        unknown = engine.refuses_card(self.machine, weight_format)
         if unknown is not None:
-            yield Excluded(engine.name, tp, weight_format, "no_kernels", unknown, "Use another engine on this machine.")
+            yield Excluded(
+                engine.name, tp, weight_format, "no_kernels", unknown, "Use another engine or format on this machine."
+            )
             return
-        loads = shape(self.spec.in_format(weight_format), tp, engine)
+        loads = shape(_in_format(self.spec, weight_format), tp, engine)
         if not loads.is_legal:
             found = "; ".join(loads.problems) + "."
             yield Excluded(engine.name, tp, weight_format, "illegal_shape", found, loads.fix)
@@ -215,7 +251,8 @@ class _Search:
         prediction = predict_replica(fitted, slowest, share, expert_parallel)
         paid = self.machine if self.workload.is_closed_loop else self.machine.take(tp * replicas)
         price = cost(paid, self.tariff)
-        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, slowest, paid, price)
+        copies = self.workload.concurrency / share.concurrency if self.workload.is_closed_loop else replicas
+        return Candidate(engine, tp, replicas, expert_parallel, fitted, prediction, share, slowest, paid, price, copies)
 
 
 def predict_replica(fitted: Fit, group: Machine, share: Workload, expert_parallel: bool) -> Prediction:
@@ -231,6 +268,12 @@ def predict_replica(fitted: Fit, group: Machine, share: Workload, expert_paralle
         ep=fitted.layout.tp if expert_parallel else 1,
         kv_tokens=fitted.kv_tokens,
     )
+
+
+@lru_cache(maxsize=64)
+def _in_format(spec: ModelSpec, weight_format: str) -> ModelSpec:
+    """The same object every time, which has counted its tensors already."""
+    return spec.in_format(weight_format)
 
 
 def _replica_counts(most: int, workload: Workload) -> list[int]:
@@ -256,15 +299,6 @@ def per_replica(workload: Workload, replicas: int) -> Workload:
 
 def _no_room(fitted: Fit, longest: int) -> Excluded | None:
     engine, tp, tight = fitted.engine, fitted.layout.tp, fitted.tightest
-    if longest > fitted.spec.max_positions:
-        return Excluded(
-            engine.name,
-            tp,
-            fitted.weight_format,
-            "context_too_long",
-            f"Requests reach {longest} tokens, the model was made for {fitted.spec.max_positions}.",
-            f"Shorten them to {fitted.spec.max_positions} tokens.",
-        )
     if fitted.fits and fitted.longest_context >= longest:
         return None
     weights, memory = tight.weight_bytes / GIB, tight.gpu.memory_bytes / GIB
@@ -279,4 +313,5 @@ def _no_room(fitted: Fit, longest: int) -> Excluded | None:
             f"{tight.kv_bytes / GIB:.1f} GiB are left for KV, {fitted.kv_tokens} tokens; one request reaches {longest}."
         )
         fix = f"Shorten requests to {fitted.longest_context} tokens, use more GPUs, FP8 KV or a smaller format."
-    return Excluded(engine.name, tp, fitted.weight_format, "does_not_fit", found, fix)
+    short = int(fitted.kv_bytes_per_token * longest - tight.kv_bytes)
+    return Excluded(engine.name, tp, fitted.weight_format, "does_not_fit", found, fix, short)

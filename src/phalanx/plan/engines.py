@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from phalanx.engine.defaults import MAX_NUM_BATCHED_TOKENS
 from phalanx.errors import ConfigError
+from phalanx.plan import support
 from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
@@ -39,8 +39,8 @@ class EngineTraits:
 
     `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
-    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in. Where it
-    names a `least_capability`, its kernels are for NVIDIA cards from that one on.
+    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in.
+    `support.toml` says on which cards.
     """
 
     name: str
@@ -55,7 +55,6 @@ class EngineTraits:
     expert_parallel: bool = False
     trims_windows: bool = True
     block_tokens: int = 16
-    least_capability: tuple[int, int] | None = None
 
     def batched_tokens(self, gpu: Gpu) -> int:
         """Tokens of one step unless told otherwise."""
@@ -63,18 +62,9 @@ class EngineTraits:
             return MAX_NUM_BATCHED_TOKENS
         return 8192 if gpu.memory_bytes >= 70 * GIB or self.name != "vllm" else 2048
 
-    def refuses_card(self, machine: Machine) -> str | None:
-        """Why this engine has no kernels for some card of the machine."""
-        if self.least_capability is None:
-            return None
-        for gpu in machine.gpus:
-            known = re.fullmatch(r"(\d+)\.(\d+)", gpu.capability)
-            if known is None or (int(known[1]), int(known[2])) < self.least_capability:
-                least = "{}.{}".format(*self.least_capability)
-                return (
-                    f"{self.title}'s kernels are for NVIDIA cards from compute capability {least} on, not {gpu.name}."
-                )
-        return None
+    def refuses_card(self, machine: Machine, number_format: str) -> str | None:
+        """Why this engine does not serve the format on some card of the machine."""
+        return support.refusal(self.name, self.title, machine, number_format)
 
     def refusal(self, spec: ModelSpec, number_format: str, kv_format: str) -> str | None:
         """Why this engine cannot load the model in these formats at all."""
@@ -101,7 +91,6 @@ ENGINES = {
             ("bf16", "fp16", "fp32", "fp8", "fp8-channel"),
             deals_unevenly=True,
             trims_windows=False,
-            least_capability=PHALANX_CAPABILITY,
         ),
         EngineTraits(
             "vllm",

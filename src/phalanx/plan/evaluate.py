@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -13,8 +13,11 @@ from rich.table import Table
 
 from phalanx.cost.fitted import load_fitted
 from phalanx.errors import PhalanxError
-from phalanx.plan.measurements import Case, Measurement, MeasurementError, prepare, read_measurements
+from phalanx.plan.cases import Case, prepare
+from phalanx.plan.measurements import BadRow, Measurement, MeasurementError, read_measurements
 from phalanx.plan.predict import Interval, Predictor
+
+QUANTITIES = ("tpot", "ttft", "throughput")
 
 
 class EvaluationError(PhalanxError):
@@ -28,6 +31,7 @@ class Row:
     measurement: Measurement
     tpot: Interval | None = None
     ttft: Interval | None = None
+    throughput: Interval | None = None
     problem: str = ""
 
 
@@ -62,9 +66,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Report:
-    """Every row of a file with its prediction."""
+    """Every row of a file with its prediction, and the lines that hold no measurement."""
 
     rows: tuple[Row, ...]
+    bad: tuple[BadRow, ...] = ()
 
     @property
     def unpredicted(self) -> list[Row]:
@@ -81,6 +86,7 @@ class Report:
         names = ("engine", "gpu", "model", "tp")
         return {
             "overall": _summary(self.rows),
+            "bad_rows": [vars(row) for row in self.bad],
             "groups": [
                 {**dict(zip(names, series, strict=True)), **_summary(rows)} for series, rows in self.groups().items()
             ],
@@ -91,7 +97,7 @@ class Report:
         table = Table(
             title="Predicted against measured: median and mean error, bias, within 10 / 20 %, in the interval"
         )
-        for heading in ("engine", "GPU", "model", "TP", "rows", "TPOT", "TTFT"):
+        for heading in ("engine", "GPU", "model", "TP", "rows", "TPOT", "TTFT", "tok/s"):
             table.add_column(heading, justify="left" if heading in ("engine", "GPU", "model") else "right")
         for (engine, gpu, model, tp), rows in self.groups().items():
             table.add_row(engine, gpu, model.rpartition("/")[2], str(tp), *_cells(rows))
@@ -101,7 +107,7 @@ class Report:
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    scores = {name: _score(rows, name) for name in ("tpot", "ttft")}
+    scores = {name: _score(rows, name) for name in QUANTITIES}
     return {
         "rows": len(rows),
         "predicted": sum(not row.problem for row in rows),
@@ -111,13 +117,14 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _score(rows: Iterable[Row], quantity: str) -> Score | None:
     pairs = [(getattr(row, quantity), getattr(row.measurement, quantity)) for row in rows if not row.problem]
-    return Score.of(pairs) if pairs else None
+    known = [(predicted, measured) for predicted, measured in pairs if predicted and measured]
+    return Score.of(known) if known else None
 
 
 def _cells(rows: Sequence[Row]) -> list[str]:
     predicted = sum(not row.problem for row in rows)
     cells = [str(len(rows)) if predicted == len(rows) else f"{predicted} of {len(rows)}"]
-    for name in ("tpot", "ttft"):
+    for name in QUANTITIES:
         score = _score(rows, name)
         cells.append("-" if score is None else _cell(score))
     return cells
@@ -128,17 +135,19 @@ def _cell(score: Score) -> str:
     return f"{score.median_ape:.1%} {score.mean_ape:.1%} {score.bias:+.1%} {shares}"
 
 
-def evaluate(path: Path, folds: int | None = None) -> Report:
-    """Predict every row of a file: with the fitted numbers that Phalanx carries, or, with `folds`, by calibrations on
-    the file's own rows that have not seen the row's series.
+def evaluate(path: Path, folds: int | None = None, leave_out: str | None = None, beside: Sequence[Path] = ()) -> Report:
+    """Predict every row of a file: with the fitted numbers that Phalanx carries; with `folds`, by calibrations that
+    have not seen the row's series; with `leave_out`, by ones that have not seen its publisher, GPU or family.
+    Those fit the file's own rows and those `beside` it.
     """
-    measurements = read_measurements(path)
-    if not measurements:
+    reading = read_measurements(path)
+    if not reading.measurements and not reading.bad:
         raise MeasurementError("no_rows", f"{path.name} has no rows.", "Give a file with measurements.")
-    prepared = [_prepare(measurement) for measurement in measurements]
+    prepared = [_prepare(measurement) for measurement in reading.measurements]
     cases = [case for case in prepared if isinstance(case, Case)]
-    predicted = iter(_cross_validate(cases, folds) if folds is not None else map(_predict, cases))
-    return Report(tuple(row if isinstance(row, Row) else next(predicted) for row in prepared))
+    held_out = folds is not None or leave_out is not None
+    predicted = iter(_held_out(cases, folds, leave_out, beside) if held_out else map(_predict, cases))
+    return Report(tuple(row if isinstance(row, Row) else next(predicted) for row in prepared), reading.bad)
 
 
 def _prepare(measurement: Measurement) -> Case | Row:
@@ -149,18 +158,48 @@ def _prepare(measurement: Measurement) -> Case | Row:
 
 
 def _predict(case: Case) -> Row:
-    prediction = Predictor(case.limits, case.traits, load_fitted()).predict(*case.trace_key)
-    return Row(case.measurement, prediction.tpot, prediction.ttft)
+    predictor = Predictor(case.limits, case.traits, load_fitted())
+    if case.measurement.kind == "burst":
+        return _predict_burst(case, predictor)
+    prediction = predictor.predict(*case.trace_key)
+    throughput = prediction.throughput.times(case.measurement.replicas)
+    return Row(case.measurement, prediction.tpot, prediction.ttft, throughput)
 
 
-def _cross_validate(cases: list[Case], folds: int) -> list[Row]:
-    if folds < 2:
+def _predict_burst(case: Case, predictor: Predictor) -> Row:
+    """As the benchmark has it: a run with one token each is the prompts, what longer ones take more is the decodes."""
+    first, whole = predictor.run_seconds(*case.first_key), predictor.run_seconds(*case.trace_key)
+    rest = case.workload.output_tokens - 1
+    between = Interval.around((whole.mid - first.mid) / rest, log(whole.high / whole.mid))
+    tokens = case.workload.concurrency * case.workload.output_tokens
+    throughput = Interval(tokens / whole.mid, tokens / whole.high, tokens / whole.low)
+    return Row(case.measurement, between, predictor.first_run(first.mid, case.workload.input_tokens), throughput)
+
+
+def _held_out(cases: list[Case], folds: int | None, leave_out: str | None, beside: Sequence[Path]) -> list[Row]:
+    if folds is not None and folds < 2:
         raise EvaluationError("bad_folds", f"Cross-validation in {folds} folds.", "Use at least 2.")
     try:
-        from phalanx.plan.calibrate import held_out
+        from phalanx.plan import held_out
     except ModuleNotFoundError as error:
         raise EvaluationError("no_numpy", "Cross-validation needs numpy.", "pip install numpy") from error
-    return [Row(case.measurement, _interval(*tpot), _interval(*ttft)) for case, tpot, ttft in held_out(cases, folds)]
+    if leave_out is not None and leave_out not in held_out.GROUPS:
+        known = ", ".join(held_out.GROUPS)
+        raise EvaluationError("bad_group", f"No whole {leave_out!r} can be left out.", f"Known: {known}.")
+    told = held_out.predict_cases(cases, folds, leave_out, held_out.read_cases(beside))
+    return [_row(case, _interval(*tpot), _interval(*ttft)) for case, tpot, ttft in told]
+
+
+def _row(case: Case, tpot: Interval, ttft: Interval) -> Row:
+    """Of a run that was measured as a whole, TPOT is its seconds over its output tokens."""
+    row, load = case.measurement, case.workload
+    if row.tpot is None:
+        return Row(row, throughput=Interval(*(row.replicas / seconds for seconds in (tpot.mid, tpot.high, tpot.low))))
+    seconds = ttft.mid + (load.mean_output - 1) * tpot.mid
+    throughput = Interval.around(
+        row.replicas * load.concurrency * load.mean_output / seconds, log(tpot.high / tpot.mid)
+    )
+    return Row(row, tpot, ttft, throughput)
 
 
 def _interval(logarithm: float, half_width: float) -> Interval:
@@ -180,7 +219,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_quantity(axes: Any, report: Report, quantity: str) -> None:
-    rows = [row for row in report.rows if not row.problem]
+    rows = [row for row in report.rows if getattr(row, quantity) and getattr(row.measurement, quantity)]
     for engine in sorted({row.measurement.engine for row in rows}):
         mine = [row for row in rows if row.measurement.engine == engine]
         measured = [getattr(row.measurement, quantity) * 1e3 for row in mine]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from math import ceil
 
-from phalanx.plan.choose import Candidate, Plan, predict_replica
+from phalanx.plan.choose import Candidate, Excluded, Plan, predict_replica
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.fit import fit
 from phalanx.plan.shapes import MOST_RANKS, shape
@@ -16,6 +17,33 @@ _HALVINGS = 8
 _MARGIN = 1.02
 """A relaxed goal is this much above what is predicted."""
 _SMALLER_FORMATS = ("fp8", "awq")
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence to act on: what to run and what it gives, or by how much it misses."""
+    best = plan.best
+    if best is None:
+        near = nearest(plan.excluded)
+        if not near or near[0].short_bytes is None:
+            return (
+                f"{plan.model} does not run on {plan.machine.name}: {near[0].found if near else 'nothing was tried.'}"
+            )
+        way = f"{ENGINES[near[0].engine].title} in {near[0].weight_format} at TP={near[0].tp}"
+        short = near[0].short_bytes / GIB
+        return f"{plan.model} does not fit {plan.machine.name}: the nearest, {way}, is {short:.1f} GiB a GPU short."
+    found, price = best.prediction, best.usd_per_million
+    money = "" if price is None else f", {price:,.2f} $ a million tokens"
+    met = "" if plan.feasible else ", but misses the SLO"
+    return (
+        f"{plan.model} fits {plan.machine.name}{met}: run {best.engine.title} in {best.weight_format} at TP={best.tp} "
+        f"x {best.replicas} for about {best.throughput:,.0f} tokens/s (TTFT {found.ttft.mid * 1e3:,.0f} ms, TPOT "
+        f"{found.tpot.mid * 1e3:.1f} ms, 90 % within {found.tpot.low * 1e3:.1f}-{found.tpot.high * 1e3:.1f}){money}."
+    )
+
+
+def nearest(excluded: Sequence[Excluded]) -> list[Excluded]:
+    """What came nearest to running first; what no memory would mend last."""
+    return sorted(excluded, key=lambda each: (each.short_bytes is None, each.short_bytes or 0))
 
 
 def explain(plan: Plan) -> str:

@@ -1,36 +1,37 @@
-"""Serving measurements as files have them, and what has to be simulated and priced to predict each."""
+"""Serving measurements as files have them: three layouts, and bad rows named by their line."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, replace
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from phalanx.cost.correction import Traits, traits_of
-from phalanx.cost.price import Roofline
-from phalanx.cost.profiles import EngineProfile, profile
-from phalanx.cost.rules import Rules
-from phalanx.cost.work import count_work
 from phalanx.errors import PhalanxError
 from phalanx.models import catalog
-from phalanx.plan.engines import engine as engine_traits
-from phalanx.plan.fit import fit
-from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.model import ModelSpec
-from phalanx.spec.workload import Workload
+from phalanx.spec.formats import KV_FORMATS
 
+Kind = Literal["closed", "offline", "static", "burst", "poisson"]
 COLUMNS = (
     *("engine", "version", "gpu", "tp", "ep", "model", "precision", "kv_dtype"),
     *("isl", "osl", "concurrency", "length_rule", "ttft_ms", "tpot_ms"),
 )
+"""A sweep over closed loops, as InferenceX and NVIDIA publish them."""
+INDEPENDENT_COLUMNS = (
+    *("source", "kind", "engine", "version", "gpu", "n_gpus", "tp", "model", "format", "kv", "isl", "osl", "spread"),
+    *("concurrency", "requests", "rate", "out_tps", "ttft_ms", "tpot_ms", "express", "tier"),
+)
+"""Anyone's numbers: each row says what kind of run it was, and has what was published of it."""
+_KINDS = {"closed": "closed", "decode": "closed", "offline": "offline", "static": "static", "poisson": "poisson"}
 _UNIFORM_SPREAD = 0.2
-_UNLIMITED_CLIENTS = 512
-"""InferenceX marks runs that sent everything at once so; the engine then held far fewer sequences."""
-_UNLIMITED_SEQUENCES = 24
 _LOOSE_SWEEP = 1000
 """NVIDIA sweeps in lengths of round thousands: their times to first token show requests that do not end together."""
-_SWEEP_BATCHED_TOKENS = 2048
-"""What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
+_MIX = (256, 100, 1024)
+"""Requests, and the shortest and longest prompt and answer, of the case `256xmix`."""
+_SHARD = re.compile(r"-tp(\d+)-shard$")
 
 
 class MeasurementError(PhalanxError):
@@ -39,7 +40,13 @@ class MeasurementError(PhalanxError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row: a deployment under load, with the mean seconds to the first token and between tokens."""
+    """One row: a deployment under load, with the mean seconds to the first token and between tokens and the output
+    tokens a second of all replicas, as far as they were published.
+
+    `offline`: all requests at once, `concurrency` the most that run. `static`: one batch. `burst`: one batch, its TTFT
+    that of the last request and its TPOT the rest of the run. `is_shard`: one rank of `tp`, alone. `beyond`: what a
+    tensor-parallel plan cannot say of it.
+    """
 
     engine: str
     version: str
@@ -52,9 +59,19 @@ class Measurement:
     input_tokens: int
     output_tokens: int
     concurrency: int
-    ttft: float
-    tpot: float
-    has_fixed_lengths: bool
+    ttft: float | None
+    tpot: float | None
+    length_rule: str = ""
+    throughput: float | None = None
+    kind: Kind = "closed"
+    spread: float = _UNIFORM_SPREAD
+    requests: int | None = None
+    rate: float | None = None
+    replicas: int = 1
+    publisher: str = ""
+    tier: str = "current"
+    beyond: str = ""
+    is_shard: bool = False
 
     @property
     def series(self) -> tuple[str, str, str, int]:
@@ -69,54 +86,96 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A measurement ready to be predicted."""
+class BadRow:
+    """A line that is no measurement, and why."""
 
-    measurement: Measurement
-    profile: EngineProfile
-    rules: Rules
-    workload: Workload
-    kv_tokens: int | None
-    limits: Roofline
-    traits: Traits
-
-    @property
-    def trace_key(self) -> tuple[Workload, Rules, int | None]:
-        return self.workload, self.rules, self.kv_tokens
+    line: int
+    problem: str
 
 
-def read_measurements(path: Path) -> list[Measurement]:
-    """Every row of a file with the columns of `serving_measurements.csv`."""
+@dataclass(frozen=True)
+class Reading:
+    """A file: its measurements in order, and the lines that are none."""
+
+    measurements: tuple[Measurement, ...]
+    bad: tuple[BadRow, ...]
+
+
+def read_measurements(path: Path) -> Reading:
+    """Every row of a CSV in one of the two layouts, or of the lines that `benchmarks/h200.py` writes."""
     with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".jsonl":
+            return _read(enumerate(file, start=1), _from_benchmark)
         reader = csv.DictReader(file)
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        found = reader.fieldnames or ()
+        layout = _from_independent if "out_tps" in found else _from_sweep
+        needed = INDEPENDENT_COLUMNS if "out_tps" in found else COLUMNS
+        missing = [column for column in needed if column not in found]
         if missing:
             raise MeasurementError(
-                "missing_columns", f"{path.name} has no column {', '.join(missing)}.", f"It needs {', '.join(COLUMNS)}."
+                "missing_columns", f"{path.name} has no column {', '.join(missing)}.", f"It needs {', '.join(needed)}."
             )
-        return [_read_row(row, path, number) for number, row in enumerate(reader, start=2)]
+        return _read(enumerate(reader, start=2), layout)
 
 
-def _read_row(row: dict[str, str], path: Path, number: int) -> Measurement:
-    try:
-        return Measurement(
-            engine=row["engine"],
-            version=row["version"],
-            gpu=row["gpu"],
-            tp=int(row["tp"]),
-            ep=int(row["ep"] or 1),
-            model=row["model"],
-            precision=row["precision"],
-            kv_dtype=row["kv_dtype"] or _unstated_kv_dtype(row),
-            input_tokens=int(row["isl"]),
-            output_tokens=int(row["osl"]),
-            concurrency=int(row["concurrency"]),
-            ttft=float(row["ttft_ms"]) / 1e3,
-            tpot=float(row["tpot_ms"]) / 1e3,
-            has_fixed_lengths=row["length_rule"] == "fixed",
-        )
-    except ValueError as error:
-        raise MeasurementError("bad_row", f"{path.name}, line {number}: {error}.", "Correct or remove it.") from error
+def _read(lines: Iterable[tuple[int, Any]], layout: Callable[[Any], Measurement | None]) -> Reading:
+    measurements, bad = [], []
+    for number, line in lines:
+        try:
+            found = layout(line)
+            if found is not None:
+                _check(found)
+                measurements.append(found)
+        except (ValueError, KeyError, TypeError) as error:
+            bad.append(BadRow(number, str(error)))
+        except PhalanxError as error:
+            bad.append(BadRow(number, error.found))
+    return Reading(tuple(measurements), tuple(bad))
+
+
+def _check(row: Measurement) -> None:
+    """Refuse what no run can have been."""
+    counts = ("tp", "ep", "input_tokens", "output_tokens", "concurrency", "requests", "replicas")
+    for name in (*counts, "ttft", "tpot", "throughput", "rate"):
+        value = getattr(row, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} is {value:g}")
+    if row.ttft is None and row.tpot is None and row.throughput is None:
+        raise ValueError("nothing was measured")
+    catalog.check_format(row.precision)
+    if row.kv_dtype not in KV_FORMATS:
+        raise ValueError(f"KV is not kept as {row.kv_dtype!r} but as {', '.join(KV_FORMATS)}")
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _seconds(text: str) -> float | None:
+    return float(text) / 1e3 if text else None
+
+
+def _from_sweep(row: dict[str, str]) -> Measurement:
+    fixed = row["length_rule"] == "fixed"
+    loose = not fixed or int(row["isl"]) % _LOOSE_SWEEP == 0
+    return Measurement(
+        engine=row["engine"],
+        version=row["version"],
+        gpu=row["gpu"],
+        tp=int(row["tp"]),
+        ep=int(row["ep"] or 1),
+        model=row["model"],
+        precision=row["precision"],
+        kv_dtype=row["kv_dtype"] or _unstated_kv_dtype(row),
+        input_tokens=int(row["isl"]),
+        output_tokens=int(row["osl"]),
+        concurrency=int(row["concurrency"]),
+        ttft=_seconds(row["ttft_ms"]),
+        tpot=_seconds(row["tpot_ms"]),
+        length_rule="fixed" if fixed else "uniform",
+        spread=_UNIFORM_SPREAD if loose else 0.0,
+        publisher=(row.get("source") or ("NVIDIA sweep" if fixed else "InferenceX")).rpartition(": ")[2],
+    )
 
 
 def _unstated_kv_dtype(row: dict[str, str]) -> str:
@@ -126,82 +185,69 @@ def _unstated_kv_dtype(row: dict[str, str]) -> str:
     return "fp8" if declared or swept else "bf16"
 
 
-def prepare(measurement: Measurement) -> Case:
-    """What to simulate and price for a row. Raises a PhalanxError that names what is unknown."""
-    spec = _spec(measurement)
-    machine = Machine((Gpu.named(measurement.gpu),) * measurement.tp)
-    found = profile(measurement.engine, measurement.version)
-    rules, workload = _rules(measurement, found), _workload(measurement)
-    work = count_work(spec, measurement.tp, spec.number_format, measurement.kv_dtype)
-    traits = traits_of(
-        spec,
-        found.fitted_as,
-        measurement.version,
-        machine.gpus[0].name,
-        measurement.tp,
-        measurement.ep,
-        workload,
+def _from_independent(row: dict[str, str]) -> Measurement:
+    if row["kind"] not in _KINDS:
+        raise ValueError(f"no kind of run is called {row['kind']!r}; known: {', '.join(_KINDS)}")
+    requests = int(row["requests"]) if row["requests"] else None
+    return Measurement(
+        engine=row["engine"],
+        version="0" if row["version"].startswith("20") else row["version"],  # a year: before any version that is known
+        gpu=row["gpu"],
+        tp=int(row["tp"]),
+        ep=1,
+        model=row["model"],
+        precision=row["format"],
+        kv_dtype=row["kv"] or "bf16",
+        input_tokens=int(row["isl"]),
+        output_tokens=int(row["osl"]),
+        concurrency=int(row["concurrency"] or 1),
+        ttft=_seconds(row["ttft_ms"]),
+        tpot=_seconds(row["tpot_ms"]),
+        throughput=_number(row["out_tps"]),
+        kind=_KINDS[row["kind"]],  # type: ignore[arg-type]
+        spread=float(row["spread"] or 0),
+        requests=requests,
+        rate=_number(row["rate"]),
+        replicas=int(row["n_gpus"]) // int(row["tp"]),
+        publisher=row["source"],
+        tier=row["tier"],
+        beyond="" if row["express"] == "yes" else row["express"],
     )
-    return Case(
-        measurement,
-        found,
-        rules,
-        workload,
-        _kv_tokens(spec, machine, measurement, min(rules.max_sequences, workload.concurrency)),
-        Roofline(work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce),
-        traits,
-    )
 
 
-def _spec(measurement: Measurement) -> ModelSpec:
-    spec = catalog.model(measurement.model)
-    wanted = measurement.precision
-    if wanted == "fp8" and spec.number_format.startswith("fp8"):
-        return spec
-    return spec.in_format("fp8-channel" if wanted == "fp8" and spec.number_format == "bf16" else wanted)
-
-
-def _workload(measurement: Measurement) -> Workload:
-    fixed = measurement.has_fixed_lengths and measurement.input_tokens % _LOOSE_SWEEP
-    spread = 0.0 if fixed else _UNIFORM_SPREAD
-    workload = Workload(measurement.input_tokens, measurement.output_tokens, measurement.concurrency, spread)
-    if _sent_all_at_once(measurement):
-        everything = 10 * _UNLIMITED_SEQUENCES
-        return replace(workload, concurrency=everything, requests=everything)
-    return workload
-
-
-def _sent_all_at_once(measurement: Measurement) -> bool:
-    is_inferencex = measurement.engine == "vllm" and not measurement.has_fixed_lengths
-    return is_inferencex and measurement.concurrency == _UNLIMITED_CLIENTS
-
-
-def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
-    if _sent_all_at_once(measurement):
-        return replace(found.rules, max_sequences=_UNLIMITED_SEQUENCES)
-    if measurement.engine == "vllm" and measurement.has_fixed_lengths:
-        return replace(found.rules, max_batched_tokens=_SWEEP_BATCHED_TOKENS)
-    if measurement.engine == "trtllm" and not measurement.has_fixed_lengths:
-        # InferenceX gives TensorRT-LLM a step of one prompt and all decodes.
-        room = -(-(measurement.concurrency + measurement.input_tokens + 64) // 64) * 64
-        return replace(found.rules, max_batched_tokens=room)
-    return found.rules
-
-
-def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequences: int) -> int | None:
-    """Room of the KV cache where it is short; None where it never runs out or, by our count, nothing fits at all."""
-    if spec.latent and measurement.ep > 1:
-        return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
-    longest = measurement.input_tokens + measurement.output_tokens
-    fitted = fit(
-        spec,
-        machine,
-        measurement.tp,
-        engine_traits(measurement.engine),
-        weight_format=spec.number_format,
-        kv_format=measurement.kv_dtype,
-        context=longest,
-        sequences=sequences,
-    )
-    needed = sequences * (longest + 16)
-    return None if fitted.kv_tokens >= needed or fitted.kv_tokens < 2 * longest else fitted.kv_tokens
+def _from_benchmark(line: str) -> Measurement | None:
+    """A case of `benchmarks/h200.py`; lines of other facts, and runs whose requests all choose the same experts, are
+    passed over.
+    """
+    told = json.loads(line)
+    if "case" not in told or "prompts" in told:
+        return None
+    shard = _SHARD.search(told["model"])
+    name = _SHARD.sub("", told["model"])
+    common: dict[str, Any] = {
+        "engine": told["engine"].partition(" ")[0],
+        "version": told["engine"].partition(" ")[2],
+        "gpu": "H200-SXM",
+        "tp": int(shard[1]) if shard else 1,
+        "ep": 1,
+        "model": name,
+        "precision": catalog.model(name).number_format,
+        "kv_dtype": "bf16",
+        "throughput": told["out_tok_s"],
+        "publisher": "phalanx",
+        "is_shard": shard is not None,
+    }
+    if "tpot_ms" not in told:
+        requests, shortest, longest = _MIX
+        sizes: dict[str, Any] = {
+            "input_tokens": longest,
+            "output_tokens": longest,
+            "concurrency": requests,
+            "requests": requests,
+        }
+        times: dict[str, Any] = {"ttft": None, "tpot": None, "spread": 1 - shortest / longest}
+        return Measurement(**common, **sizes, **times, kind="offline")
+    batch, inputs, outputs = (int(part) for part in told["case"].split("x"))
+    sizes = {"input_tokens": inputs, "output_tokens": outputs, "concurrency": batch, "requests": batch}
+    times = {"ttft": told["prefill_s"], "tpot": told["tpot_ms"] / 1e3, "spread": 0.0}
+    return Measurement(**common, **sizes, **times, kind="burst")

@@ -9,7 +9,7 @@ from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.fitted import Fitted, Quantity, load_fitted
-from phalanx.cost.price import Roofline, StepCost, combine, first_token_seconds
+from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds, least_seconds
 from phalanx.cost.profiles import profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
@@ -32,6 +32,9 @@ class Interval:
     def around(cls, mid: float, half_width: float) -> Interval:
         """`half_width` is a logarithm."""
         return cls(mid, mid * exp(-half_width), mid * exp(half_width))
+
+    def times(self, factor: float) -> Interval:
+        return Interval(self.mid * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def predictor(
     slowest = min(group.gpus, key=lambda gpu: (gpu.bandwidth, gpu.peak("bf16")))
     found = profile(engine, version)
     work = count_work(spec, tp, weights, kv)
-    traits = traits_of(spec.in_format(weights), found.fitted_as, version, slowest.name, tp, ep, workload)
+    publisher = "phalanx" if engine == "phalanx" and tp == 1 else ""  # on several GPUs it was not measured
+    traits = traits_of(spec.in_format(weights), found.family, version, slowest.name, tp, ep, workload, publisher)
     limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
     return Predictor(limits, traits, load_fitted())
 
@@ -111,7 +115,11 @@ class Predictor:
     fitted: Fitted
 
     def cost(self, step: StepSums) -> StepCost:
-        return combine(self.limits.of(step), self.fitted.family_rates(self.traits.family))
+        return combine(self.limits.of(step), self._rates)
+
+    @property
+    def _rates(self) -> Rates:
+        return self.fitted.family_rates(self.traits.family, self.limits.gpu.architecture)
 
     def under(self, workload: Workload) -> Predictor:
         """The same deployment under another load."""
@@ -119,16 +127,13 @@ class Predictor:
 
     def seconds(self, step: StepSums) -> Interval:
         """Of a step, corrected by what was measured of steps like it."""
-        mid = float(self.cost(step).total) * self.fitted.tpot.correction(self.traits)
+        mid = self._price(self.fitted.tpot.correction(self.traits))(step)
         return Interval.around(mid, self._half_width(self.fitted.tpot))
 
     def predict(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Prediction:
         factor = self.fitted.tpot.correction(self.traits)
-        rates = self.fitted.family_rates(self.traits.family)
-
-        def price(step: StepSums) -> float:
-            return float(combine(self.limits.of(step), rates).total) * factor
-
+        rates = self._rates
+        price = self._price(factor)
         trace = _trace(workload, rules, kv_tokens, price)
         times = trace.times(price)
         outside = first_token_seconds(rates, workload.input_tokens)
@@ -146,19 +151,42 @@ class Predictor:
             cached_share=trace.cached_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
         )
 
+    def run_seconds(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Interval:
+        """Of the whole run, first request to last token."""
+        trace = _closed_loop(workload, rules, kv_tokens)
+        seconds = trace.times(self._price(self.fitted.tpot.correction(self.traits))).seconds
+        return Interval.around(seconds, self._half_width(self.fitted.tpot))
+
+    def first_run(self, seconds: float, prompt_tokens: int) -> Interval:
+        """TTFT of the last request of a batch, from the seconds of a run that ends with its first token."""
+        steps = seconds / self.fitted.tpot.correction(self.traits)
+        mid = (steps + first_token_seconds(self._rates, prompt_tokens)) * self.fitted.ttft.correction(self.traits)
+        return Interval.around(mid, self._half_width(self.fitted.ttft))
+
+    def _price(self, factor: float) -> Price:
+        """Seconds of a step with this correction, never less than the data sheet allows."""
+        rates = self._rates
+
+        def price(step: StepSums) -> float:
+            limits = self.limits.of(step)
+            return max(float(combine(limits, rates).total) * factor, least_seconds(limits))
+
+        return price
+
     def _half_width(self, quantity: Quantity) -> float:
-        known = frozenset(self.fitted.models), frozenset(self.fitted.gpus)
-        return quantity.half_width(self.traits, *known)
+        return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))
 
     def _throughput(self, times: Times, ttft: float, workload: Workload) -> Interval:
-        """In a closed loop, tokens in flight over the time an answer takes; by the clock, what arrived and was done."""
+        """In a closed loop, tokens in flight over the time an answer takes, but no more than the steps make; by the
+        clock, what arrived and was done.
+        """
         between = self._half_width(self.fitted.tpot)
         simulated = times.output_tokens / times.seconds if times.seconds else 0.0
-        if not workload.is_closed_loop:
+        if not workload.is_closed_loop or workload.total_requests <= workload.concurrency:
             return Interval.around(simulated, between)
         rest = (workload.mean_output - 1) * times.mean_tpot
         answer, corrected = times.mean_ttft + rest, ttft + rest
-        return Interval.around(simulated * answer / corrected, between)
+        return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
 def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: Price) -> Trace:

@@ -8,38 +8,60 @@ from typing import Any
 from phalanx.models import catalog
 from phalanx.plan.choose import Candidate, Plan
 from phalanx.plan.engines import GIB
-from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.explain import advice, explain, gpus_needed, verdict
 from phalanx.plan.fit import Fit
 from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
+from phalanx.spec.formats import FORMATS, FP8_FORMATS
 from phalanx.spec.model import ModelSpec
 
 TAIL = 0.99
+_CONTEXT_MARGIN = 0.95
+"""Of the room that was counted: engines refuse to start when theirs comes out smaller than one request."""
 
 
 def launch_of(plan: Plan, candidate: Candidate) -> Launch:
-    """What to start so that it does what was planned."""
-    is_fp8 = candidate.weight_format in ("fp8", "fp8-channel")
+    """What to start so that it does what was planned: the checkpoint of the planned format, or how to come by it."""
+    wanted, ours = candidate.weight_format, candidate.engine.name == "phalanx"
     known = catalog.find(plan.model)
-    ours = candidate.engine.name == "phalanx"
-    either = ("fp8", "fp8-channel") if is_fp8 and not ours else (candidate.weight_format,)
+    either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
     ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
-    converts = is_fp8 and ready is None and plan.spec.quantization is None
+    origin = known[0].ids[0] if known else plan.model
+    model, note = ready or origin, ""
+    prepare: tuple[str, ...] = ()
+    if ready is None and plan.spec.number_format != wanted and FORMATS[wanted].bits < 16:
+        model = f"./{origin.rstrip('/').rpartition('/')[2]}-{wanted.upper()}"
+        if wanted in FP8_FORMATS and candidate.engine.name != "trtllm":
+            kind = "fp8-channel" if wanted == "fp8-channel" else "fp8-block"
+            prepare = ("phalanx", "quantize", origin, "--output", model, "--format", kind)
+        else:
+            note = f"No checkpoint of {origin} in {wanted} is known here: name yours in place of {model}."
     return Launch(
-        model=ready or (known[0].ids[0] if known else plan.model),
+        model=model,
         engine=candidate.engine,
         machine=plan.machine,
         tp=candidate.tp,
         replicas=candidate.replicas,
-        weight_format=candidate.weight_format,
+        weight_format=wanted,
         kv_format=candidate.fit.kv_format,
-        max_model_len=plan.context,
+        max_model_len=served_context(plan, candidate),
         max_num_seqs=max(1, min(candidate.workload.concurrency, candidate.fit.max_sequences)),
         max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
         expert_parallel=candidate.expert_parallel,
-        converts=converts,
+        prepare=prepare,
+        note=note,
     )
+
+
+def served_context(plan: Plan, candidate: Candidate) -> int:
+    """The longest request that will be served: what was asked for, or what the memory gives up to the model's end."""
+    if plan.asks_context:
+        return plan.context
+    longest = candidate.fit.longest_context
+    if longest >= plan.spec.max_positions:
+        return plan.spec.max_positions
+    return max(plan.context, int(_CONTEXT_MARGIN * longest) // 1024 * 1024)
 
 
 def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
@@ -63,6 +85,9 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
         "power_w": _power_dict(plan),
+        "verdict": verdict(plan),
+        "context": served_context(plan, best) if best else None,
+        "prepare": list(launch_of(plan, best).prepare) if best else [],
         "command": command(launch_of(plan, best)) if best else None,
         "recipe": files,
     }
@@ -118,7 +143,7 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "tpot_ms": _interval_dict(prediction.tpot, 1e3),
         "ttft_p99_ms": percentile(prediction.requests_ttft, TAIL) * 1e3,
         "tpot_p99_ms": percentile(prediction.requests_tpot, TAIL) * 1e3,
-        "tokens_per_s": _interval_dict(prediction.throughput, each.replicas),
+        "tokens_per_s": _interval_dict(prediction.throughput, each.copies),
         "tokens_per_s_per_gpu": each.per_gpu,
         "usd_per_million_tokens": each.usd_per_million,
         "weights_gib_per_gpu": tight.weight_bytes / GIB,

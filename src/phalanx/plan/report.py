@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from typing import Any
 
@@ -13,54 +12,68 @@ from rich.text import Text
 
 from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
 from phalanx.plan.engines import GIB, MIB
-from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.explain import advice, explain, gpus_needed, nearest, verdict
 from phalanx.plan.measured import calibration_lines
 from phalanx.plan.predict import Interval, percentile
-from phalanx.plan.recipes import Launch, command
+from phalanx.plan.recipes import command, wrapped
 from phalanx.plan.record import TAIL, launch_of
 
 _SHOWN = 8
 _EXCLUDED_SHOWN = 6
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the plan for a person."""
-    console.print(_headline(plan))
-    for line in calibration_lines(plan):
-        console.print(line, soft_wrap=True)
+def show(plan: Plan, console: Console, in_full: bool = False) -> None:
+    """Print the plan for a person: the answer, the command, one table; all the rest when asked for."""
     best = plan.best
-    if best is None:
-        console.print(Text("It does not fit.", style="bold red"))
+    console.print(Text(verdict(plan), style="bold" if best else "bold red"))
+    for line in [*calibration_lines(plan), *(gpus_needed(plan) if best is None else advice(plan))]:
+        console.print(Text(line, style="yellow"))
+    if best is not None:
+        _show_launch(plan, best, console)
+        console.print(_ranking(plan))
+    if in_full:
+        _show_all(plan, console)
+    elif best is None:
         _show_excluded(plan, console)
-        for line in gpus_needed(plan):
-            console.print(line, soft_wrap=True)
-        return
-    console.print(_ranking(plan))
-    for line in advice(plan):
-        console.print(Text(line, style="yellow"), soft_wrap=True)
-    console.print(explain(plan), soft_wrap=True, highlight=False)
-    console.print(_side_by_side(plan))
-    console.print(_arithmetic(best))
-    if plan.machine.is_mixed and best.replicas > 1:
-        console.print(
-            f"note: Replicas differ: times are of the slowest, {best.group.name}, memory of the smallest.",
-            soft_wrap=True,
-        )
-    for note in best.fit.notes:
-        console.print(f"note: {note}", soft_wrap=True, highlight=False)
-    console.print(_money(plan, best), soft_wrap=True, highlight=False)
+    else:
+        console.print("Memory, intervals, prices and what was left out: --explain", style="dim")
+
+
+def _show_all(plan: Plan, console: Console) -> None:
+    best = plan.best
+    console.print(_headline(plan))
+    if best is not None:
+        console.print(explain(plan), highlight=False)
+        console.print(_side_by_side(plan))
+        console.print(_arithmetic(best))
+        if plan.machine.is_mixed and best.replicas > 1:
+            console.print(
+                f"note: Replicas differ: times are of the slowest, {best.group.name}, memory of the smallest."
+            )
+        for note in best.fit.notes:
+            console.print(f"note: {note}", highlight=False)
+        console.print(_money(plan, best), highlight=False)
     _show_excluded(plan, console)
-    _show_launch(launch_of(plan, best), console)
 
 
-def _show_launch(launch: Launch, console: Console) -> None:
-    console.print("\n[bold]Launch[/]")
+def _show_launch(plan: Plan, best: Candidate, console: Console) -> None:
+    launch = launch_of(plan, best)
     if launch.spans_machines:
         ours = launch.engine.name == "phalanx"
         way = f"phalanx cluster recipe {launch.machine.name}" if ours else "--engine vllm --recipe ray"
         console.print(f"The ranks are on several machines: {way} has the files.")
         return
-    print(shlex.join(command(launch)))
+    print()
+    if launch.prepare:
+        print(wrapped(list(launch.prepare)))
+    print(wrapped(command(launch)))
+    print()
+    if launch.note:
+        console.print(launch.note)
+    why = "as asked" if plan.asks_context else "what the memory gives; --context sets another"
+    if launch.max_model_len == plan.spec.max_positions and not plan.asks_context:
+        why = "all that the model was made for"
+    console.print(f"It serves requests of up to {launch.max_model_len:,} tokens: {why}.")
     if launch.replicas > 1:
         console.print(f"and {launch.replicas - 1} more like it; --recipe shell, compose, systemd or k8s has the files")
 
@@ -142,7 +155,7 @@ def _side_by_side(plan: Plan) -> Table:
     table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
     table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, TAIL) * 1e3:,.0f}" for each in predictions))
     table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
-    table.add_row("tok/s", *(_interval(each.prediction.throughput, each.replicas, 0) for each in shown))
+    table.add_row("tok/s", *(_interval(each.prediction.throughput, each.copies, 0) for each in shown))
     table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
     table.add_row("scaling", *(f"{plan.scaling(each):.0%}" for each in shown))
     table.add_row("all-reduce", *(f"{each.all_reduce_share:.0%} of a step" for each in predictions))
@@ -202,7 +215,7 @@ def _money(plan: Plan, best: Candidate) -> str:
 def _show_excluded(plan: Plan, console: Console) -> None:
     """Every reason once, with the TP degrees, engines and formats it applies to."""
     reasons: dict[str, list[Excluded]] = {}
-    for each in plan.excluded:
+    for each in nearest(plan.excluded):
         reasons.setdefault(f"{each.found} {each.fix}", []).append(each)
     if not reasons:
         return
@@ -212,6 +225,6 @@ def _show_excluded(plan: Plan, console: Console) -> None:
             ",".join(dict.fromkeys(str(getattr(case, name)) for case in cases))
             for name in ("tp", "engine", "weight_format")
         )
-        console.print(f"  TP={degrees} {engines} {formats}: {reason}", soft_wrap=True, highlight=False)
+        console.print(f"  TP={degrees} {engines} {formats}: {reason}", highlight=False)
     if len(reasons) > _EXCLUDED_SHOWN:
         console.print(f"  {len(reasons) - _EXCLUDED_SHOWN} more reasons with --json")

@@ -133,8 +133,9 @@ class _Simulation:
 
     def _run_closed_loop(self) -> None:
         """A client sends its next prompt when its last answer ends; it misses the step that starts just then."""
-        self._send(1)
-        on_the_way = self.workload.concurrency - 1
+        at_once = self.workload.total_requests <= self.workload.concurrency
+        self._send(self.workload.concurrency if at_once else 1)
+        on_the_way = 0 if at_once else self.workload.concurrency - 1
         while self.batch.is_busy or on_the_way:
             if not self.batch.is_busy:
                 on_the_way = self._send(on_the_way)

@@ -108,7 +108,7 @@ def _way(
     spec: ModelSpec, machine: Machine, engine: EngineTraits, weight_format: str, kv_format: str, context: int
 ) -> dict[str, Any] | str:
     """The fewest GPUs that hold it in this format, and its room on as many as can share it; or why there are none."""
-    refused = engine.refusal(spec, weight_format, kv_format) or engine.refuses_card(machine)
+    refused = engine.refusal(spec, weight_format, kv_format) or engine.refuses_card(machine, weight_format)
     if refused is not None:
         return refused
     if context > spec.max_positions:

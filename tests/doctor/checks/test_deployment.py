@@ -152,16 +152,18 @@ def test_ranks_over_pcie_are_told_the_price() -> None:
 
 def test_a_single_stream_is_advised_two_replicas_with_the_plans_numbers() -> None:
     finding = deployment.single_stream(hgx(), of("Llama-3.3-70B", 4, concurrency=1))
-    plan = choose(
-        catalog.model("Llama-3.3-70B"),
-        "",
-        Machine.parse("4xH100-SXM"),
-        Workload(concurrency=1),
-        engines=[ENGINES["phalanx"]],
-        formats=["bf16"],
-        tps=[2, 4],
-    )
-    by_tp = {each.tp: each for each in plan.candidates}
+    by_tp = {
+        tp: choose(
+            catalog.model("Llama-3.3-70B"),
+            "",
+            Machine.parse("4xH100-SXM"),
+            Workload(concurrency=clients),
+            engines=[ENGINES["phalanx"]],
+            formats=["bf16"],
+            tps=[tp],
+        ).candidates[0]
+        for tp, clients in ((4, 1), (2, 2))
+    }
     assert finding is not None
     assert finding.level == "warning"
     assert f"TP=4 gives {by_tp[4].throughput:.0f} tokens/s" in finding.found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.doctor.checks.cpu import cpu_bytes, fits_cpu
@@ -269,19 +269,22 @@ def single_stream(facts: Facts, deployment: Deployment) -> Finding | None:
         return None
     if deployment.concurrency > _SINGLE_STREAMS:
         return None
-    plan = choose(
-        spec,
-        deployment.model,
-        machine.take(tp),
-        deployment.workload,
-        engines=[deployment.engine()],
-        formats=[deployment.weights],
-        tps=[tp // 2, tp],
-    )
-    by_tp = {each.tp: each for each in plan.candidates}
-    if tp not in by_tp or tp // 2 not in by_tp:
+    both = replace(deployment.workload, concurrency=2 * deployment.concurrency)
+    plans = [
+        choose(
+            spec,
+            deployment.model,
+            machine.take(tp),
+            load,
+            engines=[deployment.engine()],
+            formats=[deployment.weights],
+            tps=[ranks],
+        )
+        for ranks, load in ((tp, deployment.workload), (tp // 2, both))
+    ]
+    whole, halves = (plan.best for plan in plans)
+    if whole is None or halves is None:
         return None
-    whole, halves = by_tp[tp], by_tp[tp // 2]
     if halves.throughput < _ADVISED_GAIN * whole.throughput:
         return None
     return Finding(

@@ -15,6 +15,8 @@ from phalanx.plan.recipes.fabric import fabric_environment
 from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
 
 Files = dict[str, str]
+_VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "HABANA_VISIBLE_MODULES"}
+_RESOURCES = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu", "Intel": "habana.ai/gaudi"}
 
 
 def recipe(launch: Launch, kind: str) -> Files:
@@ -44,7 +46,7 @@ def _devices(launch: Launch, replica: int) -> list[str]:
     return [str(device) for device in range(replica * launch.tp, (replica + 1) * launch.tp)]
 
 
-def _wrapped(words: list[str], indent: str = "    ") -> str:
+def wrapped(words: list[str], indent: str = "    ") -> str:
     """A command over several lines, a flag with its value on each."""
     lines: list[list[str]] = [[]]
     for word in words:
@@ -64,7 +66,7 @@ def _shell(launch: Launch) -> Files:
     ]
     for replica in range(launch.replicas):
         devices, words = ",".join(_devices(launch, replica)), command(launch, port=FIRST_PORT + replica)
-        lines.append(f"CUDA_VISIBLE_DEVICES={devices} {_wrapped(words)} &")
+        lines.append(f"{_VISIBLE[launch.vendor]}={devices} {wrapped(words)} &")
     return {"serve.sh": "\n".join([*lines, "wait -n", ""])}
 
 
@@ -94,22 +96,37 @@ def _compose(launch: Launch) -> Files:
             "    ipc: host",
             "    restart: unless-stopped",
             f'    ports: ["127.0.0.1:{FIRST_PORT + replica}:{FIRST_PORT}"]',
-            "    environment: [HF_TOKEN]",
+            f"    environment: {_compose_environment(launch, _devices(launch, replica))}",
             "    volumes:",
             '      - "${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"',
         ]
         if launch.engine.name == "trtllm":
             lines += [f"      - ./{TRTLLM_OPTIONS}:/app/{TRTLLM_OPTIONS}:ro", "    working_dir: /app"]
-        lines += [
-            "    deploy:",
-            "      resources:",
-            "        reservations:",
-            "          devices:",
-            "            - driver: nvidia",
-            f"              device_ids: {json.dumps(_devices(launch, replica))}",
-            "              capabilities: [gpu]",
-        ]
+        lines += _compose_devices(launch, _devices(launch, replica))
     return {"compose.yaml": "\n".join([*lines, ""])}
+
+
+def _compose_environment(launch: Launch, devices: list[str]) -> str:
+    if launch.vendor == "NVIDIA":
+        return "[HF_TOKEN]"
+    return json.dumps(["HF_TOKEN", f"{_VISIBLE[launch.vendor]}={','.join(devices)}"])
+
+
+def _compose_devices(launch: Launch, devices: list[str]) -> list[str]:
+    """How a container reaches its cards: each vendor has its own way."""
+    if launch.vendor == "AMD":
+        return ["    devices: [/dev/kfd, /dev/dri]", "    group_add: [video]", "    cap_add: [SYS_PTRACE]"]
+    if launch.vendor == "Intel":
+        return ["    runtime: habana", "    cap_add: [SYS_NICE]"]
+    return [
+        "    deploy:",
+        "      resources:",
+        "        reservations:",
+        "          devices:",
+        "            - driver: nvidia",
+        f"              device_ids: {json.dumps(devices)}",
+        "              capabilities: [gpu]",
+    ]
 
 
 def _systemd(launch: Launch) -> Files:
@@ -127,7 +144,7 @@ def _systemd(launch: Launch) -> Files:
                 f"User={launch.engine.name}",
                 f"WorkingDirectory=/var/lib/{launch.engine.name}",
                 f"StateDirectory={launch.engine.name}",
-                f"Environment=CUDA_VISIBLE_DEVICES={','.join(_devices(launch, replica))}",
+                f"Environment={_VISIBLE[launch.vendor]}={','.join(_devices(launch, replica))}",
                 f"Environment=HF_HOME=/var/lib/{launch.engine.name}",
                 f"Environment=PATH=/opt/{launch.engine.name}/bin:/usr/local/bin:/usr/bin:/bin",
                 f"ExecStart={shlex.join(words)}",
@@ -171,7 +188,7 @@ spec:
           command: {words}
           workingDir: /app
           ports: [{{containerPort: {FIRST_PORT}}}]
-          resources: {{limits: {{nvidia.com/gpu: {launch.tp}}}}}
+          resources: {{limits: {{{_RESOURCES[launch.vendor]}: {launch.tp}}}}}
           readinessProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10}}
           startupProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10, failureThreshold: 180}}
           env:
@@ -214,7 +231,7 @@ def _ray(launch: Launch) -> Files:
 
 def _ray_script(launch: Launch, head: int) -> str:
     address, interface = spark.address(head), spark.INTERFACES[0]
-    serve = _wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
+    serve = wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
     workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.tp)) or "none"
     fabric = "\n".join(f"export {name}={value}" for name, value in fabric_environment(interface, spark.RDMA).items())
     return f"""#!/usr/bin/env bash

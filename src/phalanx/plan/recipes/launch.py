@@ -13,12 +13,22 @@ from phalanx.version import __version__
 
 FIRST_PORT = 8000
 TRTLLM_OPTIONS = "trtllm.yaml"
+_IMAGES = {
+    ("NVIDIA", "phalanx"): f"phalanx:{__version__}",
+    ("NVIDIA", "vllm"): "vllm/vllm-openai:v0.24.0",
+    ("NVIDIA", "sglang"): "lmsysorg/sglang:v0.5.9",
+    ("NVIDIA", "trtllm"): "nvcr.io/nvidia/tensorrt-llm/release:1.2.0",
+    ("AMD", "vllm"): "vllm/vllm-openai-rocm:v0.24.0",
+    ("AMD", "sglang"): "lmsysorg/sglang:v0.5.9-rocm700-mi30x",
+    ("Intel", "vllm"): "opea/vllm-gaudi:latest",
+}
 _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `replicas` engines of `tp` GPUs. `converts`: to FP8 while loading, if it can."""
+    """What to start: `replicas` engines of `tp` GPUs. `prepare`: the command that first writes
+    the checkpoint, `note`: what to do where none is known."""
 
     model: str
     engine: EngineTraits
@@ -31,7 +41,8 @@ class Launch:
     max_num_seqs: int
     max_num_batched_tokens: int
     expert_parallel: bool = False
-    converts: bool = False
+    prepare: tuple[str, ...] = ()
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not _SAFE_MODEL.fullmatch(self.model):
@@ -53,12 +64,11 @@ class Launch:
     @property
     def image(self) -> str:
         """The container that has this engine."""
-        return {
-            "phalanx": f"phalanx:{__version__}",
-            "vllm": "vllm/vllm-openai:v0.24.0",
-            "sglang": "lmsysorg/sglang:v0.5.9",
-            "trtllm": "nvcr.io/nvidia/tensorrt-llm/release:1.2.0",
-        }[self.engine.name]
+        return _IMAGES[self.vendor, self.engine.name]
+
+    @property
+    def vendor(self) -> str:
+        return self.machine.smallest.vendor
 
     @property
     def utilization(self) -> float:
@@ -97,8 +107,6 @@ def _vllm(launch: Launch) -> list[str]:
     words = ["vllm", "serve", launch.model, "--tensor-parallel-size", str(launch.tp)]
     if launch.expert_parallel:
         words += ["--enable-expert-parallel"]
-    if launch.converts:
-        words += ["--quantization", "fp8"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
     return [
@@ -114,8 +122,6 @@ def _sglang(launch: Launch) -> list[str]:
     words = ["python3", "-m", "sglang.launch_server", "--model-path", launch.model, "--tp-size", str(launch.tp)]
     if launch.expert_parallel:
         words += ["--ep-size", str(launch.tp)]
-    if launch.converts:
-        words += ["--quantization", "fp8"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8_e4m3"]
     return [

@@ -1,0 +1,148 @@
+"""Cases: what has to be simulated and priced to predict a measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.cost.correction import Traits, traits_of
+from phalanx.cost.price import Roofline
+from phalanx.cost.profiles import EngineProfile, profile
+from phalanx.cost.rules import Rules
+from phalanx.cost.work import count_work
+from phalanx.models import catalog
+from phalanx.plan.engines import engine as engine_traits
+from phalanx.plan.fit import fit
+from phalanx.plan.measurements import Measurement, MeasurementError
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.workload import Workload
+
+_UNLIMITED_CLIENTS = 512
+"""InferenceX marks runs that sent everything at once so; the engine then held far fewer sequences."""
+_UNLIMITED_SEQUENCES = 24
+_SWEEP_BATCHED_TOKENS = 2048
+"""What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
+_MOST_OFFLINE = 2048
+"""Sequences that TensorRT-LLM runs at once unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measurement ready to be predicted."""
+
+    measurement: Measurement
+    profile: EngineProfile
+    rules: Rules
+    workload: Workload
+    kv_tokens: int | None
+    limits: Roofline
+    traits: Traits
+
+    @property
+    def trace_key(self) -> tuple[Workload, Rules, int | None]:
+        return self.workload, self.rules, self.kv_tokens
+
+    @property
+    def first_key(self) -> tuple[Workload, Rules, int | None]:
+        """The same run with one token of output each."""
+        return replace(self.workload, output_tokens=1, spread=0.0), self.rules, self.kv_tokens
+
+    @property
+    def runs_once(self) -> bool:
+        """All requests at once and nothing after them: what counts is how long the whole run takes."""
+        return self.measurement.kind in ("offline", "static", "burst")
+
+
+def prepare(measurement: Measurement) -> Case:
+    """What to simulate and price for a row. Raises a PhalanxError that names what is unknown."""
+    if measurement.beyond:
+        raise MeasurementError(
+            "not_expressible", f"A tensor-parallel plan cannot say {measurement.beyond}.", "Leave the row out."
+        )
+    spec = _spec(measurement)
+    machine = Machine((Gpu.named(measurement.gpu),) * measurement.tp)
+    found = profile(measurement.engine, measurement.version)
+    rules, workload = _rules(measurement, found), _workload(measurement)
+    work = count_work(spec, measurement.tp, spec.number_format, measurement.kv_dtype)
+    if measurement.is_shard:
+        work = replace(work, tp=1)
+    traits = traits_of(
+        spec,
+        found.family,
+        measurement.version,
+        machine.gpus[0].name,
+        measurement.tp,
+        measurement.ep,
+        workload,
+        measurement.publisher,
+    )
+    return Case(
+        measurement,
+        found,
+        rules,
+        workload,
+        _kv_tokens(spec, machine, measurement, min(rules.max_sequences, workload.concurrency)),
+        Roofline(work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce),
+        traits,
+    )
+
+
+def _spec(measurement: Measurement) -> ModelSpec:
+    spec = catalog.model(measurement.model)
+    wanted = measurement.precision
+    if wanted == "fp8" and spec.number_format.startswith("fp8"):
+        return spec
+    return spec.in_format("fp8-channel" if wanted == "fp8" and spec.number_format == "bf16" else wanted)
+
+
+def _workload(measurement: Measurement) -> Workload:
+    """Of one replica."""
+    clients = max(1, measurement.concurrency // measurement.replicas)
+    requests = None if measurement.requests is None else max(1, measurement.requests // measurement.replicas)
+    rate = None if measurement.rate is None else measurement.rate / measurement.replicas
+    lengths = measurement.input_tokens, measurement.output_tokens
+    workload = Workload(*lengths, clients, measurement.spread, requests, rate)
+    if _sent_all_at_once(measurement):
+        everything = 10 * _UNLIMITED_SEQUENCES
+        return replace(workload, concurrency=everything, requests=everything)
+    if measurement.kind == "offline":
+        return replace(workload, concurrency=requests or clients)
+    return workload
+
+
+def _sent_all_at_once(measurement: Measurement) -> bool:
+    is_inferencex = measurement.engine == "vllm" and measurement.length_rule == "uniform"
+    return is_inferencex and measurement.concurrency == _UNLIMITED_CLIENTS
+
+
+def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
+    if _sent_all_at_once(measurement):
+        return replace(found.rules, max_sequences=_UNLIMITED_SEQUENCES)
+    if measurement.kind == "offline":
+        return replace(found.rules, max_sequences=min(measurement.concurrency, _MOST_OFFLINE))
+    if measurement.engine == "vllm" and measurement.length_rule == "fixed":
+        return replace(found.rules, max_batched_tokens=_SWEEP_BATCHED_TOKENS)
+    if measurement.engine == "trtllm" and measurement.length_rule == "uniform":
+        # InferenceX gives TensorRT-LLM a step of one prompt and all decodes.
+        room = -(-(measurement.concurrency + measurement.input_tokens + 64) // 64) * 64
+        return replace(found.rules, max_batched_tokens=room)
+    return found.rules
+
+
+def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequences: int) -> int | None:
+    """Room of the KV cache where it is short; None where it never runs out or, by our count, nothing fits at all."""
+    if (spec.latent and measurement.ep > 1) or measurement.is_shard:
+        return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
+    longest = measurement.input_tokens + measurement.output_tokens
+    fitted = fit(
+        spec,
+        machine,
+        measurement.tp,
+        engine_traits(measurement.engine),
+        weight_format=spec.number_format,
+        kv_format=measurement.kv_dtype,
+        context=longest,
+        sequences=sequences,
+    )
+    needed = sequences * (longest + 16)
+    return None if fitted.kv_tokens >= needed or fitted.kv_tokens < 2 * longest else fitted.kv_tokens

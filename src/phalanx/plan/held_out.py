@@ -1,0 +1,190 @@
+"""What a fit says of rows that it has not seen, and the numbers to ship with the intervals that follow. Needs numpy.
+
+python -m phalanx.plan.held_out serving_measurements.csv blackwell_measurements.csv ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, write_fitted
+from phalanx.errors import PhalanxError
+from phalanx.plan.calibrate import Calibration, calibrate
+from phalanx.plan.cases import Case, prepare
+from phalanx.plan.fit_data import QUANTITIES, Array, Data, load_data
+from phalanx.plan.measurements import read_measurements
+
+FOLDS = 5
+ALWAYS_SEEN = -1
+_INTERVAL = 0.9
+_ROWS_TO_TELL = 30
+
+
+def fold_of(cases: Sequence[Case], folds: int, seed: int | None = None) -> Array:
+    """The fold of every row; rows of one series (engine, GPU, model, TP) share theirs.
+
+    Series are dealt in order, so that those of one engine and model are spread over the folds; with a seed, shuffled.
+    """
+    series = sorted({case.measurement.series for case in cases})
+    if seed is not None:
+        random.Random(seed).shuffle(series)
+    number = {name: place % folds for place, name in enumerate(series)}
+    return np.array([number[case.measurement.series] for case in cases])
+
+
+GROUPS: dict[str, Callable[[Case], str]] = {
+    "publisher": lambda case: case.measurement.publisher,
+    "gpu": lambda case: case.traits.gpu,
+    "family": lambda case: case.traits.model,
+}
+"""Of what a whole one can be left out at a time: who measured, the card, the family of models."""
+
+
+def group_of(cases: Sequence[Case], what: str, folds: int | None = None) -> Array:
+    """The fold of every row when a whole publisher, GPU or family is left out at a time, or so many at once that there
+    are no more than `folds`.
+    """
+    names = [GROUPS[what](case) for case in cases]
+    number = {name: place % (folds or len(names)) for place, name in enumerate(sorted(set(names)))}
+    return np.array([number[name] for name in names])
+
+
+def predict_unseen(data: Data, fold: Array, near: Calibration | None = None) -> dict[str, Array]:
+    """Logarithms of TPOT and TTFT of every row by a calibration that has not seen its fold; NaN for rows that are
+    always seen.
+    """
+    found = {name: np.full(len(data.cases), np.nan) for name in QUANTITIES}
+    for number in np.unique(fold[fold != ALWAYS_SEEN]):
+        seen, unseen = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
+        predicted = calibrate(data.subset(seen), near).predict(data.subset(unseen))
+        for name, values in predicted.items():
+            found[name][unseen] = values
+    return found
+
+
+def cross_validate(data: Data, folds: int = FOLDS, seed: int | None = None) -> dict[str, Array]:
+    """The same over folds of whole series."""
+    return predict_unseen(data, fold_of(data.cases, folds, seed))
+
+
+def widths(cases: Sequence[Case], off: Array) -> Width:
+    """Half-widths that hold nine in ten of these errors; a family's own as far as it has rows to tell."""
+    overall = _quantile(off)
+    families: dict[str, float] = {}
+    for family in sorted({case.traits.family for case in cases}):
+        own = off[[case.traits.family == family for case in cases]]
+        count = int(np.isfinite(own).sum())
+        share = count / (count + _ROWS_TO_TELL)
+        families[family] = share * _quantile(own) + (1 - share) * overall if count else overall
+    return Width(overall, families)
+
+
+def _quantile(off: Array) -> float:
+    """Nine in ten of what is known; one more than a share of few, as conformal intervals take it."""
+    sizes = np.sort(np.abs(off[np.isfinite(off)]))
+    if not len(sizes):
+        return 0.0
+    return float(sizes[min(len(sizes) - 1, int(np.ceil((len(sizes) + 1) * _INTERVAL)) - 1)])
+
+
+def bounds(data: Data, found: dict[str, Array], fold: Array) -> dict[str, Array]:
+    """Half-widths for every row from the errors of the other folds."""
+    wide = {name: np.full(len(data.cases), np.nan) for name in found}
+    for name, values in found.items():
+        off = values - data.measured[name]
+        for number in np.unique(fold[fold != ALWAYS_SEEN]):
+            others = np.flatnonzero((fold != number) & (fold != ALWAYS_SEEN)).tolist()
+            width = widths([data.cases[row] for row in others], off[others])
+            for row in np.flatnonzero(fold == number).tolist():
+                wide[name][row] = width.families.get(data.cases[row].traits.family, width.overall)
+    return wide
+
+
+def read_cases(paths: Iterable[Path]) -> list[Case]:
+    """All rows that can be predicted; the others are named."""
+    cases = []
+    for path in paths:
+        reading = read_measurements(path)
+        for bad in reading.bad:
+            print(f"left out: {path.name}, line {bad.line}: {bad.problem}")
+        for measurement in reading.measurements:
+            try:
+                cases.append(prepare(measurement))
+            except PhalanxError as error:
+                print(f"left out: {measurement}: {error.found}")
+    return cases
+
+
+def predict_cases(
+    cases: Sequence[Case], folds: int | None, leave_out: str | None, beside: Sequence[Case]
+) -> list[tuple[Case, tuple[float, float], tuple[float, float]]]:
+    """Every case with (logarithm, half-width) of TPOT and TTFT from fits without its series, or without a whole group.
+
+    Cases `beside` are fitted but not told, and where they belong to a group that is left out, they are left out too.
+    """
+    data = load_data([*cases, *beside])
+    fold = group_of(data.cases, leave_out) if leave_out is not None else fold_of(data.cases, folds or FOLDS)
+    if leave_out is None:
+        fold[len(cases) :] = ALWAYS_SEEN
+    else:
+        fold = np.where(np.isin(fold, fold[: len(cases)]), fold, ALWAYS_SEEN)
+    found = predict_unseen(data, fold)
+    wide = bounds(data, found, fold)
+    columns = (zip(found[name].tolist(), wide[name].tolist(), strict=True) for name in QUANTITIES)
+    return list(zip(data.cases, *columns, strict=True))[: len(cases)]
+
+
+def to_fitted(data: Data, source: str, folds: int = FOLDS, leave_out: Sequence[str] = ()) -> Fitted:
+    """Rates and corrections from all rows, intervals from corrections that have not seen the row's series, or a whole
+    one of these. What is not left out widens by its usual factor.
+    """
+    whole = calibrate(data)
+    found = predict_unseen(data, fold_of(data.cases, folds), whole)
+    new = {what: predict_unseen(data, group_of(data.cases, what, folds), whole) for what in leave_out}
+    quantities = {}
+    for name in QUANTITIES:
+        width = widths(data.cases, found[name] - data.measured[name])
+        unseen = {what: factor * width.overall for what, factor in _USUALLY_WIDER.items()}
+        unseen |= {_NEW[what]: round(_quantile(new[what][name] - data.measured[name]), 4) for what in leave_out}
+        kept = {key: round(value, 5) for key, value in sorted(whole.effects[name].items()) if abs(value) >= 5e-4}
+        quantities[name] = Quantity(kept, Width(width.overall, width.families, unseen))
+    return Fitted(
+        source=source,
+        date=datetime.date.today().isoformat(),
+        rows=len(data.cases),
+        models=sorted({case.traits.model for case in data.cases}),
+        gpus=sorted({case.traits.gpu for case in data.cases}),
+        publishers=sorted({case.traits.publisher for case in data.cases}),
+        rates={
+            family: {name: float(f"{value:.6g}") for name, value in rates.items()}
+            for family, rates in whole.rates().items()
+        },
+        **quantities,
+    )
+
+
+_USUALLY_WIDER = {"gpu": 1.5, "model": 1.4}
+_NEW = {"publisher": "publisher", "gpu": "gpu", "family": "model"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fit the cost model to files of serving measurements.")
+    parser.add_argument("files", nargs="+", type=Path, help="files of measurements, in any of the known layouts")
+    parser.add_argument("--output", type=Path, default=FITTED_FILE, help="where to write the fitted numbers")
+    given = parser.parse_args()
+    cases = [case for case in read_cases(given.files) if case.measurement.kind != "poisson"]
+    data = load_data(cases)  # when steps fell by the clock is itself a prediction
+    fitted = to_fitted(data, ", ".join(path.name for path in given.files), folds=3, leave_out=("publisher",))
+    write_fitted(fitted, given.output)
+    for name, quantity in (("TPOT", fitted.tpot), ("TTFT", fitted.ttft)):
+        print(f"{fitted.rows} rows; 90 % half-widths of {name} (logarithms): {quantity.width}")
+
+
+if __name__ == "__main__":
+    main()
