@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
 
@@ -15,6 +15,7 @@ import msgspec
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
+from phalanx.engine.draft import Draft
 from phalanx.engine.masks import MaskBook, places_for
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
@@ -62,52 +63,6 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None
     cached_tokens: int
     queued_s: float
-
-
-@dataclass
-class Draft:
-    """The step being planned. `decodes` compute their last token each, `starts` says where; `prompts` are (request,
-    start, count); `blocks` those that some of them got. `constrained`: whether one of them is under a grammar. The rest
-    is as in `StepPlan`.
-    """
-
-    admissions: list[Admission] = field(default_factory=list)
-    decodes: list[Request] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    prompts: list[tuple[Request, int, int]] = field(default_factory=list)
-    blocks: list[tuple[int, list[int]]] = field(default_factory=list)
-    window_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    restored: list[tuple[int, int]] = field(default_factory=list)
-    saved: list[tuple[int, int]] = field(default_factory=list)
-    constrained: bool = False
-
-    def to_plan(self, step: int, masks: MaskBook) -> tuple[StepPlan, list[Request]]:
-        """The plan, and the requests it samples a token of."""
-        prompts = sorted(self.prompts, key=lambda row: row[2] != 1)
-        ends = [start + count == len(request.tokens) for request, start, count in prompts]
-        samples = [True] * len(self.decodes) + ends
-        requests = self.decodes + [request for request, _, _ in prompts]
-        plan = StepPlan(
-            step=step,
-            admissions=self.admissions,
-            slots=list(map(_slot, requests)),
-            starts=self.starts + [start for _, start, _ in prompts],
-            counts=[1] * len(self.decodes) + [count for _, _, count in prompts],
-            samples=samples,
-            new_blocks=self.blocks,
-            masks=[
-                (index, masks.place(request.matcher.mask()))
-                for index, (request, sampled) in enumerate(zip(requests, samples, strict=True))
-                if request.matcher is not None and sampled
-            ]
-            if self.constrained
-            else [],
-            new_masks=masks.take_new(),
-            window_blocks=self.window_blocks,
-            restored=self.restored,
-            saved=self.saved,
-        )
-        return plan, self.decodes + [row[0] for row, end in zip(prompts, ends, strict=True) if end]
 
 
 class Scheduler:
@@ -256,7 +211,7 @@ class Scheduler:
             self._preempt(victim)
             rows, in_need = ([each for each in some if each is not victim] for some in (rows, in_need))
         for request in in_need:
-            self._tell_blocks(draft, _slot(request), self.caches.grow(request))
+            draft.give(_slot(request), self.caches.grow(request))
         rows.sort(key=_computed, reverse=True)
         draft.decodes, draft.starts = rows, list(map(_computed, rows))
         for request in rows:
@@ -268,11 +223,6 @@ class Scheduler:
             for request in rows:
                 self._save(draft, request)
         return self.preemptions > preemptions
-
-    def _tell_blocks(self, draft: Draft, slot: int, groups: list[list[int]]) -> None:
-        draft.blocks.append((slot, groups[0]))
-        for group, blocks in enumerate(groups[1:]):
-            draft.window_blocks.append((slot, group, [max(0, block) for block in blocks]))
 
     def _save(self, draft: Draft, request: Request) -> None:
         place = self.caches.save(request)
@@ -339,7 +289,7 @@ class Scheduler:
         draft.admissions.append(
             Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params)
         )
-        self._tell_blocks(draft, slot, [list(request.blocks), *request.windows])
+        draft.give(slot, [list(request.blocks), *request.windows])
         if request.restored is not None:
             draft.restored.append((request.restored, slot))
 
@@ -348,11 +298,9 @@ class Scheduler:
         count = min(request.rest, most)
         if not count:
             return 0
-        if request.snapshot_ends and request.snapshot_ends[0] - request.computed <= count:
+        snapshot = bool(request.snapshot_ends) and request.snapshot_ends[0] - request.computed <= count
+        if snapshot:
             count = request.snapshot_ends.pop(0) - request.computed
-            snapshot = True
-        else:
-            snapshot = False
         draft.prompts.append((request, request.computed, count))
         draft.constrained |= request.matcher is not None
         request.computed += count

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from itertools import islice
 
 from phalanx.cost.rules import Admission
+from phalanx.engine.draft import Draft
 from phalanx.engine.request import Request
-from phalanx.engine.scheduler import Draft, Scheduler
+from phalanx.engine.scheduler import Scheduler
 
 
 class FirstCome(Scheduler):
