@@ -86,6 +86,17 @@ def test_a_conversation_goes_on_behind_its_last_turn() -> None:
     check_empty(scheduler)
 
 
+def test_while_it_decodes_a_request_keeps_one_copy_of_its_state() -> None:
+    """One behind its prompt, and one that moves along: the next turn needs no other."""
+    engine, _ = make_engine(snapshots=20, max_model_len=128, num_blocks=64)
+    request = engine.add([1, 2, 3, 4, 5, 6] * 3, greedy(60))
+    run(engine)
+    assert len(engine.scheduler.caches.snapshots) == 2
+    again = engine.add([*request.tokens, 1], greedy(1))
+    run(engine)
+    assert again.cached_tokens == 76
+
+
 def test_prompts_that_only_share_their_beginning_resume_where_they_part() -> None:
     """The second one computes the shared part again, but leaves a state behind it for the third."""
     engine, _ = make_engine(snapshots=8, max_model_len=256, num_blocks=200, budget=256)

@@ -165,10 +165,8 @@ class Caches:
 
     def forget_from(self, request: Request, position: int) -> None:
         """No prefix is to be found in blocks that were filled from this position on."""
-        if self.pool.cache is None:
-            return
-        for blocks in (request.blocks, *request.windows):
-            for block in blocks[position // self.pool.block_size :]:
+        if self.pool.cache is not None:
+            for block in request.blocks[position // self.pool.block_size :]:
                 if block in self.pool.cache:
                     self.pool.cache.forget(block)
 
