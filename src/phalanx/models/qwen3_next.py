@@ -39,12 +39,8 @@ def read(config: Config) -> ModelSpec:
 
 def _kinds(config: Config) -> list[str]:
     layers, every = layer_count(config), count(config, "full_attention_interval", default=4)
-    told = each_layer(config, "layer_types")
-    return (
-        told[:layers]
-        if told
-        else ["full_attention" if layer % every == 0 else "linear_attention" for layer in range(1, layers + 1)]
-    )
+    meant = ["linear_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
+    return (each_layer(config, "layer_types") or meant)[:layers]
 
 
 def _delta(config: Config) -> DeltaNet:
