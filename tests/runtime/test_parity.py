@@ -139,12 +139,15 @@ def test_tenants_with_different_salts_share_nothing(some_reference: Reference) -
     assert cached == [0, 0, 0, 48, 48, 48]
 
 
-def test_a_prefix_is_not_taken_from_blocks_that_have_no_state(references: Callable[[str], Reference]) -> None:
+@pytest.mark.parametrize(("prefix_caching", "cached"), [(True, 48), (False, 0)])
+def test_a_recurrent_state_is_resumed_where_one_was_kept(
+    references: Callable[[str], Reference], prefix_caching: bool, cached: int
+) -> None:
     reference = references("qwen3_5_text")
-    with LLM(reference.folder, progress=False) as llm:
+    with LLM(reference.folder, progress=False, prefix_caching=prefix_caching) as llm:
         answers = [llm.generate(reference.prompts[-1], GREEDY) for _ in range(2)]
     assert [answer.token_ids for answer in answers] == [reference.continuations[-1]] * 2
-    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    assert [answer.cached_tokens for answer in answers] == [0, cached]
 
 
 def wrong_models(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
