@@ -68,7 +68,7 @@ def test_rows_asked_for_are_computed_as_among_all_rows(some_reference: Reference
     torch.testing.assert_close(scores, some_reference.logits[rows], atol=LOGIT_NOISE, rtol=0)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (3, 4))])
 def test_greedy_tokens_equal_transformers(reference: Reference, tp: int) -> None:
     """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache."""
     engine = ThreadedEngine(reference.folder, tp)
