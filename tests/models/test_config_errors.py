@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from phalanx.errors import ModelError
 from phalanx.models import read_config
+from tests.models.test_config import TINY, Config
 
-Config = dict[str, Any]
-
-TINY: Config = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 56,
-    "max_position_embeddings": 4096,
-}
 MOE = TINY | {"num_experts_per_tok": 2}
 QWEN3_MOE = MOE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
 MIXTRAL = MOE | {"model_type": "mixtral", "num_local_experts": 4}
