@@ -34,7 +34,7 @@ class Matcher(Protocol):
         ...
 
 
-class Refusal(NamedTuple):
+class NoRoom(NamedTuple):
     """A waiting request found no room: blocks it needed beside those that others hold, the node where its cached
     prefix ended, the tokens of the block behind, and how many requests had been given blocks by then.
     """
@@ -97,7 +97,7 @@ class Request:
         self.restored: int | None = None
         self.saved: tuple[int, int] | None = None
         self.moving_node: int | None = None
-        self.refusal: Refusal | None = None
+        self.refusal: NoRoom | None = None
         self.found: int | None = None
 
     @property
