@@ -226,7 +226,7 @@ def test_a_question_that_takes_too_long_is_given_up(lane: PlannerLane) -> None:
 def test_the_planner_ends_with_its_server() -> None:
     """Its input ends when the server does, however that comes."""
     code = (
-        "import os; from phalanx.web.planner_lane import Lane; lane = Lane(); lane.ask('catalog', {});"
+        "import os; from phalanx.web.planner_lane import PlannerLane; lane = PlannerLane(); lane.ask('catalog', {});"
         "print(lane._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
