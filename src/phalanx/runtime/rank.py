@@ -38,7 +38,7 @@ class Sizes(msgspec.Struct, frozen=True):
 def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
     places = StatePlaces.of(config)
-    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=places.snapshots, twins=places.twins)
+    return CacheLayout(reaches, states=spec.has_states, snapshots=places.snapshots, twins=places.twins)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -154,9 +154,9 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
-    block_bytes = model.cache_bytes_per_token * config.block_size
+    block_bytes = model.block_bytes(config.block_size)
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
-    room = room * model.cache_bytes_per_token // (model.cache_bytes_per_token + TOKEN.itemsize)
+    room = room * block_bytes // (block_bytes + config.block_size * TOKEN.itemsize)
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
