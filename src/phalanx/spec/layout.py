@@ -178,7 +178,7 @@ class Layout:
         kv_share = len(shard.kv_heads) / self.spec.kv_heads
         state_share = len(shard.state_heads) / self.spec.state_heads if self.spec.state_heads else 0.0
         kept: dict[CacheKind, int] = {}
-        for cache in self.spec.caches:
+        for cache, layers in self.spec.cache_kinds:
             share = state_share if cache.kind == "state" else kv_share
-            kept[cache.kind] = kept.get(cache.kind, 0) + int(cache.bytes(tokens, element) * share)
+            kept[cache.kind] = kept.get(cache.kind, 0) + layers * int(cache.bytes(tokens, element) * share)
         return kept
