@@ -176,9 +176,9 @@ class Layout:
         """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
         element = FORMATS[number_format].bits / 8
         kept: dict[CacheKind, int] = {}
-        for cache in self.spec.caches:
+        for cache, layers in self.spec.cache_kinds:
             size = int(cache.bytes(tokens, element) * self._share(cache, rank))
-            kept[cache.kind] = kept.get(cache.kind, 0) + size
+            kept[cache.kind] = kept.get(cache.kind, 0) + layers * size
         return kept
 
     def state_bytes(self, cache: LayerCache, rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,9 +69,18 @@ class ModelSpec:
         return self.quantization.format.name if self.quantization else self.dtype
 
     def in_format(self, number_format: str) -> ModelSpec:
-        """The same model with its linear layers in another format."""
-        if number_format == self.number_format:
-            return self
+        """The same model with its linear layers in another format: the same object every time, which has counted its
+        tensors already.
+        """
+        if number_format not in self._formatted:
+            self._formatted[number_format] = self._convert(number_format)
+        return self._formatted[number_format]
+
+    @cached_property
+    def _formatted(self) -> dict[str, ModelSpec]:
+        return {self.number_format: self}
+
+    def _convert(self, number_format: str) -> ModelSpec:
         if number_format in PLAIN:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
         return dataclasses.replace(self, quantization=Quantization(FORMATS[number_format]))
@@ -155,6 +165,11 @@ class ModelSpec:
     def recurrent_bytes(self) -> int:
         """Bytes of states that every token reads and writes whole, over all ranks."""
         return sum(cache.state_bytes for cache in self.caches if cache.kind == "state")
+
+    @cached_property
+    def cache_kinds(self) -> tuple[tuple[LayerCache, int], ...]:
+        """Caches that differ, and how many layers have each: quick to count by."""
+        return tuple(Counter(self.caches).items())
 
     @cached_property
     def window_groups(self) -> tuple[WindowGroup, ...]:
