@@ -17,14 +17,13 @@ from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
 from phalanx.engine.draft import Draft
 from phalanx.engine.masks import MaskBook, places_for
+from phalanx.engine.passing import Passing
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.errors import ConfigError, RequestError
 
 KEPT_FREE = 0.02
 """The least share of all blocks that admissions leave to running requests to grow into."""
-PASSING = 10
-"""One part in this many of what a long prompt would take goes to shorter ones, as long as there are any."""
 
 NO_TOKEN = -1
 
@@ -106,6 +105,7 @@ class Scheduler:
         self._masks = MaskBook(places_for(limits.max_num_seqs))
         self._free_slots = list(range(limits.max_num_seqs))
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._passing = Passing()
         self._step = 0
 
     @property
@@ -234,13 +234,15 @@ class Scheduler:
         left = budget
         prompts = sorted(self._prompts.values(), key=_order)
         if prompts and self._is_long(prompts[0]):
-            first, part = prompts[0], budget // PASSING
+            first = prompts[0]
+            part = self._passing.part(first.id, first.rest, budget)
             for request in prompts[1:]:
                 if not self._is_long(request):
-                    part -= self._compute(draft, request, part)
+                    taken = self._compute(draft, request, part)
+                    part, left = part - taken, left - taken
             if may_admit and part:
-                part -= self._admit(draft, part, self._passing())
-            left -= budget // PASSING - part
+                left -= self._admit(draft, part, self._shorter())
+            self._passing.took(budget - left)
             prompts = [first]
         for request in prompts:
             left -= self._compute(draft, request, left)
@@ -253,7 +255,7 @@ class Scheduler:
             return request.rest - self.caches.found(request) > most
         return request.rest > most
 
-    def _passing(self) -> list[Request]:
+    def _shorter(self) -> list[Request]:
         """Waiting requests that one step could hold, as far as nobody of a better priority waits."""
         if not self.waiting or not self._free_slots:
             return []
