@@ -9,8 +9,9 @@ from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.fitted import Fitted, Quantity, load_fitted
-from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds, least_seconds
+from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
 from phalanx.cost.profiles import profile
+from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
 from phalanx.engine.step_sums import StepSums
@@ -165,13 +166,7 @@ class Predictor:
 
     def _price(self, factor: float) -> StepPrice:
         """Seconds of a step with this correction, never less than the data sheet allows."""
-        rates = self._rates
-
-        def price(step: StepSums) -> float:
-            limits = self.limits.of(step)
-            return max(float(combine(limits, rates).total) * factor, least_seconds(limits))
-
-        return price
+        return QuickPrice(self.limits, self._rates, factor)
 
     def _half_width(self, quantity: Quantity) -> float:
         return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))
