@@ -21,7 +21,7 @@ from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
 from phalanx.plan.flow import HELD, Flow
 from phalanx.plan.predict import predictor
-from phalanx.plan.simulate import Price, simulate
+from phalanx.plan.simulate import StepPrice, simulate
 from phalanx.plan.steady import Watch
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -31,7 +31,7 @@ QUESTION = PlanQuestion("Qwen2.5-72B", "8xH100-SXM", formats="fp8", engines="pha
 
 
 @cache
-def deployed(engine: str, lengths: tuple[int, int]) -> tuple[Workload, int, Price]:
+def deployed(engine: str, lengths: tuple[int, int]) -> tuple[Workload, int, StepPrice]:
     """Llama-3.1-8B on one H100: its traffic, room of its cache, price of its steps."""
     spec, machine, load = (
         catalog.model("Llama-3.1-8B"),

@@ -13,7 +13,7 @@ from phalanx.cost.rules import Rules
 from phalanx.engine.defaults import BLOCK_SIZE
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.scheduled import Room
-from phalanx.plan.simulate import Price
+from phalanx.plan.simulate import StepPrice
 from phalanx.spec.workload import Workload
 
 HELD = 0.85
@@ -28,10 +28,10 @@ class Flow:
     workload: Workload
     rules: Rules
     room: Room
-    price: Price
+    price: StepPrice
 
     @classmethod
-    def of(cls, workload: Workload, rules: Rules, kv_tokens: int | None, price: Price) -> Flow:
+    def of(cls, workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice) -> Flow:
         return cls(workload, rules, Room.of(workload, rules, kv_tokens), price)
 
     @property

@@ -17,7 +17,7 @@ from phalanx.cost.work import count_work
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.flow import Flow
 from phalanx.plan.scheduled import Room
-from phalanx.plan.simulate import Price, Times, Trace, simulate
+from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
 from phalanx.plan.steady import Watch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -201,7 +201,7 @@ class Predictor:
         mid = (steps + first_token_seconds(self._rates, prompt_tokens)) * self.fitted.ttft.correction(self.traits)
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
-    def price(self) -> Price:
+    def price(self) -> StepPrice:
         """Seconds of a step, corrected, never less than the data sheet allows."""
         return QuickPrice(self.limits, self._rates, self.fitted.tpot.correction(self.traits))
 
@@ -223,7 +223,7 @@ class Predictor:
         return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
-def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: Price, watch: Watch | None) -> Trace:
+def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice, watch: Watch | None) -> Trace:
     if not workload.is_closed_loop:
         return simulate(workload, rules, kv_tokens, price, watch)
     if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):

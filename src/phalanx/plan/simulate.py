@@ -22,7 +22,7 @@ from phalanx.spec.workload import Workload
 _FOREVER = 2**31
 _FEWEST_WAVES = 3
 _FEWEST_REQUESTS = 64
-Price = Callable[[StepSums], float]
+StepPrice = Callable[[StepSums], float]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Trace:
             for changes in (ttft, tpot)
         )
 
-    def times(self, price: Price) -> Times:
+    def times(self, price: StepPrice) -> Times:
         """What requests see when steps cost this much."""
         clock = list(accumulate(map(operator.mul, map(price, self.steps), self.repeats), initial=0.0))
         longer = [passage for passage in self.passages if passage.output_tokens > 1]
@@ -110,7 +110,7 @@ def simulate(
     workload: Workload,
     rules: Rules,
     kv_tokens: int | None = None,
-    price: Price | None = None,
+    price: StepPrice | None = None,
     watch: Watch | None = None,
 ) -> Trace:
     """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out. `watch`:
@@ -125,7 +125,7 @@ class _Simulation:
         workload: Workload,
         rules: Rules,
         kv_tokens: int | None,
-        price: Price | None,
+        price: StepPrice | None,
         watch: Watch | None = None,
     ) -> None:
         assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
@@ -135,7 +135,7 @@ class _Simulation:
         counted = CountedBatch.covers(workload, rules, kv_tokens)
         self.batch = (CountedBatch if counted else ScheduledBatch)(workload, rules, kv_tokens)
         self.clock = 0.0
-        self._price: Price = price if price is not None else lambda step: 0.0
+        self._price: StepPrice = price if price is not None else lambda step: 0.0
         self._coming = iter(enumerate(islice(workload.lengths(), None if self._watch else _simulated(workload))))
         self._next = next(self._coming, None)
         self._passages: dict[int, Passage] = {}

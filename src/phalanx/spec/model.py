@@ -157,6 +157,16 @@ class ModelSpec:
         return tuple(layer.mixer.cache for layer in self.layers)
 
     @cached_property
+    def has_states(self) -> bool:
+        """Whether some layer keeps something of a sequence that does not lie in blocks of its tokens."""
+        return any(cache.state_bytes for cache in self.caches)
+
+    @cached_property
+    def recurrent_bytes(self) -> int:
+        """Bytes of states that every token reads and writes whole, over all ranks."""
+        return sum(cache.state_bytes for cache in self.caches if cache.kind == "state")
+
+    @cached_property
     def cache_kinds(self) -> tuple[tuple[LayerCache, int], ...]:
         """Caches that differ, and how many layers have each: quick to count by."""
         return tuple(Counter(self.caches).items())
@@ -245,7 +255,7 @@ class ModelSpec:
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""
         element = FORMATS[number_format].bits / 8
-        return int(sum(cache.heads * cache.width for cache in self.caches) * element)
+        return int(sum(cache.numbers_per_token for cache in self.caches) * element)
 
     def cache_bytes(self, tokens: int, number_format: str = "bf16") -> int:
         """Bytes that a sequence of `tokens` keeps in all layers, windows and fixed states included."""
