@@ -12,9 +12,9 @@ from phalanx.errors import ConfigError
 from phalanx.kernels.compressed import Rows, Seen, attend, choose, closing, compress, cut, far, near, turn
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
 from phalanx.layers.step import StepContext
 from phalanx.spec.compressed import Compressed
