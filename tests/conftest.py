@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.quick import leave_out_slow
+from tests.quick import changed_files, is_of, leave_out
 
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", max_examples=1000)
@@ -241,7 +241,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GPUs are only seen by the tests marked `cuda`, run by `pytest -m cuda`: all others mean the CPU.
+    """GPUs are only seen by the tests marked `cuda`, which only `pytest -m cuda` runs: all others mean the CPU.
 
     A process has one thread to compute with: models are tiny, and on cores that others use too, threads that wait for
     each other take twenty times as long.
@@ -257,8 +257,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow ones come first, so that at the end no worker waits for the other.
     """
+    if config.option.markexpr != "cuda":
+        leave_out(config, items, lambda item: item.get_closest_marker("cuda") is not None)
     if config.option.quick:
-        leave_out_slow(config, items)
+        changed = changed_files()
+        leave_out(config, items, lambda item: item.get_closest_marker("slow") and not is_of(item.path, changed))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

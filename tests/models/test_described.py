@@ -265,7 +265,7 @@ def test_modules_left_out_of_fp8_are_known_under_the_hub_s_names() -> None:
 
 
 def test_a_served_family_in_a_format_the_runtime_cannot_read_is_planned_but_refused() -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
     config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "quantization_config": awq}
     spec = describe(config)
     assert (spec.number_format, spec.quantization.format.unit) == ("awq", 32)  # type: ignore[union-attr]

@@ -23,11 +23,9 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
-from tests.conftest import FAMILIES, NEW_TOKENS, Reference
+from tests.conftest import FAMILIES, Reference
 from tests.layers.test_all_reduces import CountingGroup
-from tests.threaded_ranks import ThreadedEngine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 CLOSE = 1e-4
 HUB = [
     ("model.layers.", "layers."),
@@ -107,17 +105,6 @@ def test_a_short_sequence_decodes_beside_a_long_one(v4: Reference, long_prompt: 
             inputs = runner.batch.prepare(plan)
             hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention)
     torch.testing.assert_close(runner.model.scores(hidden), long_prompt[1][[9, 90]], atol=CLOSE, rtol=0)
-
-
-def test_64_tokens_are_those_that_transformers_generates(v4: Reference) -> None:
-    """Which keeps caches of its own meanwhile."""
-    engine = ThreadedEngine(v4.folder, tp=2)
-    (answer,) = engine.generate([v4.prompts[-1]], GREEDY)
-    engine.close()
-    ids = torch.tensor([v4.prompts[-1]])
-    with torch.inference_mode():
-        theirs = v4.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert answer.output == theirs[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.slow
