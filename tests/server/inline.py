@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from phalanx.server.errors import ApiError
 from phalanx.server.prepare import Reader
-from phalanx.server.prepared import Asked, Assignment, Kind, Prepared, Problem, Text, Tokens, decode_outcome, encode
+from phalanx.server.prepared import (
+    Asked,
+    Assignment,
+    Continues,
+    Kind,
+    Prepared,
+    Problem,
+    Text,
+    Tokens,
+    decode_asked,
+    decode_outcome,
+    encode,
+)
 
 
 class InlinePreparer:
@@ -13,8 +25,11 @@ class InlinePreparer:
     async def start(self, assignment: Assignment) -> None:
         self.reader = Reader(assignment)
 
-    async def prepare(self, kind: Kind, body: bytes, client: str) -> Prepared | Tokens | Text:
-        outcome = decode_outcome(encode(self.reader.outcome(Asked(kind, body))))
+    async def prepare(
+        self, kind: Kind, body: bytes, client: str, earlier: bytes | None = None
+    ) -> Prepared | Tokens | Text | Continues:
+        asked = decode_asked(encode(Asked(kind, body, earlier)))
+        outcome = decode_outcome(encode(self.reader.outcome(asked)))
         if isinstance(outcome, Problem):
             assert not outcome.trace, outcome.trace
             raise ApiError(outcome.status, outcome.message, outcome.code, param=outcome.param)

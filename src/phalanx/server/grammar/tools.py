@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import RequestError
 from phalanx.server import markup
-from phalanx.server.grammar.constraint import Constraint, Format, sequence
+from phalanx.server.grammar.constraint import Constraint, Format, sequence, sequence_or
 
 TOOL_FORMATS = ("hermes", "qwen3_xml", "llama3_json", "llama4_pythonic", "deepseek_v31")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -16,11 +16,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Tool = Mapping[str, Any]
 
 
-def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
+def tools_constraint(
+    tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True, or_form: Constraint | None = None
+) -> Constraint:
     """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
 
     A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Not
-    `parallel` means one call alone.
+    `parallel` means one call alone. With `or_form` an answer of that form, which has no calls, is as good.
     """
     chosen = [tool for tool in tools if choice in ("required", tool["name"])]
     if not chosen:
@@ -30,7 +32,8 @@ def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, paral
             raise RequestError(
                 "bad_tool", f"A tool is called {tool['name']!r:.100}.", "Use letters, digits, '_', '.' and '-'."
             )
-    return sequence(_calls(chosen, tool_format, only_one=choice != "required" or not parallel), tolerant=True)
+    calls = _calls(chosen, tool_format, only_one=choice != "required" or not parallel)
+    return sequence(calls, tolerant=True) if or_form is None else sequence_or(calls, or_form)
 
 
 def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Format]:
@@ -63,7 +66,7 @@ def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one:
         {
             "type": "tag",
             "begin": begin % tool["name"],
-            "content": {"type": "json_schema", "json_schema": _parameters(tool)} | options,
+            "content": {"type": "json_schema", "json_schema": _parameters(tool), "tolerant": True} | options,
             "end": end,
         }
         for tool in tools
