@@ -54,7 +54,7 @@ def check_decode(
     """Every sequence in as many parts, each a program for every KV head."""
     rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
     q, cache = torch.randn(rows, heads, head_dim), torch.randn(rows * width, PAGE, 2, kv_heads, head_dim)
-    decode = DecodeRows(torch.randperm(len(cache)).view(rows, width), positions, uneven)
+    decode = DecodeRows(torch.randperm(len(cache)).view(rows, width).int(), torch.randperm(rows), positions, uneven)
     found = torch.full((rows, heads, head_dim), float("nan"))
     with patch.object(gpu, "_decode", Launches(gpu._decode)) as launches:
         gpu.decode_attention(q, cache, decode, window, 0.2, found)

@@ -72,7 +72,7 @@ def test_attention_reads_what_was_rounded(window: int | None) -> None:
     places = [table[where // PAGE] * PAGE + where % PAGE for table, where in zip(tables, positions, strict=True)]
     ones, zeros = torch.ones(tokens, 1, HEAD_DIM), torch.zeros(tokens, 1, HEAD_DIM)
     rotate_and_store(qkv, ones, zeros, torch.cat(places), cache, HEADS, KV_HEADS, scales=SCALES)
-    decode = DecodeRows(tables[:3], torch.tensor(singles))
+    decode = DecodeRows(tables, torch.arange(3), torch.tensor(singles))
     prefills = [PrefillRow(3, 9, 0, tables[3, :3]), PrefillRow(12, 6, 5, tables[4, :3])]
     batch = AttentionBatch(torch.cat(places), decode, prefills)
     masks = Masks(batch, PAGE, torch.float32)
@@ -93,7 +93,8 @@ def test_attention_reads_what_was_rounded(window: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_single_tokens_over_an_fp8_cache_in_any_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, PAGE, 2, KV_HEADS, HEAD_DIM).to(E4M3)
-    q, rows = torch.randn(1, HEADS, HEAD_DIM).to(dtype), DecodeRows(torch.tensor([[2, 0, 1]]), torch.tensor([9]))
+    q = torch.randn(1, HEADS, HEAD_DIM).to(dtype)
+    rows = DecodeRows(torch.tensor([[2, 0, 1]]), torch.tensor([0]), torch.tensor([9]))
     masks, out = Masks(AttentionBatch(rows.positions, rows, []), PAGE, dtype), torch.empty(1, HEADS, HEAD_DIM).to(dtype)
     decode_attention(q, cache, rows, masks, Sight(), 0.25, out, value_scale=2.0)
     wide, exact = torch.empty(1, HEADS, HEAD_DIM), Masks(AttentionBatch(rows.positions, rows, []), PAGE, torch.float32)

@@ -86,7 +86,7 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: 
     cache = torch.randn(rows * width + 3, block_size, 2, kv_heads, head_dim)
     table = torch.randperm(len(cache))[: rows * width].view(rows, width)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim) * 3
-    decode = DecodeRows(table, lengths)
+    decode = DecodeRows(table, torch.arange(rows), lengths)
     masks = Masks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
     out, scale = poisoned(rows, heads, head_dim), head_dim**-0.5
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)

@@ -137,7 +137,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         drawn = rng.random() < 0.5
         singles = plan_of([(rng.choice((3, 120)), 1)] * rng.randint(1, 6))
         assert decode.take(singles)
-        kind = decode._kind_for(singles, drawn)
+        kind = decode._kind_for(singles.starts, drawn)
         stand_in = decode._stand_in(kind)
         assert stand_in in decode._graphs
         assert stand_in is not None
@@ -145,7 +145,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         assert stand_in.drawn >= drawn
         mixed = plan_of([(9, 1)] * rng.randint(0, 5) + [(0, rng.randint(2, 30))])
         assert prompts.take(mixed)
-        size = prompt_graphs.size_for(mixed, TOKENS[-1])
+        size = prompt_graphs.size_for(mixed, mixed.counts.count(1), TOKENS[-1])
         assert size is not None
         found = prompts._stand_in(prompt_graphs.PromptKind(size, drawn))
         assert found is not None

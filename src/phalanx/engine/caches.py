@@ -19,12 +19,14 @@ class CacheLayout:
     """What layers keep of a sequence beside blocks for all of its tokens.
 
     Each of `windows` is the reach of a group of layers that has blocks of its own. `states`: there are layers with a
-    state of fixed size; `snapshots` are the places for copies of theirs.
+    state of fixed size; `snapshots` are the places for copies of theirs, and `twins`, one a slot, those for states as
+    they were before drafts.
     """
 
     windows: tuple[int, ...] = ()
     states: bool = False
     snapshots: range = range(0)
+    twins: range = range(0)
 
     @property
     def groups(self) -> int:

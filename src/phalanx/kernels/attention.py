@@ -212,7 +212,7 @@ def prefill_attention_torch(
     """The definition: each row looks at its sequence up to its own position. A tile of no rows is nothing."""
     for sequence, first, count, start, _ in cut.tiles.tolist():
         if count:
-            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])])
+            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])].long())
             positions = torch.arange(start + count, device=q.device)
             allowed = visible(positions[start:, None], positions, sight.window, sight.chunked)
             mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))

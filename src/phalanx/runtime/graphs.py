@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
 from phalanx.fabric.group import Group
+from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.kernels.tiling import is_uneven
 from phalanx.layers.decoder import Decoder
@@ -83,7 +84,7 @@ def score_and_keep(
     scores = model.scores(hidden)
     after = positions + 1
     tokens = draw(scores, batch.sampling, slots, after) if drawn else likeliest(scores)
-    batch.tokens[slots, after] = tokens
+    keep_sampled(batch.tokens, slots, after, tokens)
     return scores, tokens
 
 
@@ -138,15 +139,15 @@ class DecodeGraphs:
         return [kind for kind in self.kinds if kind.drawn]
 
     def take(self, plan: StepPlan) -> bool:
-        """Whether this is a step of single tokens for which there is a graph, or will be."""
-        if not (all(plan.samples) and max(plan.counts) == 1):
+        """Whether all tokens of this step yield one, each on its own, and there is a graph for so many, or will be."""
+        if plan.samples != plan.counts or self._batch.singles(plan) < len(plan.counts):
             return False
-        return self.on_demand or bool(self._graphs)
+        return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def _kind_for(self, plan: StepPlan, drawn: bool) -> Kind:
-        rows = len(plan.slots)
+    def _kind_for(self, positions: list[int], drawn: bool) -> Kind:
+        rows = len(positions)
         size = next(size for size in self._sizes if size >= rows)
-        return Kind(size, drawn, is_uneven(plan.starts + [0] * (size - rows), self._kv_heads))
+        return Kind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
 
     def _stand_in(self, kind: Kind) -> Kind | None:
         """The captured graph that does best what this kind would do."""
@@ -155,16 +156,18 @@ class DecodeGraphs:
 
     def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
         """Scores and tokens of a plan that they take; the next run overwrites them."""
-        kind = self._kind_for(plan, drawn)
+        slots, after = plan.yielded()
+        positions = [position - 1 for position in after]
+        kind = self._kind_for(positions, drawn)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
             else:
                 kind = self._stand_in(kind) or kind
-        rows, size = len(plan.slots), kind.size
+        rows, size = len(slots), kind.size
         padding = size - rows
         where = torch.tensor(
-            [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding],
+            [slots + [self._batch.spare_slot] * padding, positions + [0] * padding],
             pin_memory=self._batch.device.type == "cuda",
         )
         self._slots[:size].copy_(where[0], non_blocking=True)
