@@ -20,11 +20,10 @@ from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
 from phalanx.text.answer import AnswerText
-from phalanx.text.tokenizer import Tokenizer
+from phalanx.text.tokenizer import Messages, Tokenizer
 from phalanx.weights.checkpoint import locate, model_name
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from triton.language.extra import cuda
 
 from phalanx.kernels import tiling
-from phalanx.kernels.attention import AttentionBatch, Masks, Sight, decode_attention_torch, prefill_attention_torch
+from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch, prefill_attention_torch
 from phalanx.kernels.gpu import attention as gpu
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -59,7 +59,7 @@ def check_decode(
     with patch.object(gpu, "_decode", Launches(gpu._decode)) as launches:
         gpu.decode_attention(q, cache, decode, window, 0.2, found)
     assert launches.grids == [(kv_heads, rows, parts)]
-    mask = Masks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
+    mask = SightMasks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
     torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2))
 
 

@@ -181,7 +181,7 @@ class Card:
         class Counting(Repeater):
             """The first graph of each sort takes 50 MiB, and each one 3 more; what steps have left is given back."""
 
-            def __call__(self, rehearse: graphs.Run, run: graphs.Run) -> graphs.Recorded:
+            def __call__(self, rehearse: graphs.GraphBody, run: graphs.GraphBody) -> graphs.Recorded:
                 card.free, card.left_by_steps = card.free + card.left_by_steps, 0
                 card.free -= (50 if len(card.graphs) < 2 else 0) * MIB + 3 * MIB
                 card.graphs.append(run)

@@ -15,7 +15,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.runtime import graphs, prompt_graphs
 from phalanx.runtime.executor import Executor
-from phalanx.runtime.graphs import Kind
+from phalanx.runtime.graphs import GraphKind
 from phalanx.runtime.prompt_graphs import TOKENS
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import all_graphs, first_graphs
@@ -42,7 +42,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     counted = Captures()
 
     class Counting(Repeater):
-        def __call__(self, rehearse: graphs.Run, run: graphs.Run) -> graphs.Recorded:
+        def __call__(self, rehearse: graphs.GraphBody, run: graphs.GraphBody) -> graphs.Recorded:
             counted.made += 1
             counted.in_steps += counted.in_a_step
             return super().__call__(rehearse, run)
@@ -157,13 +157,13 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
 def test_the_best_stand_in_is_the_one_for_such_lengths_and_then_the_smallest(quick: TorchRunner) -> None:
     decode = quick.graphs
     assert decode is not None
-    assert decode._stand_in(Kind(1, drawn=False, uneven=False)) == Kind(1, drawn=True, uneven=False)
-    assert decode._stand_in(Kind(4, drawn=False, uneven=True)) == Kind(4, drawn=True, uneven=True)
-    del decode._graphs[Kind(1, drawn=True, uneven=True)]
-    assert decode._stand_in(Kind(1, drawn=True, uneven=True)) == Kind(2, drawn=True, uneven=True)
-    decode.capture(Kind(4, drawn=False, uneven=True))
-    assert decode._stand_in(Kind(4, drawn=False, uneven=True)) == Kind(4, drawn=False, uneven=True)
-    assert decode._stand_in(Kind(4, drawn=True, uneven=True)) == Kind(4, drawn=True, uneven=True)
+    assert decode._stand_in(GraphKind(1, drawn=False, uneven=False)) == GraphKind(1, drawn=True, uneven=False)
+    assert decode._stand_in(GraphKind(4, drawn=False, uneven=True)) == GraphKind(4, drawn=True, uneven=True)
+    del decode._graphs[GraphKind(1, drawn=True, uneven=True)]
+    assert decode._stand_in(GraphKind(1, drawn=True, uneven=True)) == GraphKind(2, drawn=True, uneven=True)
+    decode.capture(GraphKind(4, drawn=False, uneven=True))
+    assert decode._stand_in(GraphKind(4, drawn=False, uneven=True)) == GraphKind(4, drawn=False, uneven=True)
+    assert decode._stand_in(GraphKind(4, drawn=True, uneven=True)) == GraphKind(4, drawn=True, uneven=True)
 
 
 def test_no_graph_is_larger_than_the_limits_need(quick: TorchRunner) -> None:

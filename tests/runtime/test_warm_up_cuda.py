@@ -9,7 +9,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.fabric.group import Solo
 from phalanx.runtime import graphs, memory
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.graphs import Recorded, Run
+from phalanx.runtime.graphs import GraphBody, Recorded
 from phalanx.runtime.rank import load_model
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner
@@ -31,10 +31,10 @@ def test_a_warm_engine_captures_nothing_in_a_step_and_gives_the_same_tokens(
     captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the first graphs alone; with all, where later ones share the memory of the first; and without any."""
-    captured: list[Run] = []
+    captured: list[GraphBody] = []
     record = graphs.Recorder.__call__
 
-    def noted(recorder: graphs.Recorder, rehearse: Run, run: Run) -> Recorded:
+    def noted(recorder: graphs.Recorder, rehearse: GraphBody, run: GraphBody) -> Recorded:
         captured.append(run)
         return record(recorder, rehearse, run)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from phalanx.server.errors import ApiError
-from phalanx.server.prepare import Reader
+from phalanx.server.prepare import RequestReader
 from phalanx.server.prepared import (
     Asked,
     Assignment,
     Continues,
-    Kind,
+    DetokenizedText,
     Prepared,
     Problem,
-    Text,
-    Tokens,
+    RequestKind,
+    TokenizedText,
     decode_asked,
     decode_outcome,
     encode,
@@ -23,11 +23,11 @@ class InlinePreparer:
     """Does what a `Preparer` has done elsewhere."""
 
     async def start(self, assignment: Assignment) -> None:
-        self.reader = Reader(assignment)
+        self.reader = RequestReader(assignment)
 
     async def prepare(
-        self, kind: Kind, body: bytes, client: str, earlier: bytes | None = None
-    ) -> Prepared | Tokens | Text | Continues:
+        self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None
+    ) -> Prepared | TokenizedText | DetokenizedText | Continues:
         asked = decode_asked(encode(Asked(kind, body, earlier)))
         outcome = decode_outcome(encode(self.reader.outcome(asked)))
         if isinstance(outcome, Problem):

@@ -14,7 +14,7 @@ import uvicorn
 
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.app import create_app
-from phalanx.server.engine_client import Launch
+from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.guard import Guard
 from phalanx.server.mailbox import Mailbox
@@ -82,7 +82,7 @@ class Scripted:
             state="ready",
             client=self.engine,
             admit=lambda choices: self.engine,
-            launch=Launch(EngineConfig(), 10, "none"),
+            launch=EngineLaunch(EngineConfig(), 10, "none"),
             last_death=None,
         )
         preparer: Any = InlinePreparer()

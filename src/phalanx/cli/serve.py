@@ -10,7 +10,7 @@ import typer
 from phalanx.cli.process_list import hide_from_process_list
 from phalanx.cli.shared import (
     Dtype,
-    Executor,
+    ExecutorOption,
     Interface,
     KvCacheDtype,
     LoadFormat,
@@ -69,7 +69,7 @@ def serve(
     response_store: Annotated[
         Path | None, typer.Option(help="A file for what /v1/responses keeps. Default: memory.")
     ] = None,
-    executor: Executor = "local",
+    executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,

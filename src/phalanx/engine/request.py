@@ -39,7 +39,7 @@ class Matcher(Protocol):
         ...
 
 
-class Refusal(NamedTuple):
+class NoRoom(NamedTuple):
     """A waiting request found no room: blocks it needed beside those that others hold, the node where its cached
     prefix ended, the tokens of the block behind, and how many requests had been given blocks by then.
     """
@@ -107,7 +107,7 @@ class Request:
         self.moving_node: int | None = None
         self.untold = False
         self.rewound = False
-        self.refusal: Refusal | None = None
+        self.refusal: NoRoom | None = None
         self.found: int | None = None
 
     @property

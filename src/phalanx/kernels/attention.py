@@ -61,7 +61,7 @@ class Sight(NamedTuple):
         return not self.chunked and self.sinks is None
 
 
-class Masks:
+class SightMasks:
     """The masks of one step, made once for each kind of sight and shared by all layers that have it."""
 
     def __init__(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> None:
@@ -109,7 +109,7 @@ def paged_attention(
     heads: int,
     cache: Tensor,
     batch: AttentionBatch,
-    masks: Masks,
+    masks: SightMasks,
     sight: Sight,
     scale: float,
     value_scale: float = 1.0,
@@ -139,7 +139,7 @@ def decode_attention(
     q: Tensor,
     cache: Tensor,
     rows: DecodeRows,
-    masks: Masks,
+    masks: SightMasks,
     sight: Sight,
     scale: float,
     out: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from phalanx.cost.rules import Admission
+from phalanx.cost.rules import AdmissionRule
 from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
 from phalanx.engine.scheduler import Scheduler
@@ -48,7 +48,7 @@ class WholePrompts(FirstCome):
         return count
 
 
-POLICIES: dict[Admission, type[Scheduler]] = {
+POLICIES: dict[AdmissionRule, type[Scheduler]] = {
     "fair": Scheduler,
     "mixed": FirstCome,
     "whole": WholePrompts,

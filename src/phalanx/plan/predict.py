@@ -14,7 +14,7 @@ from phalanx.cost.profiles import profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
 from phalanx.engine.step_sums import StepSums
-from phalanx.plan.simulate import Price, Times, Trace, simulate
+from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -163,7 +163,7 @@ class Predictor:
         mid = (steps + first_token_seconds(self._rates, prompt_tokens)) * self.fitted.ttft.correction(self.traits)
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
-    def _price(self, factor: float) -> Price:
+    def _price(self, factor: float) -> StepPrice:
         """Seconds of a step with this correction, never less than the data sheet allows."""
         rates = self._rates
 
@@ -189,7 +189,7 @@ class Predictor:
         return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
-def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: Price) -> Trace:
+def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice) -> Trace:
     if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):
         kv_tokens = None
     if workload.is_closed_loop:

@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
     tokens: Tensor
 
 
-Run = Callable[[], tuple[Tensor, Tensor]]
+GraphBody = Callable[[], tuple[Tensor, Tensor]]
 
 
 class Recorder:
@@ -49,7 +49,7 @@ class Recorder:
     def _memory(self) -> torch.cuda._POOL_HANDLE:
         return torch.cuda.graph_pool_handle()
 
-    def __call__(self, rehearse: Run, run: Run) -> Recorded:
+    def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
         """Rehearse, so that every kernel is there, then record."""
         rehearse()
         self._group.wait_for(torch.cuda.current_stream().record_event())
@@ -88,7 +88,7 @@ def score_and_keep(
     return scores, tokens
 
 
-class Kind(NamedTuple):
+class GraphKind(NamedTuple):
     """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven."""
 
     size: int
@@ -118,7 +118,7 @@ class DecodeGraphs:
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
         self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
-        self._graphs: dict[Kind, Recorded] = {}
+        self._graphs: dict[GraphKind, Recorded] = {}
         self.on_demand = True
         self.recorder = Recorder(model.place.group)
 
@@ -128,13 +128,13 @@ class DecodeGraphs:
         return model.place.device.type == "cuda" and model.place.group.in_graphs and model.in_graphs
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[GraphKind]:
         """All that may be needed, the largest first: it can stand in for any other."""
         ways = [(True, False), (True, True), (False, False), (False, True)]
-        return [Kind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
+        return [GraphKind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
 
     @property
-    def first_kinds(self) -> list[Kind]:
+    def first_kinds(self) -> list[GraphKind]:
         """Those that can stand in for all others: where tokens are drawn, the likeliest are for greedy rows."""
         return [kind for kind in self.kinds if kind.drawn]
 
@@ -144,12 +144,12 @@ class DecodeGraphs:
             return False
         return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def _kind_for(self, positions: list[int], drawn: bool) -> Kind:
+    def _kind_for(self, positions: list[int], drawn: bool) -> GraphKind:
         rows = len(positions)
         size = next(size for size in self._sizes if size >= rows)
-        return Kind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
+        return GraphKind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
 
-    def _stand_in(self, kind: Kind) -> Kind | None:
+    def _stand_in(self, kind: GraphKind) -> GraphKind | None:
         """The captured graph that does best what this kind would do."""
         able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
         return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
@@ -177,18 +177,18 @@ class DecodeGraphs:
         return scores[:rows], tokens[:rows]
 
     @torch.inference_mode()
-    def capture(self, kind: Kind) -> None:
+    def capture(self, kind: GraphKind) -> None:
         if kind not in self._graphs:
             self._graphs[kind] = self.recorder(lambda: self.rehearse(kind), lambda: self._forward(self._model, kind))
 
     @torch.inference_mode()
-    def rehearse(self, kind: Kind) -> tuple[Tensor, Tensor]:
+    def rehearse(self, kind: GraphKind) -> tuple[Tensor, Tensor]:
         """Run every kernel of a graph once, with rows that touch the spare slot only."""
         self._slots[: kind.size] = self._batch.spare_slot
         self._positions[: kind.size] = 0
         return self._forward(self._sketch, kind)
 
-    def _forward(self, model: Decoder, kind: Kind) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Decoder, kind: GraphKind) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
         hidden = model(tokens, positions, attention)

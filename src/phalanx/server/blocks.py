@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server.answer import Piece
-from phalanx.server.logprobs import Tokens
+from phalanx.server.logprobs import SampledTokens
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -35,7 +35,7 @@ class Change(NamedTuple):
     what: Literal["begins", "grows", "ends"]
     block: Block
     more: str = ""
-    logprobs: Tokens = ()
+    logprobs: SampledTokens = ()
 
 
 class Blocks:
@@ -63,7 +63,7 @@ class Blocks:
             yield Change("ends", self._open)
             self._open = None
 
-    def _grow(self, kind: BlockKind, more: str, logprobs: Tokens | None = None) -> Iterator[Change]:
+    def _grow(self, kind: BlockKind, more: str, logprobs: SampledTokens | None = None) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
             yield from self._begin(kind)
         assert self._open is not None

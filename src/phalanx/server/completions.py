@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from phalanx.server import logprobs
-from phalanx.server.answer import Answer, Choice, Piece
+from phalanx.server.answer import Answer, GrowingChoice, Piece
 from phalanx.server.chunks import Chunks, Usage
 from phalanx.text.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ class CompletionFormat(Chunks):
         of_choice = [[piece for piece in pieces if piece.choice == choice.index] for choice in answer.choices]
         return self._completion(list(map(self._choice, of_choice, answer.choices)), answer.usage())
 
-    def _choice(self, pieces: list[Piece], choice: Choice) -> CompletionChoice:
+    def _choice(self, pieces: list[Piece], choice: GrowingChoice) -> CompletionChoice:
         index, written = choice.index, None
         is_first = index in self._echoes
         tokens = [token for piece in pieces for token in piece.logprobs]

@@ -10,10 +10,10 @@ from phalanx.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 
-Tokens = Sequence[tuple[int, TokenLogprobs]]
+SampledTokens = Sequence[tuple[int, TokenLogprobs]]
 
 
-def for_chat(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
+def for_chat(tokens: SampledTokens, tokenizer: Tokenizer) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
@@ -25,7 +25,7 @@ def for_chat(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def for_completion(tokens: Tokens, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+def for_completion(tokens: SampledTokens, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
     """`offset` is where the first of these tokens begins in the text."""
     words, offsets = [], []
     for token, _ in tokens:

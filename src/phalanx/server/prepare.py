@@ -30,13 +30,13 @@ from phalanx.server.prepared import (
     Asked,
     Assignment,
     Continues,
-    Outcome,
+    DetokenizedText,
     Prepared,
     Problem,
-    Ready,
+    ReaderReady,
+    ReadRequest,
     ResponseRecord,
-    Text,
-    Tokens,
+    TokenizedText,
     decode_asked,
     decode_assignment,
     encode,
@@ -61,7 +61,7 @@ from phalanx.server.templates import ChatTemplates, thinking_in
 B = TypeVar("B", bound=Body)
 
 
-class Reader:
+class RequestReader:
     """Reads requests for one model."""
 
     def __init__(self, assignment: Assignment) -> None:
@@ -73,9 +73,9 @@ class Reader:
         self.templates = ChatTemplates(assignment.templates, assignment.special_tokens, assignment.tools_in_words)
         self.bad_template: str | None = None
 
-    def outcome(self, asked: Asked) -> Outcome:
+    def outcome(self, asked: Asked) -> ReadRequest:
         """What a request comes to, or what is wrong with it."""
-        readers: dict[str, Callable[[bytes], Outcome]] = {
+        readers: dict[str, Callable[[bytes], ReadRequest]] = {
             "chat": lambda body: self._answer(*self._read(ChatRequest, body)),
             "completion": self._completion,
             "tokenize": self._tokenize,
@@ -189,12 +189,12 @@ class Reader:
         record = record_of(request, items, request.model or self._names[0])
         return self._answer(response_to_chat(request, items), unknown, record)
 
-    def _message_tokens(self, body: bytes) -> Tokens:
+    def _message_tokens(self, body: bytes) -> TokenizedText:
         request, _ = self._message(CountRequest, body)
         text, _ = self._text(request.messages, self._offer(request).tools, request, request.reasoning_effort)
-        return Tokens(self._encoder.encode(text, special_tokens=False))
+        return TokenizedText(self._encoder.encode(text, special_tokens=False))
 
-    def _tokenize(self, body: bytes) -> Tokens:
+    def _tokenize(self, body: bytes) -> TokenizedText:
         request, _ = self._read(TokenizeRequest, body)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("Give either prompt or messages.")
@@ -203,13 +203,13 @@ class Reader:
         else:
             text, _ = self._text(request.messages, request.tools or [], request)
             tokens = self._encoder.encode(text, special_tokens=False)
-        return Tokens(tokens, self._encoder.words(tokens) if request.return_token_strs else None)
+        return TokenizedText(tokens, self._encoder.words(tokens) if request.return_token_strs else None)
 
-    def _detokenize(self, body: bytes) -> Text:
+    def _detokenize(self, body: bytes) -> DetokenizedText:
         request, _ = self._read(DetokenizeRequest, body)
         if request.tokens:
             check_request(request.tokens, SamplingParams(), self._vocab, len(request.tokens) + 1)
-        return Text(self._encoder.decode(request.tokens, keep_special=True))
+        return DetokenizedText(self._encoder.decode(request.tokens, keep_special=True))
 
     def _read(self, kind: type[B], body: bytes) -> tuple[B, list[str]]:
         """A request, and the names of its fields that nobody reads."""
@@ -246,13 +246,13 @@ def main() -> None:
     It needs a bound of its own for that: where memory runs out, Jinja leaves a constant to be worked out later.
     """
     sockets, message = forked.read_start()
-    reader = Reader(decode_assignment(message))
+    reader = RequestReader(decode_assignment(message))
     forked.limit_memory(LANES[QUICK].memory_bytes)
     if forked.survives(reader.templates.try_out, LANES[QUICK]):
         reader.templates.try_out()
     else:
         reader.bad_template = "it breaks off, or takes too much time or memory"
-    forked.say_ready(encode(Ready(reader.bad_template)))
+    forked.say_ready(encode(ReaderReady(reader.bad_template)))
     forked.serve(sockets, LANES, lambda body: encode(reader.outcome(decode_asked(body))))
 
 

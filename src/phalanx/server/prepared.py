@@ -17,7 +17,7 @@ QUICK, LARGE = 0, 1
 LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=5))
 """Small requests do not wait for large ones."""
 
-Kind = Literal["chat", "completion", "tokenize", "detokenize", "message", "message_tokens", "response"]
+RequestKind = Literal["chat", "completion", "tokenize", "detokenize", "message", "message_tokens", "response"]
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Assignment(msgspec.Struct, frozen=True):
     tools_in_words: bool = False
 
 
-class Ready(msgspec.Struct, frozen=True):
+class ReaderReady(msgspec.Struct, frozen=True):
     """Requests can be read. Of a chat template that cannot be used, `bad_template` says why."""
 
     bad_template: str | None = None
@@ -45,7 +45,7 @@ class Ready(msgspec.Struct, frozen=True):
 class Asked(msgspec.Struct, frozen=True):
     """A request's body, as it came; and what came before it, if it goes on with an answer that was kept."""
 
-    kind: Kind
+    kind: RequestKind
     body: bytes
     earlier: bytes | None = None
 
@@ -90,7 +90,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     record: ResponseRecord | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+class TokenizedText(msgspec.Struct, frozen=True, tag=True):
     """`words` are the tokens as text, where that was asked for."""
 
     tokens: list[int]
@@ -103,7 +103,7 @@ class Continues(msgspec.Struct, frozen=True, tag=True):
     response: str
 
 
-class Text(msgspec.Struct, frozen=True, tag=True):
+class DetokenizedText(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
@@ -117,10 +117,10 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Outcome = Prepared | Tokens | Text | Continues | Problem
+ReadRequest = Prepared | TokenizedText | DetokenizedText | Continues | Problem
 
 encode = msgspec.msgpack.encode
 decode_assignment = msgspec.msgpack.Decoder(Assignment).decode
-decode_ready = msgspec.msgpack.Decoder(Ready).decode
+decode_ready = msgspec.msgpack.Decoder(ReaderReady).decode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode
-decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+decode_outcome = msgspec.msgpack.Decoder(ReadRequest).decode

@@ -14,11 +14,11 @@ from phalanx.server.prepared import (
     Asked,
     Assignment,
     Continues,
-    Kind,
+    DetokenizedText,
     Prepared,
     Problem,
-    Text,
-    Tokens,
+    RequestKind,
+    TokenizedText,
     decode_outcome,
     decode_ready,
     encode,
@@ -47,8 +47,8 @@ class Preparer:
             log.warning("the model's chat template is not used: %s", ready.bad_template)
 
     async def prepare(
-        self, kind: Kind, body: bytes, client: str, earlier: bytes | None = None
-    ) -> Prepared | Tokens | Text | Continues:
+        self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None
+    ) -> Prepared | TokenizedText | DetokenizedText | Continues:
         """What a request comes to. ApiError if something is wrong with it."""
         lane = QUICK if len(body) + len(earlier or b"") <= QUICK_BYTES else LARGE
         try:

@@ -27,8 +27,8 @@ from phalanx.server.grammar.rules import with_rules
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
-from phalanx.server.places import Place, Places
-from phalanx.server.prepared import Assignment, Continues, Kind, Prepared, Text, Tokens
+from phalanx.server.places import Places, RequestPlace
+from phalanx.server.prepared import Assignment, Continues, DetokenizedText, Prepared, RequestKind, TokenizedText
 from phalanx.server.preparer import Preparer
 from phalanx.server.reply import Format, Reply
 from phalanx.server.responses.events import ResponsesFormat
@@ -120,21 +120,21 @@ class Service:
             raise response_not_found(id)
         return kept
 
-    async def tokenize(self, kind: Literal["tokenize", "message_tokens"], body: bytes, client: str) -> Tokens:
+    async def tokenize(self, kind: Literal["tokenize", "message_tokens"], body: bytes, client: str) -> TokenizedText:
         outcome = await self.preparer.prepare(kind, body, client)
-        assert isinstance(outcome, Tokens)
+        assert isinstance(outcome, TokenizedText)
         return outcome
 
     async def detokenize(self, body: bytes, client: str) -> str:
         outcome = await self.preparer.prepare("detokenize", body, client)
-        assert isinstance(outcome, Text)
+        assert isinstance(outcome, DetokenizedText)
         return outcome.text
 
     def check_model(self, asked: str) -> None:
         if asked not in self.names:
             raise model_not_found(asked, self.name)
 
-    async def _prepared(self, kind: Kind, body: bytes, client: str) -> Prepared:
+    async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
         if isinstance(outcome, Continues):
             earlier = self.response(outcome.response, client).items
@@ -236,7 +236,7 @@ class _Visit:
     def __init__(self, places: Places, metrics: Metrics) -> None:
         self._places = places
         self._metrics = metrics
-        self._place: Place | None = None
+        self._place: RequestPlace | None = None
 
     async def enter(self, client: str, choices: int, tokens: int) -> EngineClient:
         self._place = await self._places.enter(client, choices, tokens)

@@ -51,14 +51,14 @@ class ToolResultBlock(Body):
     cache_control: CacheControl = None
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
 
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    content: Text | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ClientTool(Body):

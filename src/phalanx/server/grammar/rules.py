@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -54,6 +54,19 @@ class RuledMatcher:
     def mask(self) -> bytes:
         return self._allowed.tobytes()
 
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        inner = self._inner.masks(drafts) if self._inner is not None else None
+        said, masks = list(self._said), [self.mask()]
+        for depth, draft in enumerate(drafts, start=1):
+            if not masks[-1][draft // 8] >> draft % 8 & 1 or (inner is not None and depth >= len(inner)):
+                break
+            said.append(draft)
+            allowed = self._behind(said, inner[depth] if inner is not None else None)
+            if not allowed.any():
+                break
+            masks.append(allowed.tobytes())
+        return masks
+
     def accept(self, token: int) -> None:
         self._said = [*self._said[-self._longest :], token]
         if self._inner is not None:
@@ -62,18 +75,18 @@ class RuledMatcher:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        self._allowed = self._ever
-        if self._inner is not None:
-            self._allowed = self._allowed & np.frombuffer(self._inner.mask(), np.int32)
-        begun = [words for words in self._banned if self._said[len(self._said) - len(words) + 1 :] == words[:-1]]
-        if begun:
-            self._allowed = self._allowed & ~word_mask([words[-1] for words in begun], self._vocab)
+        self._allowed = self._behind(self._said, self._inner.mask() if self._inner is not None else None)
         if not self._allowed.any():
             raise RequestError(
                 "no_token_allowed",
                 "allowed_token_ids, bad_words and the form of the answer leave no token that could follow.",
                 "Allow more: the token that ends an answer, for one.",
             )
+
+    def _behind(self, said: list[int], inner: bytes | None) -> Words:
+        allowed = self._ever if inner is None else self._ever & np.frombuffer(inner, np.int32)
+        begun = [words for words in self._banned if said[max(0, len(said) - len(words) + 1) :] == words[:-1]]
+        return allowed & ~word_mask([words[-1] for words in begun], self._vocab) if begun else allowed
 
 
 def word_mask(tokens: Iterable[int], size: int) -> Words:

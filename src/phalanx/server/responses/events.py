@@ -139,12 +139,12 @@ class ResponsesFormat:
         seal = sealed(block.text) if self._record.sealed_reasoning else None
         return {"type": "reasoning", **head, "summary": [], "content": content, "encrypted_content": seal}
 
-    def _part(self, block: Block, text: str, tokens: logprobs.Tokens) -> dict[str, Any]:
+    def _part(self, block: Block, text: str, tokens: logprobs.SampledTokens) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(tokens)}
 
-    def _logprobs(self, tokens: logprobs.Tokens) -> list[Any]:
+    def _logprobs(self, tokens: logprobs.SampledTokens) -> list[Any]:
         return logprobs.for_chat(tokens, self._tokenizer)["content"] if tokens else []
 
 

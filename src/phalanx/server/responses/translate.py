@@ -24,18 +24,18 @@ from phalanx.server.protocol import (
     ToolCall,
 )
 from phalanx.server.responses.wire import (
-    AllowedTools,
+    AllowedFunctionTools,
     CallItem,
+    ContentPart,
     FunctionTool,
     Item,
     Items,
     MessageItem,
-    NamedTool,
+    NamedFunctionTool,
     ReasoningItem,
     ResponsesRequest,
     ResultItem,
     TextFormat,
-    TextPart,
 )
 
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -115,7 +115,7 @@ def record_of(request: ResponsesRequest, items: list[Item], model: str) -> Respo
     )
 
 
-def _dumped(choice: str | NamedTool | AllowedTools) -> object:
+def _dumped(choice: str | NamedFunctionTool | AllowedFunctionTools) -> object:
     return choice if isinstance(choice, str) else choice.model_dump()
 
 
@@ -152,7 +152,7 @@ def _other(item: MessageItem | ResultItem) -> Message:
     return Message(role=item.role, content=_text(item.content))
 
 
-def _text(content: str | list[TextPart]) -> str:
+def _text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -182,15 +182,15 @@ def _choice(
     request: ResponsesRequest,
 ) -> Literal["none", "auto", "required"] | protocol.NamedTool | protocol.SomeTools | None:
     choice = request.tool_choice
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, NamedFunctionTool):
         return _named(choice)
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedFunctionTools):
         allowed = protocol.AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
         return protocol.SomeTools(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
-def _named(tool: NamedTool) -> protocol.NamedTool:
+def _named(tool: NamedFunctionTool) -> protocol.NamedTool:
     return protocol.NamedTool(type="function", function=NamedFunction(name=tool.name))
 
 

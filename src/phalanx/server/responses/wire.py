@@ -13,7 +13,7 @@ from phalanx.server.protocol import Effort, Rendering, Sampling
 ItemStatus = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class TextPart(Body):
+class ContentPart(Body):
     """`annotations` and `logprobs` come back with answers, and say nothing to a model."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -22,7 +22,7 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Parts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class MessageItem(Body):
@@ -86,15 +86,15 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class NamedTool(Body):
+class NamedFunctionTool(Body):
     type: Literal["function"]
     name: Name
 
 
-class AllowedTools(Body):
+class AllowedFunctionTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(Body):
@@ -113,7 +113,7 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: bool = False
 
 
@@ -124,12 +124,12 @@ class ResponsesRequest(Sampling, Rendering):
     max_output_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     previous_response_id: Name | None = None
     include: Annotated[list[Name], Field(max_length=32, fail_fast=True)] | None = None
