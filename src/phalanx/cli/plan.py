@@ -19,14 +19,17 @@ _WIDE = 180
 
 def plan(
     model: Annotated[str | None, typer.Argument(help="Catalog name, config.json, folder or Hugging Face id.")] = None,
-    machine: Annotated[str, typer.Option(help="Such as 4xH100-SXM, 4xDGX-Spark, 2xRTX4090+1xRTX3090.")] = "",
+    machine: Annotated[
+        str, typer.Option(help="Such as 4xH100-SXM, 2x8xH100-SXM, 4xDGX-Spark; several with commas.")
+    ] = "",
+    network: Annotated[str, typer.Option(help="Between boxes (2x8xH100-SXM): ib-ndr, roce-200, 10gbe.")] = "",
     isl: Annotated[int, typer.Option(help="Input tokens of a request.")] = 1024,
     osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at once, over the whole machine.")] = 32,
     context: Annotated[
         int | None, typer.Option(help="Longest request to serve. Default: what the memory gives.")
     ] = None,
-    slo: Annotated[str, typer.Option(help="Goals in ms, such as ttft:800,tpot:50.")] = "",
+    slo: Annotated[str, typer.Option(help="Goals in ms: ttft:800,tpot:50 or p95-ttft:800,p99-tpot:60.")] = "",
     engine: Annotated[str, typer.Option(help="phalanx, vllm, sglang, trtllm; several with commas.")] = "",
     tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
     number_format: Annotated[str, typer.Option("--format", help="bf16, fp8, awq, ...; several with commas.")] = "",
@@ -57,41 +60,41 @@ def plan(
         if evaluate is not None:
             _evaluate(evaluate, cross_validate, leave_out, beside or [], plot, as_json)
             return
-        if model is None or not machine:
-            missing = "model" if model is None else "machine"
+        if not machine:
             raise ConfigError(
-                "bad_option", f"No {missing} is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
+                "bad_option", "No machine is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
             )
-        from phalanx.plan.ask import PlanQuestion, answer
+        from phalanx.plan.ask import PlanQuestion, answer, compare, tell_what_fits
 
-        answer(
-            PlanQuestion(
-                model=model,
-                machine=machine,
-                input_tokens=isl,
-                output_tokens=osl,
-                concurrency=concurrency,
-                slo=slo,
-                engines=engine,
-                tps=tp,
-                formats=number_format,
-                kv_format=kv_format,
-                spread=spread,
-                requests=requests,
-                rate=rate,
-                trace=trace,
-                shared_prefix=shared_prefix,
-                agents=agents,
-                electricity=electricity,
-                years=years,
-                context=context,
-                calibration=calibration,
-            ),
-            recipe=recipe,
-            folder=output,
-            as_json=as_json,
-            in_full=explain,
+        question = PlanQuestion(
+            model=model or "",
+            machine=machine,
+            input_tokens=isl,
+            output_tokens=osl,
+            concurrency=concurrency,
+            slo=slo,
+            engines=engine,
+            tps=tp,
+            formats=number_format,
+            kv_format=kv_format,
+            spread=spread,
+            requests=requests,
+            rate=rate,
+            trace=trace,
+            shared_prefix=shared_prefix,
+            agents=agents,
+            electricity=electricity,
+            years=years,
+            context=context,
+            calibration=calibration,
+            network=network,
         )
+        if model is None:
+            tell_what_fits(question, as_json)
+        elif "," in machine:
+            compare(question, as_json)
+        else:
+            answer(question, recipe=recipe, folder=output, as_json=as_json, in_full=explain)
 
 
 def _evaluate(

@@ -32,6 +32,11 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     origin = known[0].ids[0] if known else plan.model
     model, note = ready or origin, ""
     prepare: tuple[str, ...] = ()
+    if candidate.expert_parallel and not ours and plan.machine.smallest.unified_memory:
+        note = (
+            f"FP8 blocks do not divide by TP={candidate.tp}: vLLM would need --enable-expert-parallel, which fails on "
+            "DGX Spark. Use a checkpoint in AWQ or NVFP4, or another TP."
+        )
     if ready is None and plan.spec.number_format != wanted and FORMATS[wanted].bits < 16:
         model = f"./{origin.rstrip('/').rpartition('/')[2]}-{wanted.upper()}"
         if wanted in FP8_FORMATS and candidate.engine.name != "trtllm":
@@ -45,6 +50,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         machine=plan.machine,
         tp=candidate.tp,
         replicas=candidate.replicas,
+        stages=candidate.stages,
         weight_format=wanted,
         kv_format=candidate.fit.kv_format,
         max_model_len=served_context(plan, candidate),
@@ -137,6 +143,7 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "engine": each.engine.name,
         "tp": each.tp,
         "replicas": each.replicas,
+        "pipeline_stages": each.stages,
         "gpus": each.gpus,
         "gpus_paid": len(each.paid),
         "expert_parallel": each.expert_parallel,

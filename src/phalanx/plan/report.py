@@ -63,6 +63,8 @@ def _show_launch(plan: Plan, best: Candidate, console: Console) -> None:
     if launch.spans_machines:
         ours = launch.engine.name == "phalanx"
         way = f"phalanx cluster recipe {launch.machine.name}" if ours else "--engine vllm --recipe ray"
+        if not launch.one_gpu_machines:
+            way = "phalanx serve --executor ray on a Ray cluster of them; no recipe" if ours else f"{way} or k8s"
         console.print(f"The ranks are on several machines: {way} has the files.")
         return
     print()
@@ -117,7 +119,7 @@ def _ranking(plan: Plan) -> Table:
             _verdict(plan, each),
             each.engine.title,
             each.weight_format,
-            f"{each.tp}{'+EP' if each.expert_parallel else ''} x {each.replicas}",
+            f"{each.degrees} x {each.replicas}",
             f"{each.prediction.ttft.mid * 1e3:,.0f}",
             f"{each.prediction.tpot.mid * 1e3:.1f}",
             f"{each.throughput:,.0f}",
