@@ -42,6 +42,9 @@ def plan(
     agents: Annotated[int, typer.Option(help="Agents with a prefix each.")] = 1,
     electricity: Annotated[float, typer.Option(help="USD a kWh.")] = 0.12,
     years: Annotated[float, typer.Option(help="Years over which a purchase is written off.")] = 4.0,
+    colocation: Annotated[float, typer.Option(help="USD a month for a kW housed and cooled by others.")] = 150.0,
+    staff: Annotated[float, typer.Option(help="USD a month for people, where it is owned.")] = 0.0,
+    residency: Annotated[float, typer.Option(help="USD a month for data that must stay in a country.")] = 0.0,
     calibration: Annotated[Path | None, typer.Option(help="What phalanx doctor --measure saved of it.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Files to start it: shell, compose, systemd, k8s, ray.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
@@ -88,6 +91,9 @@ def plan(
             context=context,
             calibration=calibration,
             network=network,
+            colocation=colocation,
+            staff=staff,
+            residency=residency,
         )
         if model is None:
             tell_what_fits(question, as_json)

@@ -54,6 +54,9 @@ class PlanQuestion:
     context: int | None = None
     calibration: Path | Calibration | None = None
     network: str = ""
+    colocation: float = 150.0
+    staff: float = 0.0
+    residency: float = 0.0
 
 
 def answer(
@@ -113,7 +116,13 @@ def ask(question: PlanQuestion) -> Plan:
         formats=formats,
         kv_format=_kv_format(question.kv_format),
         tps=_degrees(question.tps, len(machine)),
-        tariff=Tariff(question.electricity, years=question.years),
+        tariff=Tariff(
+            question.electricity,
+            years=question.years,
+            colocation=question.colocation,
+            staff=question.staff,
+            residency=question.residency,
+        ),
         context=question.context,
     )
 

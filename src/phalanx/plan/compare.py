@@ -100,7 +100,7 @@ def record(each: Compared) -> dict[str, Any]:
         "usd_per_million_tokens": best.usd_per_million if best else None,
         "usd_per_hour": best.cost.hourly if best else None,
         "purchase_usd": best.cost.purchase if best else None,
-        "power_w": power.limit_w if power else None,
+        "power_w": power.server_w if power else None,
         "meets_slo": bool(plan.feasible),
         "readiness": readiness(plan.machine),
         "good_and_bad": good_and_bad(plan),
@@ -138,7 +138,7 @@ _LINES: tuple[tuple[str, str, Any], ...] = (
 
 
 def what_fits(machine: Machine, context: int, kv_format: str = "bf16") -> list[dict[str, Any]]:
-    """Every model of the catalog that this machine holds, in the first format that fits, and how fast an answer can come:
+    """Every model of the catalog that this machine holds, in the first format that fits, and how fast an answer can be:
     bytes that a token reads over the bandwidth, the data sheet's limit.
     """
     found = []

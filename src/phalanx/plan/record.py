@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.models import catalog
 from phalanx.plan.candidates import Candidate, Plan
+from phalanx.plan.collectives import all_reduces
 from phalanx.plan.engines import GIB
 from phalanx.plan.explain import advice, day, explain, gpus_needed, verdict
 from phalanx.plan.fit import Fit
@@ -29,6 +30,8 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     known = catalog.find(plan.model)
     either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
     ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
+    if known and "/" in plan.model and (known[1] or known[0].spec.number_format) in either:
+        ready = plan.model
     origin = known[0].ids[0] if known else plan.model
     model, note = ready or origin, ""
     prepare: tuple[str, ...] = ()
@@ -92,6 +95,7 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
+        "all_reduces": [vars(each) for each in all_reduces(plan)],
         "power_w": _power_dict(plan),
         "verdict": verdict(plan),
         "day": day(plan) if best else None,
@@ -199,6 +203,9 @@ def _cost_dict(best: Candidate) -> dict[str, Any]:
         "usd_per_hour": {"rent": cost.rent, "reserved": cost.reserved, "owned": cost.owned},
         "purchase_usd": cost.purchase,
         "break_even_utilisation": cost.break_even,
+        "break_even_hours_a_day": cost.break_even_hours,
+        "months_to_pay": cost.months_to_pay,
+        "usd_per_month": cost.monthly(),
         "usd_per_million_tokens": best.usd_per_million,
         "basis": cost.basis,
         "prices_as_of": list(cost.dates),
@@ -210,8 +217,15 @@ def _power_dict(plan: Plan) -> dict[str, Any] | None:
     if power is None:
         return None
     return {
-        "sustained": power.sustained_w,
-        "limit": power.limit_w,
-        "transient": power.transient_w,
+        "gpus": power.gpu_w,
+        "gpus_sustained": power.gpu_sustained_w,
+        "sustained": power.server_sustained_w,
+        "limit": power.server_w,
+        "transient": power.server_transient_w,
+        "facility": power.facility_w,
+        "volts": power.volts,
+        "amperes": power.amperes,
+        "rack_units": power.rack_units,
+        "cooling": power.cooling,
         "hint": power.hint,
     }
