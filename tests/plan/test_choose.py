@@ -49,6 +49,7 @@ def test_what_meets_the_slo_comes_first_and_then_tokens_a_gpu() -> None:
 def test_every_tp_is_tried_with_as_many_replicas_as_the_machine_holds() -> None:
     plan = planned(engines=[ENGINES["phalanx"]], formats=["bf16"], machine="8xH200")
     assert {(each.tp, each.replicas) for each in plan.candidates} == {
+        (1, 8),
         (2, 4),
         (3, 2),
         (4, 2),

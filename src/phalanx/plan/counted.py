@@ -15,7 +15,8 @@ from operator import attrgetter
 
 from phalanx.cost.rules import Rules
 from phalanx.engine.defaults import BLOCK_SIZE
-from phalanx.engine.scheduler import PASSING, kept_free
+from phalanx.engine.passing import Passing
+from phalanx.engine.scheduler import kept_free
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.scheduled import MostSteps, Moves, Room
 from phalanx.spec.workload import Workload
@@ -82,6 +83,7 @@ class CountedBatch:
         self._ending: dict[int, list[_Sequence]] = {}
         self._sampled: list[_Sequence] = []
         self._sums = StepSums()
+        self._passing = Passing()
         self.preemptions = 0
         self.cached_tokens = 0
 
@@ -112,20 +114,22 @@ class CountedBatch:
         last_tokens = [each for each in self._prompts if each.rest == 1]
         budget = self._continue_prompts(self._room.step_tokens - self._decoding, last_tokens)
         if self._admission == "fair":
-            budget -= self._let_pass(budget // PASSING, may_admit=not preempted)
+            budget -= self._let_pass(budget, may_admit=not preempted)
         budget = self._continue_prompts(budget, [each for each in self._prompts if each.rest > 1])
         if not preempted:
             whole = self._admission == "whole"
             self._admit(budget, islice(self._waiting, self._fitting(budget)) if whole else self._waiting)
 
-    def _let_pass(self, part: int, may_admit: bool) -> int:
+    def _let_pass(self, budget: int, may_admit: bool) -> int:
         """Tokens of a step that go to shorter prompts while the first one is long."""
         prompts = sorted((each for each in self._prompts if each.rest > 1), key=_arrival)
         if not prompts or not self._is_long(prompts[0]):
             return 0
+        part = self._passing.part(prompts[0].index, prompts[0].rest, budget)
         left = self._continue_prompts(part, [each for each in prompts if not self._is_long(each)])
         if may_admit:
             left = self._admit(left, [each for each in self._waiting if not self._is_long(each)])
+        self._passing.took(part - left)
         return part - left
 
     def _is_long(self, sequence: _Sequence) -> bool:
