@@ -50,6 +50,10 @@ def serve(
     warm_up: Annotated[
         str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
     ] = "quick",
+    speculate: Annotated[
+        str, typer.Option(help="Guess tokens ahead, with the same answers: off, auto or ngram.")
+    ] = "off",
+    speculate_tokens: Annotated[int, typer.Option(min=1, help="Most guesses a request and step.")] = 8,
     reasoning_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     max_queued_requests: Annotated[int, typer.Option(min=0, help="Beyond max-num-seqs; then 429.")] = 256,
@@ -93,6 +97,8 @@ def serve(
             kv_cache_memory=kv_cache_memory,
             prefix_caching=prefix_caching,
             warm_up=warm_up,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
             executor=executor,
             ranks_per_node=ranks_per_node,
             interface=interface,

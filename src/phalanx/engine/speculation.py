@@ -39,7 +39,7 @@ class SpeculationTotals(msgspec.Struct, array_like=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_by_position: list[int] = msgspec.field(default_factory=list)
+    by_position: list[int] = msgspec.field(default_factory=list)
 
 
 class StepLine:
@@ -90,7 +90,7 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, most: int) -> None:
         self.most = most
-        self.totals = SpeculationTotals(accepted_by_position=[0] * most)
+        self.totals = SpeculationTotals(by_position=[0] * most)
         self._drafter = drafter
         self._line = StepLine()
         self._records: dict[int, _Record] = {}
@@ -134,7 +134,7 @@ class Speculation:
         totals.draft_tokens += drafted
         totals.accepted_tokens += accepted
         for position in range(accepted):
-            totals.accepted_by_position[position] += 1
+            totals.by_position[position] += 1
 
     def observe(self, tokens: int, seconds: float) -> None:
         """What a step without prompts took."""

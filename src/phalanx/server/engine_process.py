@@ -20,6 +20,7 @@ import zmq
 
 from phalanx.engine.core import Engine
 from phalanx.engine.request import Matcher, Request
+from phalanx.engine.speculation import SpeculationTotals
 from phalanx.errors import PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
@@ -271,6 +272,7 @@ class EngineLoop:
             prefix_hits=scheduler.prefix_hits,
             totals=self.engine.totals,
             idle_blocks=scheduler.pool.idle,
+            speculation=scheduler.speculation.totals if scheduler.speculation else SpeculationTotals(),
         )
 
 

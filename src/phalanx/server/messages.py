@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Beat, TokenLogprobs, Totals
 from phalanx.runtime.config import EngineConfig
 
@@ -79,6 +80,7 @@ class Books(msgspec.Struct, array_like=True, frozen=True):
     prefix_hits: int
     totals: Totals
     idle_blocks: int = 0
+    speculation: SpeculationTotals = msgspec.field(default_factory=SpeculationTotals)
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -14,6 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Totals
 from phalanx.server.messages import Books, Stepped
 from phalanx.server.recent import Recent
@@ -62,6 +64,15 @@ class MetricSet:
         self._success = Counter(
             prefix + "request_success", "Answers by how they ended.", [*labels, "finished_reason"], registry=registry
         )
+        self.drafts = counter("spec_decode_num_drafts", "Rows that held drafts.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafts that came true.")
+        self._accepted_at = Counter(
+            prefix + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that came true, by their place in the row.",
+            [*labels, "position"],
+            registry=registry,
+        )
         self._values = values
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_SECONDS)
         self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
@@ -72,6 +83,13 @@ class MetricSet:
         self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
         self.request_output = histogram("request_generation_tokens", "Generated tokens a request.", _TOKENS)
         self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
+
+    def speculated(self, now: SpeculationTotals, last: SpeculationTotals) -> None:
+        self.drafts.inc(now.drafts - last.drafts)
+        self.draft_tokens.inc(now.draft_tokens - last.draft_tokens)
+        self.accepted_tokens.inc(now.accepted_tokens - last.accepted_tokens)
+        for position, (after, before) in enumerate(zip_longest(now.by_position, last.by_position, fillvalue=0)):
+            self._accepted_at.labels(*self._values, str(position)).inc(after - before)
 
     def success(self, reason: str) -> Counter:
         return self._success.labels(*self._values, reason)
@@ -116,6 +134,7 @@ class Metrics:
             each.prefix_queries.inc(books.prefix_queries - last.prefix_queries)
             each.prefix_hits.inc(books.prefix_hits - last.prefix_hits)
             each.generation_tokens.inc(len(report.tokens))
+            each.speculated(books.speculation, last.speculation)
             if steps:
                 each.step_tokens.observe((books.totals.tokens - last.totals.tokens) / steps)
         self._last = books
