@@ -323,12 +323,11 @@ class Reference:
         return bool((scores.amax(-1) - chosen <= LOGIT_NOISE).all())
 
 
-def make_checkpoint(name: str, folder: Path) -> Any:
-    """A tiny model with no inert part: norms, biases and routers are random too, so that a wrong one shows."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The configuration of a family's tiny model, as transformers has it."""
+    from transformers import AutoConfig
 
-    overrides = dict(FAMILIES[name])
+    overrides = FAMILIES[name] | changes
     common = {
         "vocab_size": VOCAB,
         "hidden_size": 144,
@@ -341,7 +340,15 @@ def make_checkpoint(name: str, folder: Path) -> Any:
         "pad_token_id": 0,
         "dtype": "float32",
     }
-    config = AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
+    return AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
+
+
+def make_checkpoint(name: str, folder: Path) -> Any:
+    """A tiny model with no inert part: norms, biases and routers are random too, so that a wrong one shows."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(name)
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
     for key, tensor in model.state_dict().items():

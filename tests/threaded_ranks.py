@@ -16,6 +16,7 @@ from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Output, Scheduler
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.engine.whereabouts import Whereabouts
 from phalanx.fabric.group import Group
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
@@ -83,6 +84,10 @@ class ThreadedRunner:
 
     def collect(self) -> StepResult:
         return self._results.pop(0)
+
+    @property
+    def where(self) -> Whereabouts:
+        return self.ranks[0].where
 
     def beats(self) -> list[Beat]:
         return []

@@ -12,6 +12,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
 
 ALL_REDUCE = 0.002
+HELD_BY_A_REPLICA = 2.0
 
 
 def around(mid: float) -> SimpleNamespace:
@@ -38,6 +39,7 @@ class Predictor:
             requests_tpot=(step,),
             all_reduce_share=(step - reads) / step,
             preemptions=0,
+            is_held=True,
             cached_share=0.0,
         )
 
@@ -46,5 +48,6 @@ class Predictor:
 def predictor(monkeypatch: pytest.MonkeyPatch) -> Predictor:
     """Stands in for the calibrated prediction wherever plans are made."""
     simple = Predictor()
-    monkeypatch.setattr("phalanx.plan.choose.predict", simple)
+    monkeypatch.setattr("phalanx.plan.search.predict", simple)
+    monkeypatch.setattr("phalanx.plan.search.capacity", lambda *told: HELD_BY_A_REPLICA)
     return simple

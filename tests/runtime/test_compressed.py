@@ -63,7 +63,7 @@ def computed(folder: Path, prompt: list[int], chunks: list[int], block_size: int
     rows, start = [], 0
     for step, count in enumerate(chunks, 1):
         new = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
-        plan = StepPlan(step, new, [0], [start], [count], [False], [(0, blocks)] if new else [])
+        plan = StepPlan(step, new, [0], [start], [count], [0], [(0, blocks)] if new else [])
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
             rows.append(runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention)))
@@ -99,8 +99,8 @@ def test_a_short_sequence_decodes_beside_a_long_one(v4: Reference, long_prompt: 
     blocks = [(0, [7]), (1, [0, 1, 2, 3, 4, 5])]
     with torch.inference_mode():
         for plan in (
-            StepPlan(1, admissions, [0, 1], [0, 0], [9, 90], [False, False], blocks),
-            StepPlan(2, [], [0, 1], [9, 90], [1, 1], [True, True], []),
+            StepPlan(1, admissions, [0, 1], [0, 0], [9, 90], [0, 0], blocks),
+            StepPlan(2, [], [0, 1], [9, 90], [1, 1], [1, 1], []),
         ):
             inputs = runner.batch.prepare(plan)
             hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention)
@@ -134,7 +134,7 @@ def test_rows_asked_for_have_the_experts_of_their_own_tokens(
     prompt, rows = hashed.prompts[-1], [3, 0, 56]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams())
     with torch.inference_mode():
-        inputs = runner.batch.prepare(StepPlan(1, [admission], [0], [0], [len(prompt)], [False], [(0, [0, 1, 2, 3])]))
+        inputs = runner.batch.prepare(StepPlan(1, [admission], [0], [0], [len(prompt)], [0], [(0, [0, 1, 2, 3])]))
         hidden = model(inputs.tokens, inputs.positions, inputs.attention, torch.tensor(rows))
         torch.testing.assert_close(model.scores(hidden), hashed.logits[rows], atol=CLOSE, rtol=0)
     sums = [(len(prompt), model.place.spec.hidden)] * 6 + [(len(rows), model.place.spec.hidden)] * 2

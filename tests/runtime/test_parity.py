@@ -48,7 +48,7 @@ def test_logits_are_those_of_transformers(reference: Reference, chunks: list[int
         admissions = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
         blocks = [(0, list(range(10, 20)))] if start == 0 else []
         windows = window_blocks(runner) if start == 0 else []
-        plan = StepPlan(step, admissions, [0], [start], [count], [False], blocks, window_blocks=windows)
+        plan = StepPlan(step, admissions, [0], [start], [count], [0], blocks, window_blocks=windows)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
             rows.append(runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention)))
@@ -62,7 +62,7 @@ def test_rows_asked_for_are_computed_as_among_all_rows(some_reference: Reference
     runner, prompt = lone_runner(some_reference), some_reference.prompts[-1]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams())
     windows = window_blocks(runner)
-    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [False], [(0, list(range(10)))], window_blocks=windows)
+    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [0], [(0, list(range(10)))], window_blocks=windows)
     with torch.inference_mode():
         inputs = runner.batch.prepare(plan)
         hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention, torch.tensor(rows))
@@ -212,7 +212,7 @@ def test_parity_would_notice_a_wrong_constant(reference: Reference) -> None:
     prompt = reference.prompts[-1]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams())
     windows = [(0, group, [*range(20 + 10 * group, 30 + 10 * group)]) for group in range(4)]
-    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [False], [(0, [*range(10)])], window_blocks=windows)
+    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [0], [(0, [*range(10)])], window_blocks=windows)
     checkpoint = Checkpoint(reference.folder)
     for name, spec in wrong_models(checkpoint.spec):
         checkpoint.spec = spec

@@ -98,7 +98,9 @@ def test_an_engine_that_hangs_is_ended_and_the_rank_is_named(tiny_chat: Path, tm
         server.rank(1).send_signal(signal.SIGSTOP)
         assert "error" in json.loads(events.result(60)[-2])
         assert server.process.wait(60) == 1
-        assert "rank_stuck: Rank 1 gave no sign of life" in server.text.strip().splitlines()[-1]
+        last = server.text[server.text.rindex("rank_stuck: ") :]
+        assert re.match(r"rank_stuck: Rank 1 gave no sign of life .* Rank 1 is stopped: step .* Rank 0 waits: ", last)
+        assert re.search(r"Stacks of rank 1:\n(.*\n)*.* in _serve", last)
 
 
 def test_a_dead_engine_is_started_again_as_often_as_allowed(tiny_chat: Path, tmp_path: Path) -> None:
@@ -180,14 +182,19 @@ def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(las
         (events,) = streaming(lasting, pool)
         rank = lasting.rank(1)
         rank.send_signal(signal.SIGSTOP)
-        assert eventually(lambda: lasting.health().status_code == 503)
-        ranks = {each["rank"]: each for each in lasting.health().json()["ranks"]}
-        assert ranks[1]["stuck"]
-        assert ranks[1]["beat_age_s"] > 5
+        ready = lambda: httpx.get(lasting.url + "/ready", timeout=60)  # noqa: E731
+        assert eventually(lambda: ready().status_code == 503 and "hang" in lasting.health().json())
+        assert ready().json() == {"status": "stuck"}
+        health = lasting.health()
+        ranks = {each["rank"]: each for each in health.json()["ranks"]}
+        assert (health.status_code, ranks[1]["stuck"], ranks[0]["stuck"]) == (503, True, False)
+        hang = health.json()["hang"]
+        assert (hang["code"], hang["ranks"]) == ("rank_stopped", [1])
+        assert hang["found"] in lasting.text
         rank.send_signal(signal.SIGCONT)
-        assert eventually(lambda: lasting.health().status_code == 200)
+        assert eventually(lambda: lasting.health().status_code == 200 and ready().status_code == 200)
         assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
-    assert eventually(lambda: books_balance(lasting))
+        assert eventually(lambda: books_balance(lasting))
 
 
 def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from phalanx.errors import ConfigError
 from phalanx.models import catalog
-from phalanx.plan.choose import Plan, choose
+from phalanx.plan.candidates import Plan
+from phalanx.plan.choose import choose
 from phalanx.plan.engines import ENGINES, engine
 from phalanx.plan.price import Tariff
 from phalanx.plan.recipes import recipe as make_recipe

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
+from phalanx.plan.candidates import ANY_SPEED, Candidate, Excluded, Plan
 from phalanx.plan.engines import GIB, MIB
-from phalanx.plan.explain import advice, explain, gpus_needed, nearest, verdict
+from phalanx.plan.explain import advice, day, explain, gpus_needed, nearest, verdict
 from phalanx.plan.measured import calibration_lines
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import command, wrapped
-from phalanx.plan.record import TAIL, launch_of
+from phalanx.plan.record import SHARES, launch_of
 
 _SHOWN = 8
 _EXCLUDED_SHOWN = 6
@@ -31,6 +31,8 @@ def show(plan: Plan, console: Console, in_full: bool = False) -> None:
     if best is not None:
         _show_launch(plan, best, console)
         console.print(_ranking(plan))
+        console.print(_percentiles(best))
+        console.print(day(plan), highlight=False)
     if in_full:
         _show_all(plan, console)
     elif best is None:
@@ -127,10 +129,24 @@ def _ranking(plan: Plan) -> Table:
     return table
 
 
+def _percentiles(best: Candidate) -> Table:
+    table = Table("", "mean", *(f"p{100 * share:g}" for share in SHARES), box=None, padding=(0, 2, 0, 0))
+    prediction = best.prediction
+    for name, mean, seen, digits in (
+        ("TTFT ms", prediction.ttft.mid, prediction.requests_ttft, 0),
+        ("TPOT ms", prediction.tpot.mid, prediction.requests_tpot, 1),
+    ):
+        values = (mean, *(percentile(seen, share) for share in SHARES))
+        table.add_row(name, *(f"{value * 1e3:,.{digits}f}" for value in values))
+    return table
+
+
 def _verdict(plan: Plan, candidate: Candidate) -> str:
+    if not candidate.is_held:
+        return "[red]less[/]"
     if plan.slo == ANY_SPEED:
         return "-"
-    return "[green]ok[/]" if plan.slo.excess(candidate.prediction) <= 1 else "[red]slow[/]"
+    return "[green]ok[/]" if plan.meets(candidate) else "[red]slow[/]"
 
 
 def _interval(interval: Interval, scale: float, digits: int) -> str:
@@ -153,8 +169,11 @@ def _side_by_side(plan: Plan) -> Table:
         table.add_column(f"{each.tp} x {each.replicas}", justify="right", no_wrap=True)
     predictions = [each.prediction for each in shown]
     table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
-    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, TAIL) * 1e3:,.0f}" for each in predictions))
     table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
+    for share in SHARES:
+        label = f"p{100 * share:g}"
+        table.add_row(f"TTFT {label}", *(f"{percentile(each.requests_ttft, share) * 1e3:,.0f}" for each in predictions))
+        table.add_row(f"TPOT {label}", *(f"{percentile(each.requests_tpot, share) * 1e3:,.1f}" for each in predictions))
     table.add_row("tok/s", *(_interval(each.prediction.throughput, each.copies, 0) for each in shown))
     table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
     table.add_row("scaling", *(f"{plan.scaling(each):.0%}" for each in shown))
