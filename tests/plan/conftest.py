@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cost.price import StepCost
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -38,6 +39,7 @@ class Predictor:
             requests_ttft=(0.001, 0.002 * workload.concurrency),
             requests_tpot=(step,),
             all_reduce_share=(step - reads) / step,
+            step=StepCost(reads, 0.0, 0.0, step - reads, 0.0),
             preemptions=0,
             is_held=True,
             cached_share=0.0,

@@ -23,13 +23,16 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to deploy: `replicas` engines of `tp` GPUs each. Fit, prediction and workload are of one replica: on unlike
-    GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, those that stay idle included;
+    """A way to deploy: `replicas` engines of `tp` GPUs each, times the `stages` of a pipeline over boxes.
+
+    Fit, prediction and workload are of one replica (of a pipeline, of one of the parts that are under way in it): on
+    unlike GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, with those that stay idle;
     `copies` how many times the predicted replica's traffic is served: with fewer clients than replicas, some idle. For
     arrivals at a rate, all replicas together hold `capacity` a second; where that is less than was asked for, the
     prediction is for as many as they hold.
     """
 
+    spec: ModelSpec
     engine: EngineTraits
     tp: int
     replicas: int
@@ -43,11 +46,13 @@ class Candidate:
     copies: float
     capacity: float | None = None
     is_held: bool = True
+    stages: int = 1
 
     @property
     def sequences(self) -> int:
         """The most of one replica that run at once: what the plan counted on, and what the engine is started with."""
-        return Room.of(self.workload, profile(self.engine.name).rules, self.fit.kv_tokens).sequences
+        room = Room.of(self.workload, profile(self.engine.name).rules, self.fit.kv_tokens // self.stages)
+        return room.sequences * self.stages
 
     @property
     def requests_per_s(self) -> float:
@@ -60,7 +65,7 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.replicas
+        return self.tp * self.replicas * self.stages
 
     @property
     def weight_format(self) -> str:
@@ -81,8 +86,12 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        experts = "+EP" if self.expert_parallel else ""
-        return f"{self.engine.title} {self.weight_format} TP={self.tp}{experts} x {self.replicas}"
+        return f"{self.engine.title} {self.weight_format} TP={self.degrees} x {self.replicas}"
+
+    @property
+    def degrees(self) -> str:
+        """TP, and how else a replica is split."""
+        return f"{self.tp}{'+EP' if self.expert_parallel else ''}{f' PP={self.stages}' if self.stages > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class Plan:
         best, rate = self.best, self.workload.rate
         if best is None or best.capacity is None or rate is None:
             return None
-        whole = best.capacity / best.replicas * (len(self.machine) // best.tp)
+        whole = best.capacity / best.replicas * self.machine.most_replicas(best.tp * best.stages)
         return ceil(rate / whole)
 
     @property
@@ -140,7 +149,7 @@ class Plan:
         """The winner's engine and format at every TP degree, smallest first: of each the best number of replicas."""
         by_tp: dict[int, Candidate] = {}
         for each in self.candidates:
-            if each.engine is self.candidates[0].engine and each.weight_format == self.candidates[0].weight_format:
+            if each.stages == 1 and (each.engine, each.weight_format) == _kind(self.candidates[0]):
                 by_tp.setdefault(each.tp, each)
         return tuple(by_tp[tp] for tp in sorted(by_tp))
 
@@ -151,3 +160,7 @@ class Plan:
     @property
     def power(self) -> Power | None:
         return power(self.best.paid) if self.best else None
+
+
+def _kind(candidate: Candidate) -> tuple[EngineTraits, str]:
+    return candidate.engine, candidate.weight_format

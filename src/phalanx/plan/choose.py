@@ -45,7 +45,11 @@ def choose(
             f"Ask for at most {spec.max_positions:,}, or for a model with a longer context.",
         )
     search = Search(spec, machine, workload, kv_format, tariff, longest)
-    degrees = tps or range(1, min(len(machine), MOST_RANKS) + 1)
+    degrees = tps or [
+        tp
+        for tp in range(1, min(len(machine), MOST_RANKS) + 1)
+        if tp <= (machine.per_box or tp) or tp % machine.per_box == 0
+    ]
 
     def consider(formats: Sequence[str]) -> list[Candidate | Excluded]:
         if workload.is_endless:

@@ -54,6 +54,7 @@ class EngineTraits:
     deals_unevenly: bool = False
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
+    has_pipelines: bool = False
     trims_windows: bool = True
     block_tokens: int = 16
 
@@ -102,6 +103,7 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
+            has_pipelines=True,
         ),
         EngineTraits(
             "sglang",
@@ -112,10 +114,19 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
+            has_pipelines=True,
             block_tokens=1,
         ),
         EngineTraits(
-            "trtllm", "TensorRT-LLM", "1.2", "share_of_free", 0.9, _QUANTISED, expert_parallel=True, block_tokens=32
+            "trtllm",
+            "TensorRT-LLM",
+            "1.2",
+            "share_of_free",
+            0.9,
+            _QUANTISED,
+            expert_parallel=True,
+            has_pipelines=True,
+            block_tokens=32,
         ),
     )
 }

@@ -39,9 +39,10 @@ def verdict(plan: Plan) -> str:
     money = "" if price is None else f", {price:,.2f} $ a million tokens"
     met = "" if plan.feasible else ", but misses the SLO"
     return (
-        f"{plan.model} fits {plan.machine.name}{met}: run {best.engine.title} in {best.weight_format} at TP={best.tp} "
-        f"x {best.replicas} for about {best.throughput:,.0f} tokens/s (TTFT {found.ttft.mid * 1e3:,.0f} ms, TPOT "
-        f"{found.tpot.mid * 1e3:.1f} ms, 90 % within {found.tpot.low * 1e3:.1f}-{found.tpot.high * 1e3:.1f}){money}."
+        f"{plan.model} fits {plan.machine.name}{met}: run {best.engine.title} in {best.weight_format} at TP="
+        f"{best.degrees} x {best.replicas} for about {best.throughput:,.0f} tokens/s (TTFT "
+        f"{found.ttft.mid * 1e3:,.0f} ms, TPOT {found.tpot.mid * 1e3:.1f} ms, 90 % within "
+        f"{found.tpot.low * 1e3:.1f}-{found.tpot.high * 1e3:.1f}){money}."
     )
 
 
@@ -50,7 +51,7 @@ def _cannot_hold(plan: Plan, best: Candidate) -> str:
     needed = plan.machines_needed
     return (
         f"{plan.model} on {plan.machine.name} cannot hold {plan.workload.rate:g} requests/s: the most is "
-        f"{best.capacity:.3g} requests/s, by {best.engine.title} in {best.weight_format} at TP={best.tp} x "
+        f"{best.capacity:.3g} requests/s, by {best.engine.title} in {best.weight_format} at TP={best.degrees} x "
         f"{best.replicas}; {needed} such machine{'s' if needed != 1 else ''} would hold it."
     )
 
@@ -129,10 +130,10 @@ def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
         if share.trace or (share.rate is None and share.concurrency == 1):
             return None
         share = _halved(share)
-        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel, Watch(2))) > 1:
+        if plan.slo.excess(predict_replica(best, share, Watch(2))) > 1:
             continue
         if share.rate is not None:
-            return f"lower the rate to {share.rate * best.replicas:g} requests/s (this plan: {plan.workload.rate:g})."
+            return f"lower the rate to {share.rate * best.copies:g} requests/s (this plan: {plan.workload.rate:g})."
         concurrency = share.concurrency * best.replicas
         return f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency})."
     return None

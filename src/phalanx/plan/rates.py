@@ -22,7 +22,7 @@ _ENOUGH = 6
 _MOST_GLANCES = 12
 _MOST_LOOKS = 3
 
-Key = tuple[str, str, int, int]
+Key = tuple[str, str, int, int, int]
 
 
 def hold(
@@ -66,9 +66,8 @@ def _fewest(search: Search, full: Loaded, most: float) -> list[tuple[Loaded, flo
 
 
 def _with_replicas(search: Search, loaded: Loaded, replicas: int) -> Loaded:
-    found = search.load(
-        loaded.engine, loaded.fit.weight_format, loaded.tp, replicas, expert_parallel=loaded.expert_parallel
-    )
+    split = loaded.expert_parallel, loaded.stages
+    found = search.load(loaded.engine, loaded.fit.weight_format, loaded.tp, replicas, *split)
     assert isinstance(found, Loaded), "fewer replicas need no more room"
     return found
 
@@ -109,14 +108,14 @@ def _look(search: Search, found: dict[Key, tuple[Loaded, Candidate]], slo: Slo) 
 
 
 def _half_as_many_more(search: Search, loaded: Loaded) -> Loaded | None:
-    most = len(search.machine) // loaded.tp
+    most = search.machine.most_replicas(loaded.tp * loaded.stages)
     if loaded.replicas == most:
         return None
     return _with_replicas(search, loaded, min(most, ceil(1.5 * loaded.replicas)))
 
 
 def _key(loaded: Loaded) -> Key:
-    return loaded.engine.name, loaded.fit.weight_format, loaded.tp, loaded.replicas
+    return loaded.engine.name, loaded.fit.weight_format, loaded.tp, loaded.stages, loaded.replicas
 
 
 def _deployed(search: Search, loaded: Loaded, capacity: float, watch: Watch) -> Candidate:
@@ -126,7 +125,7 @@ def _deployed(search: Search, loaded: Loaded, capacity: float, watch: Watch) -> 
 
 def _at_most(search: Search, loaded: Loaded, capacity: float) -> Candidate:
     """At the rate that it can hold, which is not the one that was asked for."""
-    share = dataclasses.replace(loaded.share, rate=capacity / loaded.replicas)
+    share = dataclasses.replace(loaded.share, rate=capacity / loaded.replicas / loaded.stages)
     candidate = search.deploy(dataclasses.replace(loaded, share=share), Watch(_GLANCE))
     return dataclasses.replace(candidate, capacity=capacity, is_held=False)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.models import catalog
 from phalanx.plan.candidates import Candidate, Plan
+from phalanx.plan.collectives import all_reduces
 from phalanx.plan.engines import GIB
 from phalanx.plan.explain import advice, day, explain, gpus_needed, verdict
 from phalanx.plan.fit import Fit
@@ -29,9 +30,16 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     known = catalog.find(plan.model)
     either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
     ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
+    if known and "/" in plan.model and (known[1] or known[0].spec.number_format) in either:
+        ready = plan.model
     origin = known[0].ids[0] if known else plan.model
     model, note = ready or origin, ""
     prepare: tuple[str, ...] = ()
+    if candidate.expert_parallel and not ours and plan.machine.smallest.unified_memory:
+        note = (
+            f"FP8 blocks do not divide by TP={candidate.tp}: vLLM would need --enable-expert-parallel, which fails on "
+            "DGX Spark. Use a checkpoint in AWQ or NVFP4, or another TP."
+        )
     if ready is None and plan.spec.number_format != wanted and FORMATS[wanted].bits < 16:
         model = f"./{origin.rstrip('/').rpartition('/')[2]}-{wanted.upper()}"
         if wanted in FP8_FORMATS and candidate.engine.name != "trtllm":
@@ -45,6 +53,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         machine=plan.machine,
         tp=candidate.tp,
         replicas=candidate.replicas,
+        stages=candidate.stages,
         weight_format=wanted,
         kv_format=candidate.fit.kv_format,
         max_model_len=served_context(plan, candidate),
@@ -86,6 +95,7 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
+        "all_reduces": [vars(each) for each in all_reduces(plan)],
         "power_w": _power_dict(plan),
         "verdict": verdict(plan),
         "day": day(plan) if best else None,
@@ -137,6 +147,7 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "engine": each.engine.name,
         "tp": each.tp,
         "replicas": each.replicas,
+        "pipeline_stages": each.stages,
         "gpus": each.gpus,
         "gpus_paid": len(each.paid),
         "expert_parallel": each.expert_parallel,
@@ -192,6 +203,9 @@ def _cost_dict(best: Candidate) -> dict[str, Any]:
         "usd_per_hour": {"rent": cost.rent, "reserved": cost.reserved, "owned": cost.owned},
         "purchase_usd": cost.purchase,
         "break_even_utilisation": cost.break_even,
+        "break_even_hours_a_day": cost.break_even_hours,
+        "months_to_pay": cost.months_to_pay,
+        "usd_per_month": cost.monthly(),
         "usd_per_million_tokens": best.usd_per_million,
         "basis": cost.basis,
         "prices_as_of": list(cost.dates),
@@ -203,8 +217,15 @@ def _power_dict(plan: Plan) -> dict[str, Any] | None:
     if power is None:
         return None
     return {
-        "sustained": power.sustained_w,
-        "limit": power.limit_w,
-        "transient": power.transient_w,
+        "gpus": power.gpu_w,
+        "gpus_sustained": power.gpu_sustained_w,
+        "sustained": power.server_sustained_w,
+        "limit": power.server_w,
+        "transient": power.server_transient_w,
+        "facility": power.facility_w,
+        "volts": power.volts,
+        "amperes": power.amperes,
+        "rack_units": power.rack_units,
+        "cooling": power.cooling,
         "hint": power.hint,
     }

@@ -24,6 +24,7 @@ class Loaded:
     `share` is the traffic of one.
     """
 
+    spec: ModelSpec
     engine: EngineTraits
     tp: int
     replicas: int
@@ -31,19 +32,20 @@ class Loaded:
     fit: Fit
     share: Workload
     group: Machine
+    stages: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.replicas
+        return self.tp * self.replicas * self.stages
 
     @property
     def capacity(self) -> float:
         """Requests a second that all replicas hold."""
-        held = self.fit
-        experts = self.tp if self.expert_parallel else 1
+        held, experts = self.fit, self.tp if self.expert_parallel else 1
         formats = held.weight_format, held.kv_format
-        one = capacity(held.spec, self.group, self.tp, self.engine.name, self.share, *formats, experts, held.kv_tokens)
-        return one * self.replicas
+        room = held.kv_tokens // self.stages
+        one = capacity(self.spec, self.group, self.tp, self.engine.name, self.share, *formats, experts, room)
+        return one * self.replicas * self.stages
 
 
 @dataclass(frozen=True)
@@ -90,22 +92,37 @@ class Search:
             found = "; ".join(loads.problems) + "."
             yield Excluded(engine.name, tp, weight_format, "illegal_shape", found, loads.fix)
             return
-        for replicas in _replica_counts(len(self.machine) // tp, self.workload):
-            outcome = self.load(engine, weight_format, tp, replicas, loads.expert_parallel)
-            yield outcome
-            if isinstance(outcome, Excluded):
-                return
+        for stages in self._stages(engine, tp):
+            for replicas in _replica_counts(self.machine.most_replicas(tp * stages), self.workload):
+                outcome = self.load(engine, weight_format, tp, replicas, loads.expert_parallel, stages)
+                yield outcome
+                if isinstance(outcome, Excluded):
+                    break
+
+    def _stages(self, engine: EngineTraits, tp: int) -> list[int]:
+        """Boxes that may share the layers of a model: where TP fills a box, and the engine can."""
+        if self.machine.boxes == 1 or tp != self.machine.per_box or not engine.has_pipelines:
+            return [1] if self.machine.most_replicas(tp) else []
+        return [stages for stages in range(1, self.machine.boxes + 1) if self.machine.boxes % stages == 0]
 
     def load(
-        self, engine: EngineTraits, weight_format: str, tp: int, replicas: int, expert_parallel: bool
+        self,
+        engine: EngineTraits,
+        weight_format: str,
+        tp: int,
+        replicas: int,
+        expert_parallel: bool,
+        stages: int = 1,
     ) -> Loaded | Excluded:
-        """The fit of so many replicas, or what it lacks."""
-        share = per_replica(self.workload, replicas)
-        groups = [self.machine.part(rank, tp) for rank in range(0, tp * replicas, tp)]
+        """The fit of so many replicas, or what it lacks. Of a pipeline, the fit is of its largest stage, and each batch
+        runs through it in as many parts as there are stages.
+        """
+        share = per_replica(self.workload, replicas * stages)
+        groups = self.machine.groups(tp, replicas * stages)
         smallest = min(groups, key=lambda group: group.smallest.memory_bytes)
         slowest = min(groups, key=lambda group: min(gpu.bandwidth for gpu in group.gpus))
         fitted = fit(
-            self.spec,
+            _stage(self.spec, stages),
             smallest,
             tp,
             engine,
@@ -117,14 +134,15 @@ class Search:
         problem = _no_room(fitted, self.context)
         if problem is not None:
             return problem
-        return Loaded(engine, tp, replicas, expert_parallel, fitted, share, slowest)
+        return Loaded(self.spec, engine, tp, replicas, expert_parallel, fitted, share, slowest, stages)
 
     def deploy(self, loaded: Loaded, watch: Watch | None = None) -> Candidate:
         """What it delivers and costs. `watch`: how long to look at arrivals without end."""
         share, replicas = loaded.share, loaded.replicas
-        prediction = predict_replica(loaded.fit, loaded.group, share, loaded.expert_parallel, watch)
+        prediction = predict_replica(loaded, share, watch)
         paid = self.machine if self.workload.is_closed_loop else self.machine.take(loaded.gpus)
         return Candidate(
+            spec=self.spec,
             engine=loaded.engine,
             tp=loaded.tp,
             replicas=replicas,
@@ -135,26 +153,37 @@ class Search:
             group=loaded.group,
             paid=paid,
             cost=cost(paid, self.tariff),
-            copies=self.workload.concurrency / share.concurrency if self.workload.is_closed_loop else replicas,
+            copies=self.workload.concurrency / share.concurrency
+            if self.workload.is_closed_loop
+            else replicas * loaded.stages,
+            stages=loaded.stages,
         )
 
 
-def predict_replica(
-    fitted: Fit, group: Machine, share: Workload, expert_parallel: bool, watch: Watch | None = None
-) -> Prediction:
-    """What one replica does with its share of the traffic."""
+def predict_replica(deployed: Loaded | Candidate, share: Workload, watch: Watch | None = None) -> Prediction:
+    """What one replica does with this traffic; of a pipeline, what it does with one of the parts that are under way in
+    it at a time. A part that has passed every stage has passed all layers, as if alone on the GPUs of a stage.
+    """
+    fitted = deployed.fit
     return predict(
-        fitted.spec,
-        group,
-        fitted.layout.tp,
-        engine=fitted.engine.name,
+        deployed.spec,
+        deployed.group,
+        deployed.tp,
+        engine=deployed.engine.name,
         workload=share,
         weights=fitted.weight_format,
         kv=fitted.kv_format,
-        ep=fitted.layout.tp if expert_parallel else 1,
-        kv_tokens=fitted.kv_tokens,
+        ep=deployed.tp if deployed.expert_parallel else 1,
+        kv_tokens=fitted.kv_tokens // deployed.stages,
         watch=watch,
     )
+
+
+def _stage(spec: ModelSpec, stages: int) -> ModelSpec:
+    """Its last layers, which are no smaller than its first, with both ends of the model: the most that a box holds."""
+    if stages == 1:
+        return spec
+    return dataclasses.replace(spec, layers=spec.layers[len(spec.layers) - -(-len(spec.layers) // stages) :])
 
 
 def _replica_counts(most: int, workload: Workload) -> list[int]:
