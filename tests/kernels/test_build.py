@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 def test_kernels_are_built_by_several_threads_and_none_is_launched(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     built = subprocess.run(

@@ -99,6 +99,7 @@ def test_parameters_are_looked_up_by_slot() -> None:
     [(1024, 700, torch.float32, KINDS), (16, 333, torch.bfloat16, [KINDS[2], KINDS[3], KINDS[4], KINDS[6]])],
     ids=["room for all candidates", "room for few"],
 )
+@pytest.mark.slow
 def test_the_kernels_draw_what_the_definition_draws(
     tmp_path: Path, room: int, width: int, dtype: torch.dtype, kinds: list[Asked]
 ) -> None:

@@ -50,6 +50,7 @@ def test_attention_over_tiles_is_that_over_whole_prompts(window: int | None) -> 
     torch.testing.assert_close(paged_attention(qkv, heads, cache, cut, masks, Sight(window), 0.25), wanted)
 
 
+@pytest.mark.slow
 def test_the_kernels_attend_as_defined() -> None:
     """In Triton's interpreter; on a GPU `test_gpu.py` says more."""
     pytest.importorskip("triton")

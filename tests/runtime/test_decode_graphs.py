@@ -25,6 +25,7 @@ def test_sizes_end_with_the_largest_batch() -> None:
     assert graph_sizes(40) == [1, 2, 4, 8, 16, 32, 40]
 
 
+@pytest.mark.slow
 def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
     captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

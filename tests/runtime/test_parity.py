@@ -112,7 +112,8 @@ def test_answers_without_a_prefix_cache_and_alone_are_the_same(reference: Refere
     engine.close()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("tp", [2, 3])
 def test_processes_give_the_tokens_of_transformers(some_reference: Reference, tp: int) -> None:
     tight = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
     with LLM(some_reference.folder, tp=tp, progress=False, **tight) as llm:

@@ -177,6 +177,7 @@ def padded(captured: Reference, monkeypatch: pytest.MonkeyPatch, **options: obje
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_padded_steps_give_the_tokens_of_transformers(captured: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under pressure: prompts cut into chunks, cached prefixes, preemption, decodes beside them."""
     with padded(captured, monkeypatch, **TIGHT) as llm:
