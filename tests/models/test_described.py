@@ -133,21 +133,6 @@ def test_a_flagship_has_the_weights_transformers_builds(name: str) -> None:
     assert entry.spec.parameters == stored_elements(dict(entry.config))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
-def test_ranks_hold_every_split_weight_once_and_all_others_each(family: Config, tp: int) -> None:
-    spec = describe(TINY | family)
-    layout = Layout(spec, tp)
-    for tensor in spec.stacked_tensors:
-        held = sum(layout.shape(tensor, rank)[tensor.axis] for rank in range(tp))
-        size = tensor.shape[tensor.axis]
-        copies = tp if tensor.split is None else max(tp, spec.kv_heads) // spec.kv_heads if tensor.split == "kv" else 1
-        if tensor.split == "kv" and tp > spec.kv_heads:
-            assert held == tp * size // spec.kv_heads
-        else:
-            assert held == size * copies
-
-
 @pytest.mark.parametrize(
     ("name", "growing", "kinds"),
     [

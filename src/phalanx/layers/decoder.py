@@ -8,6 +8,7 @@ from math import prod
 
 from torch import Tensor
 
+from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
 from phalanx.layers.ffn import build_ffn
@@ -37,6 +38,8 @@ class DecoderLayer:
         self.around_ffn = around("ffn", layer.norms.before_ffn, layer.norms.after_ffn)
         self.ffn = build_ffn(place, layer.ffn, prefix)
         self.record = layer
+        self.number = number
+        self.group = place.group
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -49,10 +52,13 @@ class DecoderLayer:
 
     def __call__(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> None:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
+        where = self.group.where
+        where.at(2 * self.number)
         mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
         stream.take_rows(rows)
         step.rows = rows
         self.around_mixer.leave(mixed, stream)
+        where.at(2 * self.number + 1)
         self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
 
 
@@ -143,6 +149,7 @@ class Decoder:
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
+        self.place.group.where.at(EMBEDDING)
         step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
@@ -152,4 +159,5 @@ class Decoder:
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
+        self.place.group.where.at(HEAD)
         return self.head(self.norm(hidden))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from typing import Any, Protocol
 
 import msgspec
@@ -13,11 +11,25 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 
+from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
-from phalanx.server.incoming import client_of, json_body, while_connected
-from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.fields import Body
+from phalanx.server.incoming import client_of, json_body, request_id, while_connected
+from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
+from phalanx.server.supervisor import condition
 from phalanx.version import __version__
+
+_BODIES: tuple[type[Body], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountRequest,
+    ResponsesRequest,
+)
 
 
 class Cockpit(Protocol):
@@ -32,6 +44,7 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     _add_openai_routes(app, service)
+    _add_agent_routes(app, service)
     _add_operator_routes(app, service)
     if cockpit is not None:
         cockpit.mount(app)
@@ -49,7 +62,7 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop("422", None)
             operation["responses"]["4XX"] = {"description": "The request cannot be served.", "content": body}
     _, bodies = models_json_schema(
-        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in _BODIES],
         ref_template="#/components/schemas/{model}",
     )
     schema["components"] = {"schemas": bodies["$defs"]}
@@ -59,48 +72,79 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        asked = service.chat(await json_body(request), client_of(request), _headers(request))
+        asked = service.chat(await json_body(request), client_of(request), request_id(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        asked = service.complete(await json_body(request), client_of(request), _headers(request))
+        asked = service.complete(await json_body(request), client_of(request), request_id(request))
         return await while_connected(request, asked)
 
     created = int(time.time())
 
-    def model() -> dict[str, Any]:
+    def model(name: str) -> dict[str, Any]:
         started = service.supervisor.client.started
-        length = started.max_model_len if started else None
         return {
-            "id": service.name,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "phalanx",
-            "max_model_len": length,
+            "root": service.name,
+            "max_model_len": started.max_model_len if started else None,
+            "tools": None if service.tool_parser is None else "words" if service.tools_in_words else "template",
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return model()
+        return model(name)
 
     @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        asked = service.tokenize(await json_body(request), client_of(request))
-        tokens = await while_connected(request, asked)
+        asked = service.tokenize("tokenize", await json_body(request), client_of(request))
+        found = await while_connected(request, asked)
         started = service.supervisor.client.started
         length = started.max_model_len if started else None
-        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        words = {"token_strs": found.words} if found.words is not None else {}
+        return _json({"count": len(found.tokens), "max_model_len": length, "tokens": found.tokens, **words})
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         asked = service.detokenize(await json_body(request), client_of(request))
         return _json({"prompt": await while_connected(request, asked)})
+
+
+def _add_agent_routes(app: FastAPI, service: Service) -> None:
+    """Anthropic's messages and OpenAI's responses."""
+
+    @app.post("/v1/messages", openapi_extra=_takes(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        asked = service.message(await json_body(request), client_of(request), request_id(request))
+        return await while_connected(request, asked)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_takes(CountRequest))
+    async def count_tokens(request: Request) -> Response:
+        asked = service.tokenize("message_tokens", await json_body(request), client_of(request))
+        return _json({"input_tokens": len((await while_connected(request, asked)).tokens)})
+
+    @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        asked = service.respond(await json_body(request), client_of(request), request_id(request))
+        return await while_connected(request, asked)
+
+    @app.get("/v1/responses/{id}")
+    async def kept_response(id: str, request: Request) -> Response:
+        return Response(service.response(id, client_of(request)).response, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}")
+    async def forget_response(id: str, request: Request) -> dict[str, Any]:
+        service.response(id, client_of(request))
+        service.responses.delete(client_of(request), id)
+        return {"id": id, "object": "response", "deleted": True}
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
@@ -122,29 +166,33 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        state: dict[str, Any] = {"status": supervisor.state}
+        ranks = supervisor.client.ranks()
+        state: dict[str, Any] = {"status": condition(supervisor.state, ranks)}
+        if any(rank.silent for rank in ranks) and supervisor.state == "ready":
+            state["status"] = "stuck"
         loading = supervisor.client.loading
         if supervisor.state == "starting" and loading is not None:
             state["loaded"] = round(loading.done / max(loading.total, 1), 3)
-        return JSONResponse(state, 200 if supervisor.state == "ready" else 503)
+        return JSONResponse(state, 200 if state["status"] == "ready" else 503)
 
     @app.get("/health")
     async def health() -> Response:
         client = supervisor.client
         ranks = client.ranks()
-        well = supervisor.state in ("ready", "draining") and not any(rank.stuck for rank in ranks)
-        status = supervisor.state if well or supervisor.state not in ("ready", "draining") else "stuck"
+        status = condition(supervisor.state, ranks)
         body: dict[str, Any] = {
             "status": status,
             "requests": client.live,
             "ranks": [vars(rank) for rank in ranks],
         }
+        if client.hang is not None:
+            body["hang"] = msgspec.to_builtins(client.hang) | {"fix": client.hang.fix}
         if supervisor.last_death is not None:
             body["last_death"] = supervisor.last_death.to_dict()
         if client.started is not None:
             free = client.books.free_blocks if client.books else client.started.num_blocks
             body["kv_blocks"] = {"total": client.started.num_blocks, "free": free}
-        return JSONResponse(body, 200 if well else 503)
+        return JSONResponse(body, 200 if status in ("ready", "draining") else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -153,9 +201,3 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
-
-
-def _headers(request: Request) -> dict[str, str]:
-    """Of the answer: the client's own request id or a new one."""
-    given = request.headers.get("x-request-id", "")
-    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}
