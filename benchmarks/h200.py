@@ -33,6 +33,9 @@ CASES = {
     "llama-3.1-8b-fp8": ALL,
     "qwen3-30b-a3b-fp8": ALL,
     "llama-3.3-70b-tp4-shard": ALL[:2],
+    "llama-3.3-70b-awq": ALL[:3],
+    "gpt-oss-20b": ALL[:3],
+    "gpt-oss-120b": ALL[:3],
 }
 
 
@@ -210,6 +213,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.4 * len(names), 3.4), constrained_layout=True)
     for axis, name in zip(axes, names, strict=True):
         rows = [line for line in lines if line.get("case") == name and not ("prompts" in line and name == names[0])]
+        rows = [line for line in rows if (line["model"], name) in VLLM]
         rows.sort(key=lambda line: (list(CASES).index(line["model"]), "prompts" in line))
         bars = {
             "Phalanx": [line["tpot_ms"] for line in rows],

@@ -31,6 +31,27 @@ def _model(family: dict[str, Any], layers: int, hidden: int, ffn: int, heads: tu
 _LLAMA_8B = _model(_LLAMA, 32, 4096, 14336, (32, 8), vocab_size=128256)
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_WIDE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return _model({"model_type": "gpt_oss"}, layers, 2880, 2880, (64, 8), vocab_size=201088) | {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _WIDE},
+    }
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _model(_QWEN3, 28, 1024, 3072, (16, 8), vocab_size=151936, tie_word_embeddings=True),
     "llama-3.1-8b": _LLAMA_8B,
@@ -38,8 +59,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-fp8": _model(_QWEN3, 48, 2048, 6144, (32, 4), vocab_size=151936, quantization_config=_FP8)
     | {"model_type": "qwen3_moe", **_EXPERTS},
     "llama-3.3-70b-tp4-shard": _model(_LLAMA, 80, 8192, 7168, (16, 2), vocab_size=32064),
+    "llama-3.3-70b-awq": _model(_LLAMA, 80, 8192, 28672, (64, 8), vocab_size=128256, quantization_config=_AWQ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
-"""The last is what one rank of four computes of Llama-3.3-70B, written as a model of its own."""
+"""`tp4-shard` is what one rank of four computes of Llama-3.3-70B, written as a model of its own."""
 
 VLLM: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-0.6b", "1x128x256"): {"tpot_ms": 1.889, "prefill_tok_s": 15545},
@@ -79,5 +103,14 @@ GOALS = {
     ("qwen3-30b-a3b-fp8", MIX): 12_500,
     ("qwen3-0.6b", "1x128x256"): 1.2,
     ("qwen3-0.6b", MIX): 28_000,
+    ("llama-3.3-70b-awq", "1x128x256"): 10.2,
+    ("llama-3.3-70b-awq", "32x1024x256"): 13.5,
+    ("llama-3.3-70b-awq", "128x1024x256"): 24.0,
+    ("gpt-oss-20b", "1x128x256"): 1.2,
+    ("gpt-oss-20b", "32x1024x256"): 3.8,
+    ("gpt-oss-20b", "128x1024x256"): 5.0,
+    ("gpt-oss-120b", "1x128x256"): 2.0,
+    ("gpt-oss-120b", "32x1024x256"): 12.3,
+    ("gpt-oss-120b", "128x1024x256"): 19.8,
 }
 """TPOT in ms at most, or output tokens a second at least."""

@@ -16,6 +16,7 @@ from phalanx.fabric.group import GlooGroup
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.models import read_config
+from phalanx.quant import at_work
 from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import check_tensors, load_weights
@@ -35,6 +36,9 @@ MODELS: dict[str, Config] = {
         "moe_intermediate_size": 384,
     },
 }
+
+
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 def written(config: Config, form: str) -> tuple[Config, Tensors, Tensors]:
@@ -86,6 +90,17 @@ def test_every_part_is_a_plain_dequantisation(tmp_path: Path, form: str, model: 
                 covered[name] += part.numel()
     assert all(covered[name] >= 3 * values.numel() for name, values in meant.items())
     assert (held_quantised > 0) == quantised
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_may_begin_within_a_word_or_a_group(tmp_path: Path, form: str) -> None:
+    config, stored, meant = written(MODELS["llama"], form)
+    checkpoint, name = Checkpoint(save_folder(tmp_path, config, stored)), f"{DOWN}.weight"
+    reader = checkpoint.open_reader(torch.device("cpu"))
+    scheme, slices = reader.scheme_of(name), (slice(13, 101), slice(70, 333))
+    assert scheme is not None
+    assert torch.equal(at_work(scheme).widen(reader.read_pieces(name, slices), slices), meant[name][slices])
+    reader.close()
 
 
 def test_experts_of_gpt_oss_are_dealt_by_blocks(tmp_path: Path) -> None:
@@ -142,9 +157,6 @@ def test_deepseek_v4_as_it_is_published(tmp_path: Path) -> None:
                     slices = Layout(checkpoint.spec, size).slices(checkpoint.spec.tensors[name], rank)
                     assert torch.equal(wide, meant[name][slices]), name
                 assert kept == ({"FourBitWeight", "Fp8Weight"} if quantised else set())
-
-
-DOWN = "model.layers.0.mlp.down_proj"
 
 
 def _wider(stored: Tensors) -> None:

@@ -38,9 +38,8 @@ WIDENED_AT_ONCE = 2048
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-SPREAD_FIRST = "prmt.b32 t, $2, 0, 0x4140;"
-SPREAD_SECOND = "prmt.b32 t, $2, 0, 0x4342;"
-"""Of four bytes two, each in the low half of sixteen bits."""
+SPREAD = "prmt.b32 t, $2, 0, 0x4140; prmt.b32 w, $2, 0, 0x4342;"
+"""Of four bytes two each, in the low halves of sixteen bits. All is read before anything is written."""
 
 
 def _assembly(high: bool, e2m1: bool, bfloat: bool) -> str:
@@ -65,9 +64,7 @@ def _assembly(high: bool, e2m1: bool, bfloat: bool) -> str:
         decode = ("shr.u32 t, t, 4;" if high else "") + (
             f"lop3.b32 u, t, 0x000F000F, {large}, 0xEA; fma.rn.{kind} $OUT, u, {one}, {less};"
         )
-    body = "".join(
-        spread + decode.replace("$OUT", f"${out}") for out, spread in enumerate((SPREAD_FIRST, SPREAD_SECOND))
-    )
+    body = SPREAD + decode.replace("$OUT", "$0") + "mov.b32 t, w;" + decode.replace("$OUT", "$1")
     # fma takes registers alone: constants go there first
     names: dict[str, str] = {}
     for constant in ("0x7E807E80", "0x74007400", "0x3F803F80", "0x3C003C00", "0xC308C308", "0xE408E408"):
@@ -78,7 +75,7 @@ def _assembly(high: bool, e2m1: bool, bfloat: bool) -> str:
         body, names["0x80008000"] = body.replace(", 0x80008000;", ", n;"), "n"
     declared = ", ".join(names.values())
     moves = "".join(f"mov.b32 {name}, {constant};" for constant, name in names.items())
-    return f"{{ .reg .b32 t, u, v, {declared}; {moves} {body} }}"
+    return f"{{ .reg .b32 t, u, v, w, {declared}; {moves} {body} }}"
 
 
 INT4_LOW_BF16 = tl.constexpr(_assembly(False, False, True))
@@ -92,32 +89,40 @@ E2M1_HIGH_F16 = tl.constexpr(_assembly(True, True, False))
 
 
 @triton.jit
-def _decoded(packed, TEXT: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.inline_asm_elementwise(TEXT, "=r,=r,r", [packed], dtype=DTYPE, is_pure=True, pack=4)
+def _as_bf16(packed, TEXT: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
-def _by_arithmetic(packed, HIGH: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """The same as the assembly, by way of float32."""
+def _as_f16(packed, TEXT: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _by_arithmetic(packed, HIGH: tl.constexpr, E2M1: tl.constexpr):
+    """The same as the assembly, in float32."""
     code = (packed >> 4 if HIGH else packed & 15).to(tl.int32)
     if E2M1:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
-    return (code - 8).to(tl.float32).to(DTYPE)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    return (code - 8).to(tl.float32)
 
 
 @triton.jit
 def numbers(packed, HIGH: tl.constexpr, E2M1: tl.constexpr, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
     """The low or the high halves of bytes: whole numbers less 8, or e2m1."""
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
+    if not ASSEMBLY:
+        return _by_arithmetic(packed, HIGH, E2M1).to(DTYPE)
+    if tl.bfloat16 == DTYPE:
         if E2M1:
-            return _decoded(packed, E2M1_HIGH_BF16 if HIGH else E2M1_LOW_BF16, DTYPE)
-        return _decoded(packed, INT4_HIGH_BF16 if HIGH else INT4_LOW_BF16, DTYPE)
-    if ASSEMBLY and tl.float16 == DTYPE:
-        if E2M1:
-            return _decoded(packed, E2M1_HIGH_F16 if HIGH else E2M1_LOW_F16, DTYPE)
-        return _decoded(packed, INT4_HIGH_F16 if HIGH else INT4_LOW_F16, DTYPE)
-    return _by_arithmetic(packed, HIGH, E2M1, DTYPE)
+            number = _as_bf16(packed, E2M1_HIGH_BF16 if HIGH else E2M1_LOW_BF16)
+        else:
+            number = _as_bf16(packed, INT4_HIGH_BF16 if HIGH else INT4_LOW_BF16)
+    elif E2M1:
+        number = _as_f16(packed, E2M1_HIGH_F16 if HIGH else E2M1_LOW_F16)
+    else:
+        number = _as_f16(packed, INT4_HIGH_F16 if HIGH else INT4_LOW_F16)
+    return number
 
 
 @triton.jit
@@ -154,17 +159,16 @@ def four_bit_tile(
         high_x = tl.load(x_row + start + 16, mask=known[None, :] & (k + 16 < inputs)[:, None], other=0.0)
         low = numbers(packed, False, E2M1, ASSEMBLY, dtype)
         high = numbers(packed, True, E2M1, ASSEMBLY, dtype)
+        group = start // GROUP
         if GROUP >= 32:
-            group = start // GROUP
-            if ZEROS:
-                pair = tl.load(zeros + output.to(tl.int64) * tl.cdiv(groups, 2) + group // 2, mask=wanted, other=0)
-                zero = ((pair.to(tl.int32) >> (group % 2 * 4)) & 15) - 8
-                low -= zero.to(tl.float32).to(dtype)[:, None]
-                high -= zero.to(tl.float32).to(dtype)[:, None]
             part = tl.dot(high, high_x, tl.dot(low, low_x))
+            if ZEROS:  # what they take off is the same for all numbers of a group: weights need not be touched
+                pair = tl.load(zeros + output.to(tl.int64) * tl.cdiv(groups, 2) + group // 2, mask=wanted, other=0)
+                zero = (((pair.to(tl.int32) >> (group % 2 * 4)) & 15) - 8).to(tl.float32)
+                total = tl.sum(low_x.to(tl.float32), 0) + tl.sum(high_x.to(tl.float32), 0)
+                part -= zero[:, None] * total[None, :]
             acc += part * _scale(scale_row + group, wanted)[:, None]
         else:
-            group = start // 16
             acc += tl.dot(low, low_x) * _scale(scale_row + group, wanted)[:, None]
             acc += tl.dot(high, high_x) * _scale(scale_row + group + 1, wanted & (group + 1 < groups))[:, None]
     return acc
@@ -238,7 +242,7 @@ def run_tiles(x: Tensor, weight: FourBitWeight, bias: Tensor | None, tile: Tile)
     out = x.new_empty(rows, outputs)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     rounds = triton.cdiv(inputs, step_of(weight.group))
-    least = LEAST_ROUNDS * MOST_STEP // step_of(weight.group)
+    least = max(1, LEAST_ROUNDS * MOST_STEP // step_of(weight.group))
     splits = max(1, min(tile.programs // tiles, rounds // least))
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else None
@@ -313,7 +317,7 @@ def _widen(
     for half in tl.static_range(2):
         k = column + 16 * half
         mask, group = k < inputs, k // GROUP
-        number = _by_arithmetic(packed, half == 1, E2M1, tl.float32)
+        number = _by_arithmetic(packed, half == 1, E2M1)
         if ZEROS:
             pair = tl.load(zeros + row * tl.cdiv(groups, 2) + group // 2, mask=mask, other=0).to(tl.int32)
             number -= (((pair >> (group % 2 * 4)) & 15) - 8).to(tl.float32)

@@ -1,0 +1,94 @@
+"""Products with weights of four bits: by their definition, in Triton's interpreter, built for a GPU, and on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.kernels.four_bit import FourBitWeight, pack, unpack
+from phalanx.kernels.gemm import FourBitGemm, four_bit_product_torch
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch
+from phalanx.quant import at_work
+from phalanx.spec.ffn import Activation
+from phalanx.spec.schemes import DEFAULTS, Scheme, awq, packed_int4
+
+SCHEMES = {
+    "awq": awq(128),
+    "awq 32": awq(32),
+    "w4a16": packed_int4(64, True, "bf16"),
+    "mxfp4": DEFAULTS["mxfp4"],
+    "nvfp4": DEFAULTS["nvfp4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "interpret"), [("interpreted_four_bit", "1"), ("compiled_four_bit", "0")])
+def test_the_kernels_compute_as_defined_and_can_be_built(module: str, interpret: str) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", f"tests.kernels.{module}"]
+    environment = os.environ | {"TRITON_INTERPRET": interpret}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_codes_are_packed_by_halves_of_32_columns() -> None:
+    codes = torch.arange(40, dtype=torch.uint8)[None] % 16
+    packed = pack(codes)
+    assert packed.shape == (1, 32)
+    assert packed[0, :2].tolist() == [0 | 0 << 4, 1 | 1 << 4]
+    assert torch.equal(unpack(packed, 40), codes)
+
+
+def made(scheme: Scheme, *shape: int) -> FourBitWeight:
+    *stack, rows, columns = shape
+    weight = at_work(scheme).empty(tuple(stack), [rows], columns, torch.device("cuda"))
+    assert isinstance(weight, FourBitWeight)
+    for index in range(stack[0] if stack else 1):
+        at_work(scheme).round(weight[index] if stack else weight, torch.randn(rows, columns, device="cuda") * 0.1)
+    return weight
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert not found.isnan().any()
+    assert (found.double() - wanted.double()).norm() < 1e-2 * wanted.double().norm()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 65, 128, 200, 256, 300])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_products_on_a_gpu(name: str, rows: int, dtype: torch.dtype) -> None:
+    for outputs, inputs in ((4096, 4096), (33, 256), (1000, 2880 if "mx" in name else 2816), (130, 14336)):
+        weight, bias = made(SCHEMES[name], outputs, inputs), torch.randn(outputs, device="cuda").to(dtype)
+        x = torch.randn(rows, inputs, device="cuda").to(dtype)
+        wanted = four_bit_product_torch(x.double(), weight, None) + bias.double()
+        for _ in range(2):
+            close(FourBitGemm(weight, bias, dtype)(x), wanted)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33, 128, 700])
+@pytest.mark.parametrize("name", ["awq 32", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_experts_on_a_gpu(name: str, tokens: int, weighs_input: bool) -> None:
+    experts, top, hidden, inner = 16, 4, 288, 160
+    gate_up, down = made(SCHEMES[name], experts, 2 * inner, hidden), made(SCHEMES[name], experts, hidden, inner)
+    biases = torch.randn(experts, 2 * inner, device="cuda"), torch.randn(experts, hidden, device="cuda")
+    x, activation = torch.randn(tokens, hidden, device="cuda"), Activation("clamped", 7.0)
+    weights = torch.rand(tokens, top, device="cuda")
+    chosen = torch.stack([torch.randperm(experts, device="cuda")[:top] for _ in range(tokens)])
+    wide = ExpertWeights(gate_up, down, *biases).widened(torch.float32)
+    wanted = fused_experts_torch(x, wide, weights, chosen, activation, weighs_input)
+    held = ExpertWeights(gate_up, down, *(bias.bfloat16() for bias in biases))
+    found = fused_experts(x.bfloat16(), held, weights, chosen, activation, weighs_input)
+    assert (found.double() - wanted.double()).norm() < 2e-2 * wanted.double().norm()
