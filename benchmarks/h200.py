@@ -87,9 +87,9 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
 
 
 def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool) -> dict[str, object]:
-    from phalanx.bench.offline import Case, time_case
+    from phalanx.bench.offline import FixedBatch, time_case
 
-    case = Case.parse(name)
+    case = FixedBatch.parse(name)
     timing = time_case(engine, case, repeats=2, one_prompt=one_prompt)
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     moved, flops = work.bytes_of(case.decode_step), work.flops_of(case.decode_step)

@@ -20,11 +20,10 @@ from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
 from phalanx.text.answer import AnswerText
-from phalanx.text.tokenizer import Tokenizer
+from phalanx.text.tokenizer import Messages, Tokenizer
 from phalanx.weights.checkpoint import locate, model_name
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ class _Answer:
     request: Request
     stream: AnswerText | None
     text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -83,7 +83,7 @@ class _Answer:
         assert self.finish_reason is not None
         return Choice(
             text="".join(self.text),
-            token_ids=self.request.output,
+            token_ids=self.tokens,
             finish_reason=self.finish_reason,
             logprobs=self.logprobs if self.request.params.logprobs is not None else None,
             cached_tokens=self.request.cached_tokens or 0,
@@ -242,14 +242,17 @@ class LLM:
                 del self._answers[answer.request.id]
 
     def _step(self) -> None:
+        """A step may bring several tokens of an answer, and one of them may be its last."""
         for output in self.engine.step():
-            if output.request_id in self._answers:
-                self._take(self._answers[output.request_id], output)
+            answer = self._answers.get(output.request_id)
+            if answer is not None and answer.finish_reason is None:
+                self._take(answer, output)
 
     def _take(self, answer: _Answer, output: Output) -> None:
         """Book a token. A stop string may end the answer before the engine would."""
         if answer.request.error is not None:
             raise answer.request.error
+        answer.tokens.append(output.token)
         if output.logprobs is not None:
             answer.logprobs.append(output.logprobs)
         answer.finish_reason = output.finish_reason

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import Case, least_work, time_case, time_requests
+from phalanx.bench.offline import FixedBatch, least_work, time_case, time_requests
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
@@ -34,7 +34,7 @@ SHAPE = {
 @pytest.mark.parametrize("text", ["8x16", "0x1x2", "1x1x1", "axbxc", "1x2x3x4", ""])
 def test_what_is_no_case_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="BATCHxINPUTxOUTPUT"):
-        Case.parse(text)
+        FixedBatch.parse(text)
 
 
 def work_of(spec: ModelSpec, weights: str = "bf16", cache: str = "bf16", tp: int = 1) -> RankWork:
@@ -46,7 +46,7 @@ def test_a_decode_step_reads_the_weights_and_the_cached_tokens() -> None:
     spec = read_config(SHAPE | {"model_type": "llama"})
     matrices = 2 * (64 + 32 + 32 + 64 + 3 * 128) + 800
     norms = 2 * 16 + 8
-    step = Case.parse("3x10x4").decode_step
+    step = FixedBatch.parse("3x10x4").decode_step
     cached = 3 * 12 * 2 * (2 * 2 * 2)
     assert work_of(spec).bytes_of(step) == (matrices + norms + cached) * 2
     attention = 4 * 2 * 12 * 8
@@ -59,7 +59,7 @@ def test_only_the_last_token_of_a_prompt_passes_what_is_behind_the_last_attentio
     spec = read_config(SHAPE | {"model_type": "llama"})
     layers = 2 * 2 * (64 + 32 + 32 + 64 + 3 * 128) + 4 * 2 * 5 * 8
     behind = 2 * (64 + 3 * 128)
-    assert work_of(spec).flops_of(Case.parse("2x9x2").prompts) == 2 * (9 * (layers - behind) + behind + 1600)
+    assert work_of(spec).flops_of(FixedBatch.parse("2x9x2").prompts) == 2 * (9 * (layers - behind) + behind + 1600)
 
 
 def test_of_the_last_experts_too_only_the_last_token_passes_those_it_is_routed_to() -> None:
@@ -73,7 +73,7 @@ def test_of_the_last_experts_too_only_the_last_token_passes_those_it_is_routed_t
 def test_of_the_experts_only_those_in_use_are_read() -> None:
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
     work = work_of(read_config(SHAPE | {"model_type": "mixtral"} | moe))
-    one, many = (work.bytes_of(Case.parse(case).decode_step) for case in ("1x2x2", "200x2x2"))
+    one, many = (work.bytes_of(FixedBatch.parse(case).decode_step) for case in ("1x2x2", "200x2x2"))
     experts = 2 * 4 * 3 * 128
     cached_for_one = 3 * 2 * 8
     assert many - one == pytest.approx(2 * (experts / 2 + 199 * cached_for_one))
@@ -83,14 +83,14 @@ def test_weights_held_in_fp8_are_read_as_such() -> None:
     """The linear layers a byte an element and 4 for each tile, the norms and the head two bytes."""
     quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     spec = read_config(SHAPE | {"model_type": "llama", "head_dim": 2} | quantised)
-    step = Case.parse("1x2x2").decode_step
+    step = FixedBatch.parse("1x2x2").decode_step
     narrow = work_of(spec, weights="fp8").bytes_of(step)
     assert work_of(spec).bytes_of(step) - narrow == 2 * (64 + 32 + 32 + 64 + 3 * 128) - 2 * 7 * 4
 
 
 def test_keys_and_values_held_in_fp8_are_read_as_such() -> None:
     spec = read_config(SHAPE | {"model_type": "llama", "head_dim": 2})
-    step = Case.parse("5x6x4").decode_step
+    step = FixedBatch.parse("5x6x4").decode_step
     narrow = work_of(spec, cache="fp8").bytes_of(step)
     assert work_of(spec).bytes_of(step) - narrow == 5 * (6 + 2) * 2 * 2 * 2 * 2
 
@@ -139,12 +139,12 @@ def test_prompts_differ_unless_one_is_asked_for(one_prompt: bool) -> None:
 @pytest.mark.parametrize("case", ["4x10x16", "8x64x40"])
 def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) -> None:
     """Else a first run would hold the time to compile what most of its steps need."""
-    batch = Case.parse(case).batch
+    batch = FixedBatch.parse(case).batch
     plans: list[StepPlan] = []
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
     runner = ModelledRunner(lambda plan: plans.append(plan) or 0.0)  # type: ignore[func-returns-value]
     engine = Engine(Scheduler(limits, BlockPool(200, 16, prefix_caching=False)), runner, vocab=100)
-    time_case(engine, Case.parse(case), repeats=1)
+    time_case(engine, FixedBatch.parse(case), repeats=1)
     together = next(index for index, plan in enumerate(plans) if plan.counts == [1] * batch)
     assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
 

@@ -144,7 +144,7 @@ def test_a_step_is_read_off_its_plan() -> None:
         slots=[0, 1, 2, 3],
         starts=[99, 49, 0, 100],
         counts=[1, 1, 30, 20],
-        samples=[True, True, False, True],
+        samples=[1, 1, 0, 1],
         new_blocks=[],
     )
     pairs = sum(range(1, 31)) + sum(range(101, 121))

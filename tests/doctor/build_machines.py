@@ -18,7 +18,7 @@ from phalanx.doctor.facts import (
     Fabric,
     FabricManager,
     Facts,
-    Gpu,
+    GpuFacts,
     GpuPath,
     GpuProcess,
     Network,
@@ -35,9 +35,9 @@ GIB = 2**30
 change = msgspec.structs.replace
 
 
-def h100(index: int, **told: Any) -> Gpu:
+def h100(index: int, **told: Any) -> GpuFacts:
     """One of eight on an HGX board, idle."""
-    healthy = Gpu(
+    healthy = GpuFacts(
         index=index,
         name="NVIDIA H100 80GB HBM3",
         uuid=f"GPU-00000000-0000-0000-0000-{index:012d}",
@@ -115,7 +115,9 @@ def software(**told: Any) -> Software:
     return change(usual, **told)
 
 
-def facts(system: System, software: Software, gpus: tuple[Gpu, ...], paths: tuple[GpuPath, ...], **told: Any) -> Facts:
+def facts(
+    system: System, software: Software, gpus: tuple[GpuFacts, ...], paths: tuple[GpuPath, ...], **told: Any
+) -> Facts:
     return Facts("2026-11-15T09:00:00+00:00", system, software, gpus, paths, **told)
 
 
@@ -201,7 +203,7 @@ def throttled() -> Facts:
     return change(healthy, gpus=gpus, system=server("hgx-5"))
 
 
-def _geforce(index: int, name: str, capability: str, memory: int, watts: float, **told: Any) -> Gpu:
+def _geforce(index: int, name: str, capability: str, memory: int, watts: float, **told: Any) -> GpuFacts:
     plain = h100(
         index,
         name=name,
@@ -277,7 +279,7 @@ def _spark_nics(slow: str, first: str, second: str) -> tuple[Nic, ...]:
 
 
 def spark(number: int = 1, second: str | None = None) -> Facts:
-    gpu = Gpu(
+    gpu = GpuFacts(
         index=0,
         name="NVIDIA GB10",
         uuid="GPU-00000000-0000-0000-0000-00000000a110",

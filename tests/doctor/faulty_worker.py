@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.doctor.measure import collectives, worker
-from phalanx.doctor.measure.messages import MeasureAssignment, Report
+from phalanx.doctor.measure.messages import MeasureAssignment, MeasureReport
 from phalanx.fabric.group import GlooGroup
 
 FAULT = os.environ["FAULT"]
@@ -45,7 +45,7 @@ def _end() -> None:
         raise ValueError("the GPU fell off the bus")
 
 
-def _late(assignment: MeasureAssignment) -> Iterator[Report]:
+def _late(assignment: MeasureAssignment) -> Iterator[MeasureReport]:
     if assignment.rank == 1:
         time.sleep(3600)
     yield from collectives.all_reduces(assignment)

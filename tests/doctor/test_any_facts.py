@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.doctor.checks import Deployment, judge, judge_together
-from phalanx.doctor.facts import Corruption, Facts, Gpu, Measured, RemappedRows
+from phalanx.doctor.facts import Corruption, Facts, GpuFacts, Measured, RemappedRows
 from phalanx.doctor.finding import Finding
 from phalanx.models import catalog
 from phalanx.spec.machine import Machine
@@ -65,7 +65,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 def struct(kind: type[Any]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     fields = {name: strategy(hint) for name, hint in hints.items() if name in kind.__struct_fields__}
-    if kind is Gpu:
+    if kind is GpuFacts:
         fields |= {"name": st.sampled_from(_GPU_NAMES), "index": st.integers(0, 5)}
     return st.builds(kind, **fields)
 
@@ -107,7 +107,7 @@ def test_facts_that_tell_nothing_are_never_called_fine_or_faulty() -> None:
             told.recorded_at,
             type(told.system)(hostname="box"),
             type(told.software)(python="3.12", phalanx="0.1"),
-            tuple(Gpu(index=gpu.index, name=gpu.name, unified=gpu.unified) for gpu in told.gpus),
+            tuple(GpuFacts(index=gpu.index, name=gpu.name, unified=gpu.unified) for gpu in told.gpus),
         )
         levels = {(finding.level, finding.code) for finding in judge(blank)}
         assert levels <= {

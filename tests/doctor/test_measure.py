@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from phalanx.doctor import measure as measuring
-from phalanx.doctor.facts import Corruption, Facts, Gpu, Measured, Software, System
+from phalanx.doctor.facts import Corruption, Facts, GpuFacts, Measured, Software, System
 from phalanx.doctor.measure import measure, ranks
 from phalanx.doctor.measure.rates import _cpu_best, fp8_product
 from phalanx.errors import ConfigError
@@ -146,7 +146,7 @@ def test_rank_counts_that_cannot_be_are_refused(asked: int) -> None:
 
 
 def test_gpus_that_torch_cannot_see_are_a_problem_and_no_measurement() -> None:
-    facts = Facts("", System("box"), Software("3.11", "0", torch_sees_gpus=0), (Gpu(0, "NVIDIA H200"),))
+    facts = Facts("", System("box"), Software("3.11", "0", torch_sees_gpus=0), (GpuFacts(0, "NVIDIA H200"),))
     found = measure(facts)
     assert found == Measured(problem="torch sees none of the 1 GPUs, so nothing was measured.")
 
@@ -159,7 +159,7 @@ def test_an_fp8_product_is_a_product() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda")
 def test_a_gpu_is_measured_beside_its_datasheet_and_nccl_sums_are_right() -> None:
-    names = tuple(Gpu(index, torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count()))
+    names = tuple(GpuFacts(index, torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count()))
     facts = Facts("", System(os.uname().nodename), Software("3.11", "0", torch_sees_gpus=len(names)), names)
     found = measure(facts)
     assert (found.problem, found.corruptions) == (None, ())

@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.doctor import measure as measuring
-from phalanx.doctor.facts import Facts, Gpu, Measured, Rate, Software, System
+from phalanx.doctor.facts import Facts, GpuFacts, Measured, Rate, Software, System
 from phalanx.doctor.measure import corrupt, measure
-from phalanx.doctor.measure.messages import Began, Checked, Finished, Rated, Report, Timed
+from phalanx.doctor.measure.messages import Began, Checked, Finished, MeasureReport, Rated, Timed
 from phalanx.errors import ConfigError
 from phalanx.spec.machine import Machine
 
@@ -31,7 +31,7 @@ class ScriptedRanks:
     def __exit__(self, *error: object) -> None:
         return None
 
-    def reports(self) -> Iterator[tuple[int, Report]]:
+    def reports(self) -> Iterator[tuple[int, MeasureReport]]:
         for rank in range(self.count):
             yield rank, Began("it")
             if self.task == "rates":
@@ -43,7 +43,7 @@ class ScriptedRanks:
 
 
 def box(count: int, name: str = ScriptedRanks.name) -> Facts:
-    gpus = tuple(Gpu(index, name, uuid=f"GPU-uuid-{index}") for index in range(count))
+    gpus = tuple(GpuFacts(index, name, uuid=f"GPU-uuid-{index}") for index in range(count))
     return Facts("", System("box"), Software("3.11", "0", torch_sees_gpus=count), gpus)
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_gpu_has_no_datasheet_and_no_model(monkeypatch: pytest.Monkey
 
 def test_a_gpu_that_the_driver_did_not_name_keeps_cudas_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "Ranks", ScriptedRanks)
-    facts = Facts("", System("box"), Software("3.11", "0", torch_sees_gpus=2), (Gpu(0, "NVIDIA L4"),))
+    facts = Facts("", System("box"), Software("3.11", "0", torch_sees_gpus=2), (GpuFacts(0, "NVIDIA L4"),))
     assert [(rate.gpu, rate.device) for rate in measure(facts).rates] == [
         (0, ScriptedRanks.name),
         (1, ScriptedRanks.name),

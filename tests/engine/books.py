@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import TRIMMED, CacheLayout
@@ -11,6 +12,7 @@ from phalanx.engine.core import Engine
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Output, Scheduler
+from phalanx.engine.speculation import Speculation
 from phalanx.errors import RequestError
 
 from .checking_runner import CheckingRunner, next_token
@@ -41,6 +43,16 @@ class ToyMatcher:
         assert not self.finished, "nothing may follow a complete grammar"
         return sum(1 << token for token in range(VOCAB) if self.allows(token)).to_bytes(4, "little")
 
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        ahead, masks = ToyMatcher(self.length), [self.mask()]
+        ahead.accepted = list(self.accepted)
+        for draft in drafts:
+            if not ahead.allows(draft) or len(ahead.accepted) + 1 == self.length:
+                break
+            ahead.accepted.append(draft)
+            masks.append(ahead.mask())
+        return masks
+
     def accept(self, token: int) -> None:
         assert self.allows(token), f"{token} may not follow {self.accepted}"
         self.accepted.append(token)
@@ -60,14 +72,38 @@ def make_engine(
     vocab: int = VOCAB,
     windows: tuple[int, ...] = (),
     snapshots: int | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[Engine, CheckingRunner]:
     """`snapshots`: how many places there are for copies of recurrent states; None where the model has no states."""
     limits = Limits(max_num_seqs, budget, max_model_len)
-    first = max_num_seqs + 1
-    layout = CacheLayout(windows, snapshots is not None, range(first, first + (snapshots or 0)))
+    first, has_states = max_num_seqs + 1, snapshots is not None
+    end = first + (snapshots or 0)
+    twins = range(end, end + max_num_seqs) if has_states and speculation else range(0)
+    layout = CacheLayout(windows, has_states, range(first, end), twins)
     runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, layout=layout)
-    scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout)
+    scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout, speculation)
     return Engine(scheduler, runner, vocab), runner
+
+
+class Guesser:
+    """A drafter that knows the answer, and at each draft is right with this chance; beside the point otherwise."""
+
+    def __init__(self, right: float, seed: int = 0) -> None:
+        self._right, self._random = right, Random(seed)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens, drafts = list(request.tokens), []
+        for _ in range(self._random.randint(0, most)):
+            ahead = request.matcher.masks(drafts)[-1] if request.matcher is not None else None
+            token = next_token(tokens, request.seed, VOCAB, ahead)
+            if self._random.random() >= self._right:
+                token = (token + 1) % VOCAB
+            tokens.append(token)
+            drafts.append(token)
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 def greedy(max_tokens: int | None, *, seed: int = 0, ignore_eos: bool = True) -> SamplingParams:
@@ -126,7 +162,8 @@ def check_books(scheduler: Scheduler) -> None:
         assert 0 <= request.computed <= request.length
         if isinstance(request.matcher, ToyMatcher):
             assert request.matcher.accepted == request.output
-            assert request.pending <= 1, "a token was sampled before the one it depends on was read"
+            most = scheduler.speculation.most if scheduler.speculation else 0
+            assert request.pending <= 1 + most, "a token was sampled before the one it depends on was read"
         assert len(request.tokens) < scheduler.limits.max_model_len
         assert request.length <= scheduler.limits.max_model_len
 
@@ -162,8 +199,8 @@ def _check_stages(scheduler: Scheduler) -> None:
     """Who runs is a prompt, is ready for its next token, or waits for one to be read."""
     for request in scheduler.running:
         is_prompt, is_ready = request.id in scheduler._prompts, request.id in scheduler._ready
-        assert is_prompt == (request.rest > 1)
-        assert is_ready <= (request.rest == 1)
+        assert is_prompt == (request.rest > 1 and not request.rewound)
+        assert is_ready <= (request.rest == 1 or request.rewound)
         assert request.pending or is_prompt or is_ready, "nobody will come back to it"
         size = scheduler.pool.block_size
         assert request.room == min(len(request.blocks) * size, request.longest - 1) >= request.computed

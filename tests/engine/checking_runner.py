@@ -39,6 +39,8 @@ class Slot:
     params: SamplingParams
     tables: list[list[int]]
     computed: int
+    unsure: bool = False
+    """Behind a row of drafts: which of them came true is known to the engine alone."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ class Row:
     slot: int
     start: int
     count: int
-    sampled: bool
+    samples: int
+
+    @property
+    def sampled(self) -> bool:
+        return self.samples > 0
 
     @property
     def end(self) -> int:
@@ -92,6 +98,7 @@ class CheckingRunner:
         rows = self._rows(plan)
         self._admit(plan.admissions, rows)
         self._extend(plan.new_blocks, plan.window_blocks)
+        self._hear(plan.told, rows)
         self._restore(plan.restored, rows)
         for row in rows:
             self._take(row, fresh=any(row.slot == admission.slot for admission in plan.admissions))
@@ -101,15 +108,7 @@ class CheckingRunner:
         self._save(plan.saved)
         assert all(0 <= place < places_for(self.limits.max_num_seqs) for place, _ in plan.new_masks)
         self.masks |= {place: unpack(packed) for place, packed in plan.new_masks}
-        masks = {index: self.masks[place] for index, place in plan.masks}
-        assert all(rows[index].sampled for index in masks), "a mask for a row that yields no token"
-        self._sampled.append(
-            {
-                (row.slot, row.end): self._sample(row.slot, masks.get(index))
-                for index, row in enumerate(rows)
-                if row.sampled
-            }
-        )
+        self._sampled.append(self._sample(rows, {index: self.masks[place] for index, place in plan.masks}))
         self.plans.append(plan)
         self.in_flight += 1
         self._inner.launch(plan)
@@ -127,9 +126,10 @@ class CheckingRunner:
     def _rows(self, plan: StepPlan) -> list[Row]:
         columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
         rows = [Row(*column) for column in columns]
-        singles = [row.count == 1 for row in rows]
+        kinds = [0 if row.count == 1 else 1 if row.samples > 1 else 2 for row in rows]
         assert rows, "an empty step"
-        assert singles == sorted(singles, reverse=True), f"rows of one token come first: {plan.counts}"
+        assert kinds == sorted(kinds), f"rows of one token come first, then drafts: {plan.counts}, {plan.samples}"
+        assert all(row.samples <= max(1, row.count) for row in rows), f"more tokens than rows: {plan.samples}"
         assert all(row.count > 0 for row in rows), f"a row without tokens: {plan.counts}"
         assert len(set(plan.slots)) == len(rows) <= self.limits.max_num_seqs, f"slots {plan.slots}"
         assert all(0 <= slot < self.limits.max_num_seqs for slot in plan.slots), f"slots {plan.slots}"
@@ -162,16 +162,31 @@ class CheckingRunner:
             if group == 0:
                 assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
 
+    def _hear(self, told: list[tuple[int, int, list[int]]], rows: list[Row]) -> None:
+        """Who is unsure is told all that it computes; nobody is told what it knows better."""
+        spans = {row.slot: (row.start, row.end) for row in rows}
+        for number, position, tokens in told:
+            slot = self.slots[number]
+            assert spans[number] == (position, position + len(tokens)), f"slot {number} is told {tokens} at {position}"
+            assert position <= slot.computed <= len(slot.tokens), f"slot {number} is told of a far future"
+            assert slot.unsure or slot.tokens[position:] == tokens[: len(slot.tokens) - position], "a false history"
+            slot.tokens[position:] = tokens
+            slot.computed, slot.unsure = position, False
+
     def _restore(self, restored: list[tuple[int, int]], rows: list[Row]) -> None:
         """Behind the first token a state is read; it begins with the first one whatever lay there before."""
-        for place, slot in restored:
-            assert place in self.layout.snapshots, f"place {place} holds no snapshot"
-            self.states[slot] = self.states[place]
+        before = dict(self.states)
+        for source, target in restored:
+            if target in self.layout.twins:
+                assert target == self.layout.twins[source], f"slot {source} has another twin than {target}"
+            else:
+                assert source in (*self.layout.snapshots, self.layout.twins[target] if self.layout.twins else None)
+            self.states[target] = before.get(source, 0)
         for row in rows if self.layout.states else ():
             slot = self.slots[row.slot]
             if row.start:
-                before = self._prefixes(slot.tokens[: row.start])[-1]
-                assert self.states[row.slot] == before, f"slot {row.slot} goes on from another state"
+                wanted = self._prefixes(slot.tokens[: row.start])[-1]
+                assert self.states[row.slot] == wanted, f"slot {row.slot} goes on from another state"
             self.states[row.slot] = self._prefixes(slot.tokens[: row.end])[-1]
 
     def _save(self, saved: list[tuple[int, int]]) -> None:
@@ -182,6 +197,7 @@ class CheckingRunner:
 
     def _take(self, row: Row, fresh: bool) -> None:
         slot = self.slots[row.slot]
+        assert not slot.unsure, f"slot {row.slot} was not told what came of its drafts"
         assert row.start == slot.computed, f"slot {row.slot} starts at {row.start}, {slot.computed} are computed"
         assert row.end <= len(slot.tokens), f"slot {row.slot} computes to {row.end} of {len(slot.tokens)} tokens"
         assert row.end <= self.limits.max_model_len, f"slot {row.slot} computes beyond the context"
@@ -215,10 +231,20 @@ class CheckingRunner:
                 found = self._kv[place]
                 assert found == (group, prefixes[position]), f"slot {row.slot} reads another prefix at {position}"
 
-    def _sample(self, number: int, mask: bytes | None) -> int:
-        slot = self.slots[number]
-        slot.tokens.append(next_token(slot.tokens, slot.seed, self.vocab, mask))
-        return slot.tokens[-1]
+    def _sample(self, rows: list[Row], masks: dict[int, bytes]) -> dict[tuple[int, int], int]:
+        """What the rows yield. Of a row of drafts it is not known yet what of it stands."""
+        found: dict[tuple[int, int], int] = {}
+        for row in rows:
+            slot = self.slots[row.slot]
+            for position in range(row.end - row.samples + 1, row.end + 1):
+                mask = masks.pop(len(found), None)
+                found[row.slot, position] = next_token(slot.tokens[:position], slot.seed, self.vocab, mask)
+            if row.samples > 1:
+                slot.unsure = True
+            elif row.samples:
+                slot.tokens.append(found[row.slot, row.end])
+        assert not masks, "a mask for a token that no row yields"
+        return found
 
     def _place(self, slot: Slot, position: int, group: int) -> tuple[int, int]:
         return slot.tables[group][position // self.block_size], position % self.block_size

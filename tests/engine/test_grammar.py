@@ -62,14 +62,14 @@ def test_a_long_prompt_under_a_grammar_is_computed_in_chunks_two_deep_and_only_t
     assert outcome(request) == expected(3, greedy(None), prompt)
 
 
-def test_a_mask_stands_at_the_row_of_its_request() -> None:
+def test_a_mask_names_the_token_it_is_for() -> None:
     """Rows of one token come first: the beginning of another prompt, cut to what is left of the budget."""
     engine, runner = make_engine(budget=6, prefix_caching=False)
     request = engine.add(PROMPT, greedy(None), matcher=ToyMatcher(3))
     engine.add([6, 5, 4, 3], greedy(2))
     run(engine)
     assert (runner.plans[0].counts, runner.plans[0].samples) == ([1, 5], [False, True])
-    assert [index for index, _ in runner.plans[0].masks] == [1]
+    assert [index for index, _ in runner.plans[0].masks] == [0], "the only token of the step"
     assert outcome(request) == expected(3, greedy(None))
 
 

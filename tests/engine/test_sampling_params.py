@@ -239,7 +239,7 @@ def test_plans_and_results_survive_the_wire() -> None:
         ignore_eos=True,
     )
     admission = Admission(1, 2, [5, 6, 7], SEED_LIMIT - 1, params)
-    plan = StepPlan(7, [admission], [0, 1], [9, 0], [1, 3], [True, False], [(1, [4])])
+    plan = StepPlan(7, [admission], [0, 1], [9, 0], [1, 3], [1, 0], [(1, [4])])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
     assert plan.num_tokens == 4
     result = StepResult(7, [3], [TokenLogprobs(-0.25, [(3, -0.25), (4, -1.5)])])

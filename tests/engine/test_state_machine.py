@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.speculation import Speculation
 
-from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine
+from .books import EOS, VOCAB, Guesser, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine
 
 SHARED = [1 + index % (VOCAB - 1) for index in range(30)]
 token_ids = st.integers(0, VOCAB - 1)
@@ -58,6 +59,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         windows=st.sampled_from([(), (), (3,), (6, 6), (2, 9)]),
         snapshots=st.sampled_from([None, None, 0, 1, 6]),
+        guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
+        most_drafts=st.integers(1, 8),
     )
     def start(
         self,
@@ -70,8 +73,11 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         windows: tuple[int, ...],
         snapshots: int | None,
+        guessed: float | None,
+        most_drafts: int,
     ) -> None:
         self.max_model_len = max_model_len
+        speculation = None if guessed is None else Speculation(Guesser(guessed), most_drafts)
         self.engine, self.runner = make_engine(
             max_num_seqs=max_num_seqs,
             budget=budget,
@@ -82,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             windows=windows,
             snapshots=snapshots,
+            speculation=speculation,
         )
 
     @precondition(lambda self: len(self.added) < 12)

@@ -13,7 +13,11 @@ SIZES = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16, "SPLITS": 1, "
 
 
 def instructions(tokens: int, warps: int, stages: int) -> str:
-    types = {"cache": "*fp8e4nv"} | dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("table", "positions"), "*i64")
+    types = (
+        {"cache": "*fp8e4nv", "tables": "*i32"}
+        | dict.fromkeys(("q", "out"), "*bf16")
+        | dict.fromkeys(("slots", "positions"), "*i64")
+    )
     types |= dict.fromkeys(("partial", "peaks", "totals"), "*fp32") | dict.fromkeys(("scale", "value_scale"), "fp32")
     types |= dict.fromkeys(("q_stride", "table_width", "window"), "i32")
     fixed, names = SIZES | {"TOKENS": tokens}, _decode.arg_names

@@ -9,7 +9,7 @@ import torch
 from triton.language.extra import cuda
 
 from phalanx.kernels import tiling
-from phalanx.kernels.attention import AttentionBatch, Masks, Sight, decode_attention_torch, prefill_attention_torch
+from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch, prefill_attention_torch
 from phalanx.kernels.gpu import attention as gpu
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -54,12 +54,12 @@ def check_decode(
     """Every sequence in as many parts, each a program for every KV head."""
     rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
     q, cache = torch.randn(rows, heads, head_dim), torch.randn(rows * width, PAGE, 2, kv_heads, head_dim)
-    decode = DecodeRows(torch.randperm(len(cache)).view(rows, width), positions, uneven)
+    decode = DecodeRows(torch.randperm(len(cache)).view(rows, width).int(), torch.randperm(rows), positions, uneven)
     found = torch.full((rows, heads, head_dim), float("nan"))
     with patch.object(gpu, "_decode", Launches(gpu._decode)) as launches:
         gpu.decode_attention(q, cache, decode, window, 0.2, found)
     assert launches.grids == [(kv_heads, rows, parts)]
-    mask = Masks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
+    mask = SightMasks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
     torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionBatch, Masks, PrefillRow, Sight, decode_attention, paged_attention
+from phalanx.kernels.attention import AttentionBatch, PrefillRow, Sight, SightMasks, decode_attention, paged_attention
 from phalanx.kernels.cache import UNSCALED, CacheScales
 from phalanx.kernels.fp8 import E4M3
 from phalanx.kernels.rotary import rotate_and_store
@@ -72,10 +72,10 @@ def test_attention_reads_what_was_rounded(window: int | None) -> None:
     places = [table[where // PAGE] * PAGE + where % PAGE for table, where in zip(tables, positions, strict=True)]
     ones, zeros = torch.ones(tokens, 1, HEAD_DIM), torch.zeros(tokens, 1, HEAD_DIM)
     rotate_and_store(qkv, ones, zeros, torch.cat(places), cache, HEADS, KV_HEADS, scales=SCALES)
-    decode = DecodeRows(tables[:3], torch.tensor(singles))
+    decode = DecodeRows(tables, torch.arange(3), torch.tensor(singles))
     prefills = [PrefillRow(3, 9, 0, tables[3, :3]), PrefillRow(12, 6, 5, tables[4, :3])]
     batch = AttentionBatch(torch.cat(places), decode, prefills)
-    masks = Masks(batch, PAGE, torch.float32)
+    masks = SightMasks(batch, PAGE, torch.float32)
     found = paged_attention(qkv, HEADS, cache, batch, masks, Sight(window), 0.25 * SCALES.key, SCALES.value)
     widened = cache.double().flatten(0, 1)
     row = 0
@@ -93,9 +93,16 @@ def test_attention_reads_what_was_rounded(window: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_single_tokens_over_an_fp8_cache_in_any_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, PAGE, 2, KV_HEADS, HEAD_DIM).to(E4M3)
-    q, rows = torch.randn(1, HEADS, HEAD_DIM).to(dtype), DecodeRows(torch.tensor([[2, 0, 1]]), torch.tensor([9]))
-    masks, out = Masks(AttentionBatch(rows.positions, rows, []), PAGE, dtype), torch.empty(1, HEADS, HEAD_DIM).to(dtype)
+    q = torch.randn(1, HEADS, HEAD_DIM).to(dtype)
+    rows = DecodeRows(torch.tensor([[2, 0, 1]]), torch.tensor([0]), torch.tensor([9]))
+    masks, out = (
+        SightMasks(AttentionBatch(rows.positions, rows, []), PAGE, dtype),
+        torch.empty(1, HEADS, HEAD_DIM).to(dtype),
+    )
     decode_attention(q, cache, rows, masks, Sight(), 0.25, out, value_scale=2.0)
-    wide, exact = torch.empty(1, HEADS, HEAD_DIM), Masks(AttentionBatch(rows.positions, rows, []), PAGE, torch.float32)
+    wide, exact = (
+        torch.empty(1, HEADS, HEAD_DIM),
+        SightMasks(AttentionBatch(rows.positions, rows, []), PAGE, torch.float32),
+    )
     decode_attention(q.float(), cache.float() * 2, rows, exact, Sight(), 0.125, wide)
     torch.testing.assert_close(out.float(), wide, rtol=0.02, atol=0.02 if dtype is torch.bfloat16 else 1e-5)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
-from phalanx.kernels.attention import AttentionBatch, Masks, Sight, decode_attention, decode_attention_torch
+from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention, decode_attention_torch
 from phalanx.kernels.gemm import SKINNY, Gemm, skinny_gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
@@ -86,8 +86,8 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: 
     cache = torch.randn(rows * width + 3, block_size, 2, kv_heads, head_dim)
     table = torch.randperm(len(cache))[: rows * width].view(rows, width)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim) * 3
-    decode = DecodeRows(table, lengths)
-    masks = Masks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
+    decode = DecodeRows(table, torch.arange(rows), lengths)
+    masks = SightMasks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
     out, scale = poisoned(rows, heads, head_dim), head_dim**-0.5
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)
     wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(Sight(window)), scale)

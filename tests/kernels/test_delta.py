@@ -42,7 +42,7 @@ def batch_of(*rows: tuple[int, int, int]) -> AttentionBatch:
     for slot, start, count in rows[len(singles) :]:
         prompts.append(PrefillRow(first, count, start, torch.empty(0), slot))
         first += count
-    decode = DecodeRows(torch.empty(0), starts, slots=slots) if singles else None
+    decode = DecodeRows(torch.empty(0), slots, starts) if singles else None
     return AttentionBatch(torch.empty(0), decode, prompts)
 
 

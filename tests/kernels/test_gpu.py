@@ -10,9 +10,9 @@ from torch import Tensor
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised, silu_and_mul_torch
 from phalanx.kernels.attention import (
     AttentionBatch,
-    Masks,
     PrefillRow,
     Sight,
+    SightMasks,
     decode_attention,
     decode_attention_torch,
     paged_attention,
@@ -109,8 +109,8 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, window: int 
     cache = randn(rows * width + 3, 16, 2, kv_heads, head_dim, dtype=dtype)
     table = torch.randperm(len(cache), device="cuda")[: rows * width].view(rows, width)
     qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    decode = DecodeRows(table, positions)
-    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float64)
+    decode = DecodeRows(table.int(), torch.randperm(rows, device="cuda"), positions)
+    masks = SightMasks(AttentionBatch(positions, decode, []), 16, torch.float64)
     out, scale = torch.full((rows, heads, head_dim), float("nan"), dtype=dtype, device="cuda"), head_dim**-0.5
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)
     wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(Sight(window)), scale)
@@ -184,8 +184,8 @@ def test_decode_attention_of_few_and_of_many_sequences(rows: int, kv_heads: int,
     cache = randn(rows * width + 3, 16, 2, kv_heads, head_dim, dtype=torch.bfloat16)
     table = torch.randperm(len(cache), device="cuda")[: rows * width].view(rows, width)
     qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
-    decode = DecodeRows(table, positions, uneven)
-    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float32)
+    decode = DecodeRows(table.int(), torch.randperm(rows, device="cuda"), positions, uneven)
+    masks = SightMasks(AttentionBatch(positions, decode, []), 16, torch.float32)
     out = torch.full((rows, heads, head_dim), float("nan"), dtype=torch.bfloat16, device="cuda")
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(), 0.1, out)
     close(out, decode_attention_torch(qkv[:, :heads].float(), cache.float(), decode, masks.decode(Sight()), 0.1))
@@ -215,7 +215,7 @@ def test_prefill_attention(
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"), resumed)
     fast = AttentionBatch(tables, None, [], cut)
     plain = AttentionBatch(tables, None, rows)
-    masks = Masks(plain, page, torch.float64)
+    masks = SightMasks(plain, page, torch.float64)
     wanted = paged_attention(qkv.double(), heads, cache.double(), plain, masks, Sight(window), head_dim**-0.5)
     close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), head_dim**-0.5), wanted)
 
@@ -340,7 +340,8 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     table = torch.arange(blocks - rows, blocks, device="cuda")[:, None]
     rotate_and_store(qkv, cos.bfloat16(), sin.bfloat16(), table[:, 0] * 16, cache, heads, kv_heads)
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    decode, out = DecodeRows(table, positions), torch.empty(rows, heads, head_dim, device="cuda").bfloat16()
-    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.bfloat16)
+    decode = DecodeRows(table.int(), torch.arange(rows, device="cuda"), positions)
+    out = torch.empty(rows, heads, head_dim, device="cuda").bfloat16()
+    masks = SightMasks(AttentionBatch(positions, decode, []), 16, torch.bfloat16)
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(), 1.0, out)
     close(out, qkv[:, heads + kv_heads :].repeat_interleave(2, dim=1))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from phalanx.kernels.attention import (
     AttentionBatch,
-    Masks,
     PrefillRow,
     Sight,
+    SightMasks,
     decode_attention,
     decode_attention_torch,
     paged_attention,
@@ -88,8 +88,8 @@ def decode_equals_definition(
     cache = random_cache(rows * width + 3, 16, kv_heads, head_dim)
     table = torch.randperm(len(cache), device="cuda")[: rows * width].view(rows, width)
     qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    decode = DecodeRows(table, positions)
-    masks = Masks(AttentionBatch(positions, decode, []), 16, torch.float64)
+    decode = DecodeRows(table.int(), torch.randperm(rows, device="cuda"), positions)
+    masks = SightMasks(AttentionBatch(positions, decode, []), 16, torch.float64)
     out = torch.full((rows, heads, head_dim), float("nan"), dtype=dtype, device="cuda")
     scale, q = head_dim**-0.5 * SCALES.key, qkv[:, :heads]
     decode_attention(q, cache, decode, masks, Sight(window), scale, out, SCALES.value)
@@ -113,7 +113,7 @@ def test_prefill_attention(heads: int, kv_heads: int, head_dim: int, window: int
         first += count
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"), True)
     fast, plain = AttentionBatch(tables, None, [], cut), AttentionBatch(tables, None, rows)
-    masks, scale = Masks(plain, page, torch.float64), head_dim**-0.5 * SCALES.key
+    masks, scale = SightMasks(plain, page, torch.float64), head_dim**-0.5 * SCALES.key
     wanted = paged_attention(qkv.double(), heads, cache, plain, masks, Sight(window), scale, SCALES.value)
     close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), scale, SCALES.value), wanted)
 
@@ -122,8 +122,8 @@ def test_queries_beyond_float16_do_not_break_attention() -> None:
     """Half-precision products are made in float16, which ends at 65504: larger queries stay finite."""
     cache = random_cache(4, 16, 1, 64)
     q = randn(1, 1, 64, dtype=torch.bfloat16) * 1e6
-    decode = DecodeRows(torch.tensor([[0, 1, 2]], device="cuda"), torch.tensor([40], device="cuda"))
-    masks = Masks(AttentionBatch(decode.positions, decode, []), 16, torch.float32)
+    decode = DecodeRows(*(torch.tensor(part, device="cuda") for part in ([[0, 1, 2]], [0], [40])))
+    masks = SightMasks(AttentionBatch(decode.positions, decode, []), 16, torch.float32)
     out = torch.full((1, 1, 64), float("nan"), dtype=torch.bfloat16, device="cuda")
     decode_attention(q, cache, decode, masks, Sight(), 0.1, out, 1.0)
     assert out.isfinite().all()

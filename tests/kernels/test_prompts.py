@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.kernels.attention import AttentionBatch, Masks, PrefillRow, Sight, paged_attention
+from phalanx.kernels.attention import AttentionBatch, PrefillRow, Sight, SightMasks, paged_attention
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles, tile_prompt
 
 
@@ -45,7 +45,7 @@ def test_attention_over_tiles_is_that_over_whole_prompts(window: int | None) -> 
         first += count
     plain = AttentionBatch(tables, None, rows)
     cut = AttentionBatch(tables, None, [], PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), True))
-    masks = Masks(plain, page, torch.float64)
+    masks = SightMasks(plain, page, torch.float64)
     wanted = paged_attention(qkv, heads, cache, plain, masks, Sight(window), 0.25)
     torch.testing.assert_close(paged_attention(qkv, heads, cache, cut, masks, Sight(window), 0.25), wanted)
 

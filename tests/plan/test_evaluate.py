@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.plan.cases import prepare
-from phalanx.plan.evaluate import EvaluationError, Report, Row, Score, draw, evaluate
+from phalanx.plan.evaluate import Evaluation, EvaluationError, Row, Score, draw, evaluate
 from phalanx.plan.measurements import COLUMNS, INDEPENDENT_COLUMNS, Measurement, MeasurementError, read_measurements
 from phalanx.plan.predict import Interval
 from tests.shared_data import shared_file
@@ -211,7 +211,7 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
         Row(replace(measurement, engine=engine), Interval(0.01, 0.009, 0.011), Interval(0.1, 0.05, 0.2))
         for engine in ("vllm", "sglang")
     )
-    draw(Report(rows), tmp_path / "plot.png")
+    draw(Evaluation(rows), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,13 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from phalanx.runtime.graphs import Recorded, Recorder, Run
+from phalanx.runtime.graphs import GraphBody, Recorded, Recorder
 
 
 class Rerun:
     """Stands where a graph would: a replay computes all anew and leaves it in the same places."""
 
-    def __init__(self, run: Run, places: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, run: GraphBody, places: tuple[Tensor, Tensor]) -> None:
         self._run = run
         self._places = places
 
@@ -23,7 +23,7 @@ class Rerun:
 
 
 class Repeater(Recorder):
-    def __call__(self, rehearse: Run, run: Run) -> Recorded:
+    def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
         rehearse()
         places = run()
         return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), *places)

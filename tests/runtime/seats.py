@@ -31,7 +31,8 @@ def seated(
 ) -> tuple[Batch, SamplingRows]:
     """Each in the slot of its number, with rows in this order of slots."""
     length = max(max(seat.position, len(seat.history)) for seat in seats)
-    batch = Batch(len(seats), length, 8, 0, torch.device(device))
+    blocks = -(-length // 8)
+    batch = Batch(len(seats), length, 8, len(seats) * blocks, torch.device(device))
     admissions = [
         Admission(slot, seat.prompt_length, list(seat.history), seat.seed, seat.params)
         for slot, seat in enumerate(seats)
@@ -44,8 +45,8 @@ def seated(
         slots=slots,
         starts=[seats[slot].position - 1 for slot in slots],
         counts=[1] * len(seats),
-        samples=[True] * len(seats),
-        new_blocks=[],
+        samples=[1] * len(seats),
+        new_blocks=[(slot, list(range(slot * blocks, (slot + 1) * blocks))) for slot in range(len(seats))],
         masks=[(row, slot) for row, slot in enumerate(slots) if slot in masks],
         new_masks=[(slot, pack(mask)) for slot, mask in masks.items()],
     )

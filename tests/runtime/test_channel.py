@@ -16,7 +16,7 @@ from phalanx.engine.step_plan import Beat
 from phalanx.runtime import watch
 from phalanx.runtime.channel import Beacon, Context, Gate, Keys, Lookout, Receiver, Sender
 from phalanx.runtime.links import Links
-from phalanx.runtime.messages import Ready, encode
+from phalanx.runtime.messages import RankReady, encode
 from phalanx.runtime.pulse import BEAT_EVERY_S
 from phalanx.runtime.watch import Watch
 from tests.server.running import eventually
@@ -144,8 +144,8 @@ def test_orders_go_to_where_a_rank_says_it_takes_them(near: Context, far: Contex
     links = Links(near, HERE, HERE, TOKEN, ENGINE, {1: RANK.public})
     orders = Receiver(far, HERE, TOKEN, RANK)
     reports = Sender(far, links.reports.address, TOKEN, keys=RANK, peer=ENGINE.public)
-    reports.send(encode(Ready(1, orders.address)))
-    assert links.receive(20_000) == Ready(1, orders.address)
+    reports.send(encode(RankReady(1, orders.address)))
+    assert links.receive(20_000) == RankReady(1, orders.address)
     links.send([b"plan"])
     assert heard(orders) == [b"plan"]
     gate.close()

@@ -91,7 +91,7 @@ def test_states_of_all_sequences_have_their_room_before_keys_and_values(
     delta_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(delta_folder)
-    block, states = model.cache_bytes_per_token * CONFIG.block_size, 33 * model.state_bytes_per_place
+    block, states = model.block_bytes(CONFIG.block_size), 33 * model.state_bytes_per_place
     step = step_bytes(CONFIG, model, 256, 16)
     give_memory(monkeypatch, step + states + 5 * block)
     assert blocks_that_fit(CONFIG, model) == 5
@@ -114,7 +114,7 @@ def give_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = model.cache_bytes_per_token * CONFIG.block_size
+    block = model.block_bytes(CONFIG.block_size)
     step = step_bytes(CONFIG, model, 256, 16)
     give_memory(monkeypatch, 400 * block)
     assert 300 * block > step
@@ -128,7 +128,7 @@ def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
 def test_a_cpu_without_room_says_which_limit_to_lower_and_that_works(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, short_by: int
 ) -> None:
-    block = model.cache_bytes_per_token * CONFIG.block_size
+    block = model.block_bytes(CONFIG.block_size)
     give_memory(monkeypatch, step_bytes(CONFIG, model, 256, 16) + block - short_by)
     with pytest.raises(ConfigError) as caught:
         blocks_that_fit(CONFIG, model)
@@ -181,7 +181,7 @@ class Card:
         class Counting(Repeater):
             """The first graph of each sort takes 50 MiB, and each one 3 more; what steps have left is given back."""
 
-            def __call__(self, rehearse: graphs.Run, run: graphs.Run) -> graphs.Recorded:
+            def __call__(self, rehearse: graphs.GraphBody, run: graphs.GraphBody) -> graphs.Recorded:
                 card.free, card.left_by_steps = card.free + card.left_by_steps, 0
                 card.free -= (50 if len(card.graphs) < 2 else 0) * MIB + 3 * MIB
                 card.graphs.append(run)

@@ -22,6 +22,7 @@ from tests.threaded_ranks import ThreadedEngine
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+BEYOND_WINDOWS = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
 
 
 def lone_runner(reference: Reference) -> TorchRunner:
@@ -71,13 +72,13 @@ def test_rows_asked_for_are_computed_as_among_all_rows(some_reference: Reference
 @pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (3, 4))])
 def test_greedy_tokens_equal_transformers(reference: Reference, tp: int) -> None:
     """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache."""
-    engine = ThreadedEngine(reference.folder, tp)
+    engine = ThreadedEngine(reference.folder, tp, max_num_seqs=7, num_blocks=64)
     cold = engine.generate(reference.prompts, GREEDY)
     assert sum(request.preemptions for request in cold) > 0
     for prompt, request in zip(reference.prompts, cold, strict=True):
         assert len(request.output) == NEW_TOKENS
         assert reference.confirms(prompt, request.output)
-    again = [engine.generate(reference.prompts[-1:], GREEDY)[0] for _ in range(2)]
+    again = [engine.generate(reference.prompts[-1:], BEYOND_WINDOWS)[0] for _ in range(2)]
     assert all(reference.confirms(reference.prompts[-1], request.output) for request in again)
     assert again[1].cached_tokens == 56
     pool = engine.engine.scheduler.pool

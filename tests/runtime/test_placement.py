@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.runtime.placement import Node, Wanted, bundle_of_each_rank, bundles, check_room, driver_first
+from phalanx.runtime.placement import RayNode, Wanted, bundle_of_each_rank, bundles, check_room, driver_first
 
 
-def node(number: int, gpus: int = 1, cpus: int = 20, free_gpus: int | None = None) -> Node:
+def node(number: int, gpus: int = 1, cpus: int = 20, free_gpus: int | None = None) -> RayNode:
     free = gpus if free_gpus is None else free_gpus
-    return Node(f"id{number}", f"10.0.0.{number}", f"spark-{number}", gpus, cpus, free, cpus)
+    return RayNode(f"id{number}", f"10.0.0.{number}", f"spark-{number}", gpus, cpus, free, cpus)
 
 
 SPARKS = [node(10), node(2), node(1), node(9)]
@@ -94,7 +94,7 @@ def test_a_server_on_a_node_without_a_gpu_is_refused() -> None:
 
 
 def test_two_nodes_at_one_address_are_refused() -> None:
-    twin = Node("other", "10.0.0.1", "spark-1", 1, 20, 1, 20)
+    twin = RayNode("other", "10.0.0.1", "spark-1", 1, 20, 1, 20)
     with pytest.raises(ConfigError) as caught:
         check_room(Wanted(2, on_gpus=True, per_node=None), [node(1), twin], "id1")
     assert caught.value.code == "same_address"

@@ -29,7 +29,7 @@ LONGEST = TOKENS[-1]
 TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 56, "max_model_len": 160, "max_num_seqs": 6}
 
 
-def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
+def plan_of(rows: list[tuple[int, int, int]]) -> StepPlan:
     """A plan of (start, count, samples), the slots counted down from 500."""
     starts, counts, samples = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
     slots = [500 - index for index in range(len(rows))]
@@ -38,15 +38,25 @@ def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    start, samples = st.integers(0, 5000), st.booleans()
+    start, samples = st.integers(0, 5000), st.integers(0, 1)
     decodes = draw(st.lists(st.tuples(start, st.just(1), samples), max_size=70))
+    drafts = draw(st.lists(st.integers(2, 9).flatmap(lambda n: st.tuples(start, st.just(n), st.just(n))), max_size=5))
     counts = st.one_of(st.integers(2, 40), st.sampled_from([127, 128, 129, 256]))
     prompts = draw(st.lists(st.tuples(start, counts, samples), min_size=0 if decodes else 1, max_size=MOST_PROMPTS))
-    return plan_of(decodes + prompts)
+    return plan_of(decodes + drafts + prompts)
+
+
+def singles_of(plan: StepPlan) -> int:
+    """Rows of one token, and those of drafts."""
+    return sum(count == 1 or wanted > 1 for count, wanted in zip(plan.counts, plan.samples, strict=True))
+
+
+def size_of(plan: StepPlan, most: int) -> GraphSize | None:
+    return size_for(plan, singles_of(plan), most)
 
 
 def parts_of(plan: StepPlan, size: GraphSize) -> list[list[int]]:
-    return [part.tolist() for part in torch.tensor(lay_out(plan, size, SPARE)).split(size.parts)]
+    return [part.tolist() for part in torch.tensor(lay_out(plan, singles_of(plan), size, SPARE)).split(size.parts)]
 
 
 def rows_of(plan: StepPlan) -> list[tuple[int, int]]:
@@ -57,7 +67,7 @@ def rows_of(plan: StepPlan) -> list[tuple[int, int]]:
 
 @given(plans())
 def test_every_token_has_its_row_and_the_rest_is_the_spare_slots_first_token(plan: StepPlan) -> None:
-    size = size_for(plan, 10 * LONGEST)
+    size = size_of(plan, 10 * LONGEST)
     if size is not None:
         slots, positions, *_ = parts_of(plan, size)
         padding = size.tokens - plan.num_tokens
@@ -67,15 +77,14 @@ def test_every_token_has_its_row_and_the_rest_is_the_spare_slots_first_token(pla
 @given(plans())
 def test_every_row_is_a_decode_or_in_one_tile(plan: StepPlan) -> None:
     """Each at its own slot and position; rows that fill up look no further than a tile. Unused tiles are empty."""
-    size = size_for(plan, LONGEST)
+    size = size_of(plan, LONGEST)
     if size is None:
         return
     _, _, decode_slots, decode_positions, _, _, numbers = parts_of(plan, size)
-    decodes = plan.counts.count(1)
+    decodes = sum(plan.counts[: singles_of(plan)])
     padding = size.decodes - decodes
-    assert decode_slots == plan.slots[:decodes] + [SPARE] * padding
-    assert decode_positions == plan.starts[:decodes] + [0] * padding
     found = dict(enumerate(rows_of(plan)[:decodes]))
+    assert list(zip(decode_slots, decode_positions, strict=True)) == [*found.values(), *[(SPARE, 0)] * padding]
     for slot, first, count, start, _ in zip(*[iter(numbers)] * 5, strict=True):
         assert 0 <= count <= PROMPT_TILE
         assert slot != SPARE or start == 0
@@ -87,12 +96,12 @@ def test_every_row_is_a_decode_or_in_one_tile(plan: StepPlan) -> None:
 
 @given(plans())
 def test_rows_that_yield_a_token_are_the_last_of_their_sequence(plan: StepPlan) -> None:
-    size = size_for(plan, LONGEST)
+    size = size_of(plan, LONGEST)
     if size is None:
         return
     _, _, _, _, rows, slots, _ = parts_of(plan, size)
     ends = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
-    wanted = [(slot, start + count - 1) for slot, start, count, samples in ends if samples]
+    wanted = [(slot, start + count - back) for slot, start, count, most in ends for back in range(most, 0, -1)]
     assert [rows_of(plan)[row] for row in rows[: len(wanted)]] == wanted
     assert slots == [slot for slot, _ in wanted] + [SPARE] * (size.samples - len(wanted))
     assert all(row < size.tokens for row in rows)
@@ -100,9 +109,9 @@ def test_rows_that_yield_a_token_are_the_last_of_their_sequence(plan: StepPlan) 
 
 @given(plans())
 def test_a_plan_runs_in_the_smallest_graph_that_holds_it(plan: StepPlan) -> None:
-    size = size_for(plan, LONGEST)
-    decodes = plan.counts.count(1)
-    fits = [tokens for tokens in TOKENS if plan.num_tokens <= tokens and len(plan.counts) - decodes <= tokens // 8]
+    size = size_of(plan, LONGEST)
+    decodes, prompts = sum(plan.counts[: singles_of(plan)]), len(plan.counts) - singles_of(plan)
+    fits = [tokens for tokens in TOKENS if plan.num_tokens <= tokens and prompts <= tokens // 8]
     assert (size is None) == (not fits)
     if size is not None:
         assert size.tokens == fits[0]
@@ -113,15 +122,15 @@ def test_a_plan_runs_in_the_smallest_graph_that_holds_it(plan: StepPlan) -> None
 @pytest.mark.parametrize(
     ("rows", "most"),
     [
-        ([(0, LONGEST + 1, True)], 10 * LONGEST),
-        ([(0, 300, True)], 300),
-        ([(0, 2, True)] * (MOST_PROMPTS + 1), LONGEST),
-        ([(9, 1, True)] * (DECODES[-1] + 1) + [(0, 5, True)], LONGEST),
+        ([(0, LONGEST + 1, 1)], 10 * LONGEST),
+        ([(0, 300, 1)], 300),
+        ([(0, 2, 1)] * (MOST_PROMPTS + 1), LONGEST),
+        ([(9, 1, 1)] * (DECODES[-1] + 1) + [(0, 5, 1)], LONGEST),
     ],
     ids=["tokens", "padded_tokens", "prompts", "decodes"],
 )
-def test_what_no_graph_holds_is_left_alone(rows: list[tuple[int, int, bool]], most: int) -> None:
-    assert size_for(plan_of(rows), most) is None
+def test_what_no_graph_holds_is_left_alone(rows: list[tuple[int, int, int]], most: int) -> None:
+    assert size_of(plan_of(rows), most) is None
 
 
 def test_all_rows_may_be_padding() -> None:

@@ -16,23 +16,23 @@ from phalanx.errors import ConfigError
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import Meeting, RankAssignment
-from phalanx.runtime.placement import Node
+from phalanx.runtime.placement import RayNode
 from phalanx.runtime.rank import Spot
 from phalanx.runtime.ray_cluster import RayCluster
 from phalanx.runtime.ray_workers import check_machines, visible_index
-from phalanx.runtime.seat import Ended, Facts, Posting, Seat, gather_facts
+from phalanx.runtime.seat import Ended, Posting, Seat, SeatFacts, gather_facts
 
-NODES = [Node(f"id{n}", f"10.0.0.{n}", f"spark-{n}", 1, 20, 1, 20) for n in (1, 2)]
+NODES = [RayNode(f"id{n}", f"10.0.0.{n}", f"spark-{n}", 1, 20, 1, 20) for n in (1, 2)]
 FILES = {"config.json": 700, "model-1.safetensors": 5000, "model-2.safetensors": 4000}
 VERSIONS = {"phalanx": "1.0", "python": "3.12.3", "torch": "2.11.0"}
-HERE = Facts(VERSIONS, "10.0.0.1", ["eth0", "lo"], FILES, "")
+HERE = SeatFacts(VERSIONS, "10.0.0.1", ["eth0", "lo"], FILES, "")
 
 
-def far(**other: object) -> Facts:
+def far(**other: object) -> SeatFacts:
     return msgspec.structs.replace(HERE, **{"address": "10.0.0.2"} | other)
 
 
-def refused(there: Facts, load_format: str = "auto") -> ConfigError:
+def refused(there: SeatFacts, load_format: str = "auto") -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         check_machines(HERE, [HERE, there], NODES, "fast0", load_format)
     return caught.value

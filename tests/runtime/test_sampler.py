@@ -189,7 +189,8 @@ def test_penalties_use_the_history_of_the_rows_own_slot() -> None:
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     batch, rows = seated([Seat(params, 1, 0, 0, history=[token]) for token in (4, 5)], order=[1, 0])
     assert Sampler([])(logits, rows, batch).tokens.tolist() == [4, 5]
-    assert batch.tokens[:2, 1].tolist() == [5, 4], "tokens are kept in the pool of their slots"
+    assert batch.tokens.latest[:2].tolist() == [5, 4], "tokens are kept by slot"
+    assert batch.tokens.latest_at[:2].tolist() == [1, 1]
 
 
 def test_rows_penalised_together_have_each_their_own_penalties_and_past(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +274,7 @@ def test_rows_with_wishes_leave_the_tokens_of_plain_rows_as_they_were_chosen() -
     alone = [draw(row, seat) for row, seat in zip(logits, seats, strict=True)]
     assert sampled.tokens.tolist() == [20, alone[1], 22, 6, alone[4]]
     assert chosen.tolist() == [20, 21, 22, 23, 19]
-    pool = batch.tokens[rows.slots, rows.positions].tolist()
+    pool = batch.tokens.latest[rows.slots].tolist()
     assert [pool[index] for index in (1, 3, 4)] == [alone[1], 6, alone[4]]
     _, read = sampled.read(rows)
     expected = torch.log_softmax(logits, -1)

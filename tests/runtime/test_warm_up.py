@@ -15,7 +15,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.runtime import graphs, prompt_graphs
 from phalanx.runtime.executor import Executor
-from phalanx.runtime.graphs import Kind
+from phalanx.runtime.graphs import GraphKind
 from phalanx.runtime.prompt_graphs import TOKENS
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import all_graphs, first_graphs
@@ -42,7 +42,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     counted = Captures()
 
     class Counting(Repeater):
-        def __call__(self, rehearse: graphs.Run, run: graphs.Run) -> graphs.Recorded:
+        def __call__(self, rehearse: graphs.GraphBody, run: graphs.GraphBody) -> graphs.Recorded:
             counted.made += 1
             counted.in_steps += counted.in_a_step
             return super().__call__(rehearse, run)
@@ -137,7 +137,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         drawn = rng.random() < 0.5
         singles = plan_of([(rng.choice((3, 120)), 1)] * rng.randint(1, 6))
         assert decode.take(singles)
-        kind = decode._kind_for(singles, drawn)
+        kind = decode._kind_for(singles.starts, drawn)
         stand_in = decode._stand_in(kind)
         assert stand_in in decode._graphs
         assert stand_in is not None
@@ -145,7 +145,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         assert stand_in.drawn >= drawn
         mixed = plan_of([(9, 1)] * rng.randint(0, 5) + [(0, rng.randint(2, 30))])
         assert prompts.take(mixed)
-        size = prompt_graphs.size_for(mixed, TOKENS[-1])
+        size = prompt_graphs.size_for(mixed, mixed.counts.count(1), TOKENS[-1])
         assert size is not None
         found = prompts._stand_in(prompt_graphs.PromptKind(size, drawn))
         assert found is not None
@@ -157,13 +157,13 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
 def test_the_best_stand_in_is_the_one_for_such_lengths_and_then_the_smallest(quick: TorchRunner) -> None:
     decode = quick.graphs
     assert decode is not None
-    assert decode._stand_in(Kind(1, drawn=False, uneven=False)) == Kind(1, drawn=True, uneven=False)
-    assert decode._stand_in(Kind(4, drawn=False, uneven=True)) == Kind(4, drawn=True, uneven=True)
-    del decode._graphs[Kind(1, drawn=True, uneven=True)]
-    assert decode._stand_in(Kind(1, drawn=True, uneven=True)) == Kind(2, drawn=True, uneven=True)
-    decode.capture(Kind(4, drawn=False, uneven=True))
-    assert decode._stand_in(Kind(4, drawn=False, uneven=True)) == Kind(4, drawn=False, uneven=True)
-    assert decode._stand_in(Kind(4, drawn=True, uneven=True)) == Kind(4, drawn=True, uneven=True)
+    assert decode._stand_in(GraphKind(1, drawn=False, uneven=False)) == GraphKind(1, drawn=True, uneven=False)
+    assert decode._stand_in(GraphKind(4, drawn=False, uneven=True)) == GraphKind(4, drawn=True, uneven=True)
+    del decode._graphs[GraphKind(1, drawn=True, uneven=True)]
+    assert decode._stand_in(GraphKind(1, drawn=True, uneven=True)) == GraphKind(2, drawn=True, uneven=True)
+    decode.capture(GraphKind(4, drawn=False, uneven=True))
+    assert decode._stand_in(GraphKind(4, drawn=False, uneven=True)) == GraphKind(4, drawn=False, uneven=True)
+    assert decode._stand_in(GraphKind(4, drawn=True, uneven=True)) == GraphKind(4, drawn=True, uneven=True)
 
 
 def test_no_graph_is_larger_than_the_limits_need(quick: TorchRunner) -> None:

@@ -9,7 +9,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.fabric.group import Solo
 from phalanx.runtime import graphs, memory
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.graphs import Recorded, Run
+from phalanx.runtime.graphs import GraphBody, Recorded
 from phalanx.runtime.rank import load_model
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner
@@ -31,10 +31,10 @@ def test_a_warm_engine_captures_nothing_in_a_step_and_gives_the_same_tokens(
     captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the first graphs alone; with all, where later ones share the memory of the first; and without any."""
-    captured: list[Run] = []
+    captured: list[GraphBody] = []
     record = graphs.Recorder.__call__
 
-    def noted(recorder: graphs.Recorder, rehearse: Run, run: Run) -> Recorded:
+    def noted(recorder: graphs.Recorder, rehearse: GraphBody, run: GraphBody) -> Recorded:
         captured.append(run)
         return record(recorder, rehearse, run)
 
@@ -70,7 +70,7 @@ def test_the_cache_leaves_a_worst_step_its_memory_and_no_tenth_of_the_card(captu
     free, total = torch.cuda.mem_get_info()
     room = memory._room_on_gpu(config, model, 1)
     assert 0.95 * free < room < free - 0.01 * total
-    model.allocate_cache(300, room // (model.cache_bytes_per_token * 16), 16)
+    model.allocate_cache(room // model.block_bytes(16), 16)
     runner = TorchRunner(model, 32, 512, 300)
     for graph in all_graphs(runner):
         graph.capture()

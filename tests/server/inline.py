@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from phalanx.server.errors import ApiError
-from phalanx.server.prepare import Reader
-from phalanx.server.prepared import Asked, Assignment, Kind, Prepared, Problem, Text, Tokens, decode_outcome, encode
+from phalanx.server.prepare import RequestReader
+from phalanx.server.prepared import (
+    Asked,
+    Assignment,
+    DetokenizedText,
+    Prepared,
+    Problem,
+    RequestKind,
+    TokenizedText,
+    decode_outcome,
+    encode,
+)
 
 
 class InlinePreparer:
     """Does what a `Preparer` has done elsewhere."""
 
     async def start(self, assignment: Assignment) -> None:
-        self.reader = Reader(assignment)
+        self.reader = RequestReader(assignment)
 
-    async def prepare(self, kind: Kind, body: bytes, client: str) -> Prepared | Tokens | Text:
+    async def prepare(self, kind: RequestKind, body: bytes, client: str) -> Prepared | TokenizedText | DetokenizedText:
         outcome = decode_outcome(encode(self.reader.outcome(Asked(kind, body))))
         if isinstance(outcome, Problem):
             assert not outcome.trace, outcome.trace

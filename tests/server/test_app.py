@@ -16,7 +16,7 @@ from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.app import create_app
-from phalanx.server.engine_client import Launch, RankHealth
+from phalanx.server.engine_client import EngineLaunch, RankHealth
 from phalanx.server.errors import ApiError
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.guard import Guard
@@ -75,7 +75,7 @@ class Place:
             state="ready",
             client=self.engine,
             admit=self.admit,
-            launch=Launch(EngineConfig(), 10, "none"),
+            launch=EngineLaunch(EngineConfig(), 10, "none"),
             last_death=None,
         )
         self.admitted: list[int] = []

@@ -17,7 +17,7 @@ from phalanx.engine.step_plan import Beat
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_client, mailbox
-from phalanx.server.engine_client import EngineClient, Launch
+from phalanx.server.engine_client import EngineClient, EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import Books, Cancel, Death, Loading, NewToken, Pulses, Refused, Stepped, Submit
@@ -67,7 +67,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     monkeypatch.setattr(engine_client, "_STOP_WAIT_S", 0.2)
 
     def make(how: str = "runs", step_timeout_s: float = 300.0) -> EngineClient:
-        return EngineClient(Launch(EngineConfig(model=how), step_timeout_s, "stub_engine"), lambda report: None)
+        return EngineClient(EngineLaunch(EngineConfig(model=how), step_timeout_s, "stub_engine"), lambda report: None)
 
     return make
 
@@ -219,7 +219,7 @@ class Alone(EngineClient):
 
     def __init__(self, step_timeout_s: float = 300.0) -> None:
         self.steps: list[Stepped] = []
-        super().__init__(Launch(EngineConfig(), step_timeout_s, "none"), self.steps.append)
+        super().__init__(EngineLaunch(EngineConfig(), step_timeout_s, "none"), self.steps.append)
         self._folder.rmdir()
         self.sent: list[Any] = []
 

@@ -22,18 +22,18 @@ from phalanx.engine.step_plan import Beat, StepPlan
 from phalanx.errors import ConfigError, EngineDeadError, RequestError, StepMemoryError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_process
-from phalanx.server.engine_client import EngineClient, Launch
+from phalanx.server.engine_client import EngineClient, EngineLaunch
 from phalanx.server.engine_process import EngineLoop
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Cancel,
     Death,
+    EngineReport,
     Loading,
     Order,
     Pulses,
     Refused,
-    Report,
     Started,
     Stepped,
     Submit,
@@ -63,13 +63,13 @@ class Orders:
 
 class Told:
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[EngineReport] = []
 
     def send(self, *frames: bytes) -> None:
         self.reports.append(decode_report(frames[0]))
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[Report], list[Report]]:
+def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[EngineReport], list[EngineReport]]:
     """What an engine of 4 sequences and 8 blocks reports, and its signs of life: one beat is enough."""
     monkeypatch.setattr(engine_process, "every_beat", lambda tell: tell())
     monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
@@ -86,7 +86,7 @@ def params(max_tokens: int = 2) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0)
 
 
-def tokens(reports: list[Report]) -> list[list[tuple[int, int, str | None]]]:
+def tokens(reports: list[EngineReport]) -> list[list[tuple[int, int, str | None]]]:
     steps = [report for report in reports if isinstance(report, Stepped)]
     return [[(token.id, token.token, token.finish_reason) for token in step.tokens] for step in steps]
 
@@ -237,7 +237,7 @@ def test_a_real_one_outlives_signals_but_not_its_parent_and_leaves_no_folder() -
     """A service manager signals every process; the engine is needed until its parent has drained."""
 
     async def live() -> None:
-        client = EngineClient(Launch(EngineConfig(), 300, "phalanx.bench.modelled_engine"), lambda report: None)
+        client = EngineClient(EngineLaunch(EngineConfig(), 300, "phalanx.bench.modelled_engine"), lambda report: None)
         try:
             await client.start()
             process = psutil.Process(client._process.pid)

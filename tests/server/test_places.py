@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from phalanx.runtime.config import EngineConfig
-from phalanx.server.engine_client import Launch
+from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.errors import ApiError
-from phalanx.server.places import Place, Places
+from phalanx.server.places import Places, RequestPlace
 from tests import timeless
 
 STARTED = SimpleNamespace(max_num_seqs=64, max_model_len=8192)
@@ -24,7 +24,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.client: Any = SimpleNamespace(started=STARTED)
-        self.launch = Launch(EngineConfig(max_num_batched_tokens=2048), 10, "none")
+        self.launch = EngineLaunch(EngineConfig(max_num_batched_tokens=2048), 10, "none")
         self.stopped = False
 
     def admit(self, choices: int) -> Any:
@@ -38,22 +38,24 @@ def places(shared: bool = True) -> Places:
     return Places(supervisor, shared)
 
 
-async def crowd(into: Places, key: str, count: int, choices: int = 1, tokens: int = 10) -> list[asyncio.Task[Place]]:
+async def crowd(
+    into: Places, key: str, count: int, choices: int = 1, tokens: int = 10
+) -> list[asyncio.Task[RequestPlace]]:
     tasks = [asyncio.create_task(into.enter(key, choices, tokens)) for _ in range(count)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return tasks
 
 
-def inside(tasks: list[asyncio.Task[Place]]) -> list[Place]:
+def inside(tasks: list[asyncio.Task[RequestPlace]]) -> list[RequestPlace]:
     return [task.result() for task in tasks if task.done() and task.exception() is None]
 
 
-def refused(tasks: list[asyncio.Task[Place]]) -> int:
+def refused(tasks: list[asyncio.Task[RequestPlace]]) -> int:
     return sum(task.done() and isinstance(task.exception(), ApiError) for task in tasks)
 
 
-async def end(*groups: list[asyncio.Task[Place]]) -> None:
+async def end(*groups: list[asyncio.Task[RequestPlace]]) -> None:
     tasks = [task for group in groups for task in group]
     for task in tasks:
         task.cancel()

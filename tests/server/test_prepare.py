@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from phalanx.server.errors import ApiError
-from phalanx.server.prepare import Reader
-from phalanx.server.prepared import Asked, Assignment, Prepared, Problem, Text, Tokens
+from phalanx.server.prepare import RequestReader
+from phalanx.server.prepared import Asked, Assignment, DetokenizedText, Prepared, Problem, TokenizedText
 from phalanx.server.preparer import QUICK_BYTES, Preparer
 from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from phalanx.text.tokenizer import Tokenizer
@@ -42,11 +42,11 @@ def assignment(template: str | None = None) -> Assignment:
 
 
 @pytest.fixture(scope="module")
-def reader() -> Reader:
-    return Reader(assignment())
+def reader() -> RequestReader:
+    return RequestReader(assignment())
 
 
-def outcome(reader: Reader, kind: Any, body: object) -> Any:
+def outcome(reader: RequestReader, kind: Any, body: object) -> Any:
     return reader.outcome(Asked(kind, body if isinstance(body, bytes) else json.dumps(body).encode()))
 
 
@@ -65,22 +65,24 @@ def tokenizer() -> Tokenizer:
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": ""}],
     ],
 )
-def test_a_chat_is_tokenised_as_transformers_does_it(reader: Reader, tokenizer: Tokenizer, messages: list[Any]) -> None:
+def test_a_chat_is_tokenised_as_transformers_does_it(
+    reader: RequestReader, tokenizer: Tokenizer, messages: list[Any]
+) -> None:
     prepared = outcome(reader, "chat", {"messages": messages})
     theirs = tokenizer.backend.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prepared.prompts == [theirs]
-    assert outcome(reader, "tokenize", {"messages": messages}) == Tokens(theirs)
+    assert outcome(reader, "tokenize", {"messages": messages}) == TokenizedText(theirs)
 
 
-def test_a_text_is_tokenised_as_transformers_does_it_and_back(reader: Reader, tokenizer: Tokenizer) -> None:
+def test_a_text_is_tokenised_as_transformers_does_it_and_back(reader: RequestReader, tokenizer: Tokenizer) -> None:
     for text in ("", "Hello", "é 👍 <|im_end|> 123", "\n\n  x", "\u4e2d\u6587"):
         tokens = tokenizer.backend.encode(text)
-        assert outcome(reader, "tokenize", {"prompt": text}) == Tokens(tokens)
-        assert outcome(reader, "detokenize", {"tokens": tokens}) == Text(text)
+        assert outcome(reader, "tokenize", {"prompt": text}) == TokenizedText(tokens)
+        assert outcome(reader, "detokenize", {"tokens": tokens}) == DetokenizedText(text)
 
 
 def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
+    reader: RequestReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its characters alone; and where these could fit, by a small part of it."""
     lengths: list[int] = []
@@ -106,7 +108,7 @@ def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
             problem = outcome(reader, kind, body)
             assert (problem.status, problem.code) == (400, "prompt_too_long")
     assert max(lengths) <= 8 * CONTEXT
-    assert isinstance(outcome(reader, "tokenize", {"prompt": "word " * 1000}), Tokens)
+    assert isinstance(outcome(reader, "tokenize", {"prompt": "word " * 1000}), TokenizedText)
     assert outcome(reader, "detokenize", {"tokens": [1] * (CONTEXT + 1)}).code == "prompt_too_long"
 
 
@@ -159,7 +161,7 @@ OBJECT = '{"messages":[{"role":"user"}],"tools":[{"type":"function","function":{
     ],
 )
 def test_what_is_out_of_bounds_is_told_and_is_no_mistake_of_the_server(
-    reader: Reader, kind: str, body: str, code: str
+    reader: RequestReader, kind: str, body: str, code: str
 ) -> None:
     problem = outcome(reader, kind, body.encode())
     assert isinstance(problem, Problem)
@@ -168,7 +170,7 @@ def test_what_is_out_of_bounds_is_told_and_is_no_mistake_of_the_server(
 
 
 def test_a_mistake_of_the_server_is_told_as_one_and_its_trace_is_for_the_log(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
+    reader: RequestReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise AttributeError("a bug")
@@ -216,7 +218,7 @@ def office(loop: asyncio.Runner) -> Iterator[Office]:
     loop.run(office.real.close())
 
 
-def test_it_comes_to_the_same_in_a_process_of_its_own(office: Office, reader: Reader) -> None:
+def test_it_comes_to_the_same_in_a_process_of_its_own(office: Office, reader: RequestReader) -> None:
     assert office.ask("chat", HELLO) == outcome(reader, "chat", HELLO)
     assert office.ask("tokenize", {"prompt": "one two"}) == outcome(reader, "tokenize", {"prompt": "one two"})
     assert office.ask("completion", {}).body["error"]["code"] == "bad_parameter"
@@ -260,7 +262,9 @@ def test_small_requests_do_not_wait_for_large_ones(office: Office) -> None:
             task.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
         await asyncio.to_thread(worker.wait, 60)
-        assert isinstance(await office.real.prepare("tokenize", b" " * 2 * QUICK_BYTES + b'{"prompt":"a"}', ""), Tokens)
+        assert isinstance(
+            await office.real.prepare("tokenize", b" " * 2 * QUICK_BYTES + b'{"prompt":"a"}', ""), TokenizedText
+        )
         return answer
 
     office.loop.run(beside())

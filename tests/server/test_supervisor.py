@@ -11,7 +11,7 @@ import pytest
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import supervisor as module
-from phalanx.server.engine_client import Launch
+from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.messages import Started
 from phalanx.server.supervisor import Supervisor
@@ -25,7 +25,7 @@ class FakeEngine:
     made: list[FakeEngine]
     starts: bool = True
 
-    def __init__(self, launch: Launch, on_step: object) -> None:
+    def __init__(self, launch: EngineLaunch, on_step: object) -> None:
         self.started: Started | None = None
         self.live = 0
         self.died: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(module.asyncio, "sleep", short)
 
         async def go() -> None:
-            made = Supervisor(Launch(EngineConfig(), 10, "none"), restarts, max_queued, lambda report: None)
+            made = Supervisor(EngineLaunch(EngineConfig(), 10, "none"), restarts, max_queued, lambda report: None)
             ready: list[Started] = []
             life = asyncio.create_task(made.run(ready.append))
             await settle()
@@ -195,7 +195,7 @@ def test_a_server_that_stops_takes_no_more_and_starts_no_engine_again(play: Call
 
 def test_told_to_stop_while_it_loads_it_does_not_become_ready(play: Callable[..., None]) -> None:
     async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
-        other = Supervisor(Launch(EngineConfig(), 10, "none"), 0, 0, lambda report: None)
+        other = Supervisor(EngineLaunch(EngineConfig(), 10, "none"), 0, 0, lambda report: None)
         other.drain()
         loading = asyncio.create_task(other.run(lambda started: None))
         await settle()
@@ -231,6 +231,6 @@ def test_whoever_ends_the_supervisor_ends_the_engine(play: Callable[..., None]) 
 
 
 def test_an_engine_that_starts_again_waits_longer_for_its_machines() -> None:
-    first = Launch(EngineConfig(tp=2, executor="ray"), 10, "none")
+    first = EngineLaunch(EngineConfig(tp=2, executor="ray"), 10, "none")
     assert first.again().config.node_wait_s > first.config.node_wait_s
     assert first.again().config.tp == 2

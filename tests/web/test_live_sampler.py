@@ -17,7 +17,7 @@ from phalanx.server import recent as recent_module
 from phalanx.server.messages import Books, NewToken, Started, Stepped
 from phalanx.server.metrics import Metrics
 from phalanx.web.expect import Expected, Load
-from phalanx.web.sampler import KEPT, WINDOW, RankSample, Sample, Sampler, percentiles_ms
+from phalanx.web.sampler import KEPT, WINDOW, LoadSampler, RankSample, Sample, percentiles_ms
 
 STARTED = Started(vocab=100, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[])
 
@@ -31,7 +31,7 @@ class Place:
         self.metrics = Metrics("tiny", vllm_names=False)
         self.ranks: dict[int, tuple[Totals, float]] = {}
         self.supervisor: Any = SimpleNamespace(state="ready", death=None, client=self.client())
-        self.sampler = Sampler(self.supervisor, self.metrics.recent)
+        self.sampler = LoadSampler(self.supervisor, self.metrics.recent)
         self.metrics.engine_started(STARTED.num_blocks)
 
     def client(self) -> SimpleNamespace:

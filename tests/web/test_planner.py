@@ -23,7 +23,7 @@ from phalanx.plan.record import to_dict
 from phalanx.server.errors import ApiError
 from phalanx.spec.machine import gpus
 from phalanx.web import planner
-from phalanx.web.planner_lane import Lane
+from phalanx.web.planner_lane import PlannerLane
 from phalanx.web.studio import create_studio
 
 QUESTION = {"model": "Llama-3.3-70B", "machine": "4xH100-SXM", "engines": "vllm", "tps": "2,4"}
@@ -153,7 +153,7 @@ def test_what_fits_is_what_a_plan_says_fits(client: TestClient) -> None:
     assert "GiB short" in rows["Llama-3.1-405B"]["why_not"]
 
 
-class _SlowLane(Lane):
+class _SlowLane(PlannerLane):
     """Answers when told to."""
 
     def __init__(self) -> None:
@@ -198,13 +198,13 @@ def test_a_plan_holds_up_nobody_only_so_many_wait_and_those_who_left_are_not_ans
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane]:
-    lane = Lane()
+def lane() -> Iterator[PlannerLane]:
+    lane = PlannerLane()
     yield lane
     lane.close()
 
 
-def test_a_planner_that_dies_is_replaced(lane: Lane) -> None:
+def test_a_planner_that_dies_is_replaced(lane: PlannerLane) -> None:
     assert lane.ask("catalog", {})
     assert lane._process is not None
     lane._process.kill()
@@ -212,7 +212,7 @@ def test_a_planner_that_dies_is_replaced(lane: Lane) -> None:
     assert lane.ask("catalog", {})
 
 
-def test_a_question_that_takes_too_long_is_given_up(lane: Lane) -> None:
+def test_a_question_that_takes_too_long_is_given_up(lane: PlannerLane) -> None:
     assert lane.ask("catalog", {})
     lane._time_limit_s = 0.01
     heavy = QUESTION | {"concurrency": 4096, "input_tokens": 8000, "output_tokens": 8000, "engines": "vllm"}
@@ -226,7 +226,7 @@ def test_a_question_that_takes_too_long_is_given_up(lane: Lane) -> None:
 def test_the_planner_ends_with_its_server() -> None:
     """Its input ends when the server does, however that comes."""
     code = (
-        "import os; from phalanx.web.planner_lane import Lane; lane = Lane(); lane.ask('catalog', {});"
+        "import os; from phalanx.web.planner_lane import PlannerLane; lane = PlannerLane(); lane.ask('catalog', {});"
         "print(lane._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

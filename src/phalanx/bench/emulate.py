@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.offline import Case, Timing, time_case
+from phalanx.bench.offline import FixedBatch, Timing, time_case
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.errors import ConfigError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -61,7 +61,7 @@ def emulate(
     kv_cache_dtype: str = "auto",
 ) -> list[Scaled]:
     """Time every case at every TP degree, print a table, and write JSON if asked to."""
-    parsed, tps = [Case.parse(text) for text in cases.split(",")], parse_degrees(degrees, "--emulate-tp")
+    parsed, tps = [FixedBatch.parse(text) for text in cases.split(",")], parse_degrees(degrees, "--emulate-tp")
     path, console = locate(model), Console()
     spec = Checkpoint(path, load_format).spec
     config = EngineConfig(
@@ -103,7 +103,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _scaled(tp: int, case: Case, timing: Timing, waited: float, before: list[Scaled]) -> Scaled:
+def _scaled(tp: int, case: FixedBatch, timing: Timing, waited: float, before: list[Scaled]) -> Scaled:
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     per_gpu = case.batch / tpot / tp
     smallest = next((each.tok_s_per_gpu for each in before if each.case == str(case)), per_gpu)

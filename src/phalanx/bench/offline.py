@@ -36,7 +36,7 @@ from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 
 @dataclass(frozen=True)
-class Case:
+class FixedBatch:
     """A batch of equal requests: `8x256x64` is 8 requests of 256 tokens in and 64 out."""
 
     batch: int
@@ -44,7 +44,7 @@ class Case:
     outputs: int
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> FixedBatch:
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
         if found is None or int(found.group(3)) < 2:
             raise ConfigError(
@@ -117,7 +117,7 @@ def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> R
 
 def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None) -> list[Result]:
     """Time every case, print a table, and write JSON if asked to."""
-    parsed = [Case.parse(text) for text in cases.split(",")]
+    parsed = [FixedBatch.parse(text) for text in cases.split(",")]
     console, path, tp = Console(), locate(asked.model), asked.tp
     config = msgspec.structs.replace(
         asked,
@@ -147,7 +147,7 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
     return results
 
 
-def time_case(engine: Engine, case: Case, repeats: int, one_prompt: bool = False, warm_up: int = 0) -> Timing:
+def time_case(engine: Engine, case: FixedBatch, repeats: int, one_prompt: bool = False, warm_up: int = 0) -> Timing:
     """Fresh random prompts for every run, the same in each of the two lengths; the best run counts.
 
     A run that does not count comes first, of at least `warm_up` steps, and long enough for all to decode together, as
@@ -204,7 +204,7 @@ def settled_memory() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _summarise(case: Case, timing: Timing, work: RankWork, ceilings: Ceilings) -> Result:
+def _summarise(case: FixedBatch, timing: Timing, work: RankWork, ceilings: Ceilings) -> Result:
     tpot = (timing.whole - timing.first) / (case.outputs - 1)
     return Result(
         case=str(case),

@@ -9,7 +9,7 @@ import typer
 
 from phalanx.cli.shared import (
     Dtype,
-    Executor,
+    ExecutorOption,
     Interface,
     KvCacheDtype,
     LoadFormat,
@@ -31,7 +31,7 @@ def offline(
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
-    executor: Executor = "local",
+    executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,

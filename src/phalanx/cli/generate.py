@@ -10,7 +10,7 @@ import typer
 from phalanx.cli.shared import (
     AsJson,
     Dtype,
-    Executor,
+    ExecutorOption,
     Interface,
     LoadFormat,
     Model,
@@ -37,7 +37,7 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
-    executor: Executor = "local",
+    executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,

@@ -14,7 +14,7 @@ from phalanx.cli.shared import AsJson, told_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.weights.quantize import Report
+    from phalanx.weights.quantize import QuantizedCheckpoint
 
 _LAYERS_SHOWN = 8
 
@@ -54,7 +54,7 @@ def quantize(
             )
 
 
-def _table(report: Report) -> Table:
+def _table(report: QuantizedCheckpoint) -> Table:
     """The layers that lost most."""
     from rich.table import Table
 

@@ -10,7 +10,7 @@ import typer
 from phalanx.cli.process_list import hide_from_process_list
 from phalanx.cli.shared import (
     Dtype,
-    Executor,
+    ExecutorOption,
     Interface,
     KvCacheDtype,
     LoadFormat,
@@ -64,7 +64,7 @@ def serve(
     ] = None,
     share_prefixes: Annotated[bool, typer.Option(help="Let all keys share cached prefixes.")] = False,
     vllm_metrics: Annotated[bool, typer.Option(help="Expose metrics under vLLM's names too.")] = False,
-    executor: Executor = "local",
+    executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
     ray_address: RayAddress = None,

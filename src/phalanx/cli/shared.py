@@ -18,7 +18,7 @@ Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model."
 Dtype = Annotated[str, typer.Option(help="auto, fp32 (float32), bf16 (bfloat16) or fp16 (float16, half).")]
 KvCacheDtype = Annotated[str, typer.Option(help="Keys and values: auto (as dtype) or fp8 (e4m3, half of bf16).")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
-Executor = Annotated[str, typer.Option(help="local: ranks on this machine; ray: on the nodes of a Ray cluster.")]
+ExecutorOption = Annotated[str, typer.Option(help="local: ranks on this machine; ray: on the nodes of a Ray cluster.")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="ray: default is one a GPU, or one a node on CPUs.")]
 Interface = Annotated[str | None, typer.Option(help="ray: network interface ranks talk over. Default: Ray's.")]
 RayAddress = Annotated[str | None, typer.Option(help="ray: HOST:PORT. Default: RAY_ADDRESS, or this machine's.")]

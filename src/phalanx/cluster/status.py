@@ -13,7 +13,7 @@ from phalanx.cluster.hosts import Cluster, Node
 from phalanx.cluster.node import Member, Probe
 from phalanx.cluster.remote import ClusterError, ask, attempt_all
 
-State = Literal["up", "down", "cut off", "other cluster", "unreachable"]
+NodeState = Literal["up", "down", "cut off", "other cluster", "unreachable"]
 """Cut off: Ray runs there, but the head does not count it."""
 
 
@@ -23,7 +23,7 @@ class NodeStatus(Struct, frozen=True):
     host: str
     ip: str
     is_head: bool
-    state: State
+    state: NodeState
     ranks: tuple[int, ...]
     probe: Probe | None = None
     problem: str | None = None
@@ -77,7 +77,7 @@ def _known(cluster: Cluster, head: Probe | None) -> tuple[set[str], str | None]:
         return set(), str(error)
 
 
-def _state(cluster: Cluster, node: Node, probe: Probe | None, known: set[str]) -> State:
+def _state(cluster: Cluster, node: Node, probe: Probe | None, known: set[str]) -> NodeState:
     if probe is None:
         return "unreachable"
     if probe.address is None:

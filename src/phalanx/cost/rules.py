@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Admission = Literal["fair", "mixed", "whole", "first"]
+AdmissionRule = Literal["fair", "mixed", "whole", "first"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Rules:
     requests are admitted as if each took its prompt and `kv_reserve` of its output.
     """
 
-    admission: Admission = "mixed"
+    admission: AdmissionRule = "mixed"
     max_batched_tokens: int = 8192
     max_sequences: int = 1024
     kv_reserve: float = 0.75

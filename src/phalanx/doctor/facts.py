@@ -11,6 +11,7 @@ PathKind = Literal["self", "nvlink", "pix", "pxb", "phb", "node", "sys"]
 P2pStatus = Literal["ok", "chipset", "gpu", "topology", "disabled", "unsupported", "unknown"]
 Throttle = Literal["power-cap", "hw-slowdown", "sw-thermal", "hw-thermal", "power-brake"]
 FabricState = Literal["not-supported", "not-started", "in-progress", "completed"]
+Health = Literal["healthy", "unhealthy", "limited"]
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +49,7 @@ class Fabric(Record, frozen=True):
 
     state: FabricState
     status: str | None = None
-    health: Literal["healthy", "unhealthy", "limited"] | None = None
+    health: Health | None = None
 
 
 class GpuProcess(Record, frozen=True):
@@ -59,7 +60,7 @@ class GpuProcess(Record, frozen=True):
     memory_mib: int | None
 
 
-class Gpu(Record, frozen=True):
+class GpuFacts(Record, frozen=True):
     """One GPU. Where `unified`, memory is the machine's: see `System.available_bytes`."""
 
     index: int
@@ -252,7 +253,7 @@ class Facts(Record, frozen=True):
     """ISO 8601, UTC."""
     system: System
     software: Software
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     paths: tuple[GpuPath, ...] = ()
     fabric_manager: FabricManager | None = None
     network: Network = Network()

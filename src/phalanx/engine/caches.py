@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.request import Refusal, Request
+from phalanx.engine.request import NoRoom, Request
 from phalanx.engine.snapshots import Snapshots
 
 TRIMMED = -1
@@ -19,12 +19,14 @@ class CacheLayout:
     """What layers keep of a sequence beside blocks for all of its tokens.
 
     Each of `windows` is the reach of a group of layers that has blocks of its own. `states`: there are layers with a
-    state of fixed size; `snapshots` are the places for copies of theirs.
+    state of fixed size; `snapshots` are the places for copies of theirs, and `twins`, one a slot, those for states as
+    they were before drafts.
     """
 
     windows: tuple[int, ...] = ()
     states: bool = False
     snapshots: range = range(0)
+    twins: range = range(0)
 
     @property
     def groups(self) -> int:
@@ -78,7 +80,7 @@ class Caches:
         needed = self.layout.groups * fresh + sum(map(self.pool.is_idle, held))
         if needed + kept_free > self.pool.available:
             behind = self._block_of(request, cached, before=len(request.tokens) - 1)
-            request.refusal = Refusal(needed, parent, behind, self._taken)
+            request.refusal = NoRoom(needed, parent, behind, self._taken)
             return False
         self._taken += 1
         self.pool.hold(held)

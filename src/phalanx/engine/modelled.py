@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult, StepTimes
 from phalanx.engine.whereabouts import Whereabouts
 
 
@@ -34,10 +34,10 @@ class ModelledRunner:
 
     def collect(self) -> StepResult:
         plan = self._launched.popleft()
-        self.clock += self._price(plan)
-        rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
-        tokens = [self._token(slot, start + count) for slot, start, count, sampled in rows if sampled]
-        return StepResult(plan.step, tokens, [None] * len(tokens))
+        price = self._price(plan)
+        self.clock += price
+        tokens = list(map(self._token, *plan.yielded()))
+        return StepResult(plan.step, tokens, [None] * len(tokens), StepTimes(device=price))
 
     def tend(self) -> bool:
         return False

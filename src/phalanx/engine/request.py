@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -29,12 +30,16 @@ class Matcher(Protocol):
         """The tokens that may come next: bit `token % 8` of byte `token // 8`. At least one is set."""
         ...
 
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """The tokens that may come next, and behind each of these drafts, up to the first that may not come itself."""
+        ...
+
     def accept(self, token: int) -> None:
         """Move on by one token. RequestError when nothing could follow it."""
         ...
 
 
-class Refusal(NamedTuple):
+class NoRoom(NamedTuple):
     """A waiting request found no room: blocks it needed beside those that others hold, the node where its cached
     prefix ended, the tokens of the block behind, and how many requests had been given blocks by then.
     """
@@ -57,6 +62,9 @@ class Request:
     Of a model with recurrent states: `restored` is the place that its state comes from when it enters the batch,
     `snapshot_ends` are positions behind which a copy is worth a step of its own, `saved` is (position, place) of a copy
     that a launched step leaves and whose prefix is not known yet, `moving_node` that of the last one made in decoding.
+
+    Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
+    has to be taken from its twin, since some drafts did not come true.
     """
 
     def __init__(
@@ -97,7 +105,9 @@ class Request:
         self.restored: int | None = None
         self.saved: tuple[int, int] | None = None
         self.moving_node: int | None = None
-        self.refusal: Refusal | None = None
+        self.untold = False
+        self.rewound = False
+        self.refusal: NoRoom | None = None
         self.found: int | None = None
 
     @property

@@ -6,18 +6,20 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
+from phalanx.engine.agenda import Agenda, Drafted
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
-from phalanx.engine.draft import Draft
 from phalanx.engine.masks import MaskBook, places_for
 from phalanx.engine.request import Phase, Request
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
 from phalanx.errors import ConfigError, RequestError
 
@@ -65,6 +67,14 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     queued_s: float
 
 
+class _Launched(NamedTuple):
+    """A step on its way, the requests of its rows that yield tokens, and its rows of drafts."""
+
+    plan: StepPlan
+    sampled: list[Request]
+    drafted: list[Drafted]
+
+
 class Scheduler:
     """First come, first served by priority, in one token budget.
 
@@ -80,7 +90,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: Limits, pool: BlockPool, eos_token_ids: tuple[int, ...] = (), layout: CacheLayout | None = None
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        eos_token_ids: tuple[int, ...] = (),
+        layout: CacheLayout | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         if min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) < 1:
             raise ConfigError("bad_limits", f"Nothing can run under {limits}.", "Every limit must be at least 1.")
@@ -94,6 +109,7 @@ class Scheduler:
             )
         self.limits = limits
         self.pool = pool
+        self.speculation = speculation
         self.eos_token_ids = frozenset(eos_token_ids)
         self.requests: dict[int, Request] = {}
         self.waiting: list[Request] = []
@@ -105,7 +121,7 @@ class Scheduler:
         self._prompts: dict[int, Request] = {}
         self._masks = MaskBook(places_for(limits.max_num_seqs))
         self._free_slots = list(range(limits.max_num_seqs))
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._in_flight: deque[_Launched] = deque()
         self._step = 0
 
     @property
@@ -132,34 +148,43 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a launched step is applied."""
-        draft = Draft()
-        self._fill(draft)
-        if not draft.decodes and not draft.prompts:
+        agenda = Agenda()
+        self._fill(agenda)
+        if not agenda.tokens:
             return None
         self._step += 1
-        plan, sampled = draft.to_plan(self._step, self._masks)
-        for prompt, _, _ in draft.prompts:
+        plan, sampled = agenda.to_plan(self._step, self._masks)
+        for prompt, _, _ in agenda.prompts:
             self.caches.settle(prompt)
         for request in sampled:
             request.pending += 1
-        self._in_flight.append((self._step, sampled))
+        for row in agenda.drafted:
+            row.request.pending += len(row.drafts)
+        self._in_flight.append(_Launched(plan, sampled, agenda.drafted))
         return plan
 
-    def _fill(self, draft: Draft) -> None:
+    def _fill(self, agenda: Agenda) -> None:
         budget = self.limits.max_num_batched_tokens
-        preempted = self._decode(draft, budget)
-        budget -= len(draft.decodes)
-        budget -= self._continue_prompts(draft, budget, may_admit=not preempted)
+        preempted = self._decode(agenda, budget)
+        budget -= agenda.tokens
+        budget -= self._continue_prompts(agenda, budget, may_admit=not preempted)
         if not preempted:
-            self._admit(draft, budget, self.waiting)
+            self._admit(agenda, budget, self.waiting)
 
     def apply(self, result: StepResult) -> list[Output]:
         """Book the tokens of the oldest launched step. Requests that ended meanwhile take no part."""
-        step, sampled = self._in_flight.popleft()
-        assert step == result.step, f"step {result.step} came back, step {step} was due"
+        launched = self._in_flight.popleft()
+        assert launched.plan.step == result.step, f"step {result.step} came back, {launched.plan.step} was due"
+        booked: Iterable[tuple[Request, int, TokenLogprobs | None]]
+        booked = zip(launched.sampled, result.tokens, result.logprobs, strict=not launched.drafted)
+        if self.speculation is not None:
+            if not launched.plan.admissions and launched.plan.samples == launched.plan.counts:
+                self.speculation.observe(launched.plan.num_tokens, result.times.total)
+            if launched.drafted:
+                booked = self._proven(self.speculation, launched, result)
         outputs = []
         block_size, running, finished = self.pool.block_size, Phase.RUNNING, Phase.FINISHED
-        for request, token, logprobs in zip(sampled, result.tokens, result.logprobs, strict=True):
+        for request, token, logprobs in booked:
             if request.phase is finished:
                 continue
             tokens, reason = request.tokens, None
@@ -172,15 +197,49 @@ class Scheduler:
             outputs.append(Output(request.id, token, logprobs, reason, request.cached_tokens or 0, request.queued_s))
         return outputs
 
+    def _proven(
+        self, speculation: Speculation, launched: _Launched, result: StepResult
+    ) -> list[tuple[Request, int, TokenLogprobs | None]]:
+        """The tokens of a step that stand: of a row of drafts those that came true, and the one behind them."""
+        drafted = {row.request.id: row for row in launched.drafted}
+        tokens, logprobs = iter(result.tokens), iter(result.logprobs)
+        proven: list[tuple[Request, int, TokenLogprobs | None]] = []
+        for request in launched.sampled:
+            row = drafted.get(request.id)
+            count = 1 + len(row.drafts) if row else 1
+            found = list(islice(zip(tokens, logprobs, strict=True), count))
+            if row is not None:
+                pairs = zip(row.drafts, found, strict=False)
+                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1][0], pairs))
+                self._settle_drafts(speculation, row, accepted)
+                found = found[: 1 + accepted]
+            proven += [(request, token, told) for token, told in found]
+        return proven
+
+    def _settle_drafts(self, speculation: Speculation, row: Drafted, accepted: int) -> None:
+        """Take back what was computed behind the last draft that came true. A state is taken back as a whole."""
+        request, rejected = row.request, len(row.drafts) - accepted
+        request.pending -= rejected
+        if request.phase is Phase.FINISHED:
+            return
+        speculation.verified(request, len(row.drafts), accepted)
+        if request.phase is Phase.RUNNING:
+            request.untold = True
+            request.rewound = self.caches.layout.states and rejected > 0
+            request.computed = row.start if request.rewound else request.computed - rejected
+            self._ready[request.id] = request
+
     def abandon(self, plan: StepPlan, error: RequestError) -> Output:
         """The newest step, `plan`, did not run: its youngest request ends with this error.
 
         All others are computed again, but for what is cached from before that step: of this one nothing is sure.
         """
-        step, sampled = self._in_flight.pop()
-        assert step == plan.step, f"step {plan.step} did not run, step {step} was the last one"
-        for request in sampled:
+        launched = self._in_flight.pop()
+        assert launched.plan is plan, f"step {plan.step} did not run, step {launched.plan.step} was the last one"
+        for request in launched.sampled:
             request.pending -= 1
+        for row in launched.drafted:
+            row.request.pending -= len(row.drafts)
         starts = dict(zip(plan.slots, plan.starts, strict=True))
         of_step = [request for request in self.running if request.slot in starts]
         for request in of_step:
@@ -193,13 +252,16 @@ class Scheduler:
         self._finish(youngest, "error")
         return Output(youngest.id, NO_TOKEN, None, "error", youngest.cached_tokens or 0, youngest.queued_s)
 
-    def _decode(self, draft: Draft, budget: int) -> bool:
+    def _decode(self, agenda: Agenda, budget: int) -> bool:
         """One token for each that is ready. True if some had to give up their blocks for it."""
         due = [request for request in self._ready.values() if request.computed == request.room]
         for request in due:
             if request.room == request.longest - 1:
                 del self._ready[request.id]
         rows, in_need = list(self._ready.values()), [request for request in due if request.id in self._ready]
+        if self.speculation is not None:
+            rows = self._without_waiting(rows, self.speculation)
+            in_need = [request for request in in_need if request in rows]
         if len(rows) > budget:
             rows = heapq.nsmallest(budget, rows, key=_order)
             in_need = [request for request in in_need if request in rows]
@@ -211,25 +273,82 @@ class Scheduler:
             self._preempt(victim)
             rows, in_need = ([each for each in some if each is not victim] for some in (rows, in_need))
         for request in in_need:
-            draft.give(_slot(request), self.caches.grow(request))
+            agenda.give(_slot(request), self.caches.grow(request))
+        if self.speculation is not None and rows:
+            rows = self._draft(agenda, rows, budget, self.speculation)
         rows.sort(key=_computed, reverse=True)
-        draft.decodes, draft.starts = rows, list(map(_computed, rows))
+        agenda.decodes, agenda.starts = rows, list(map(_computed, rows))
         for request in rows:
             request.computed += 1
             if request.matcher is not None:
-                draft.constrained = True
+                agenda.constrained = True
                 del self._ready[request.id]
         if self.caches.takes_snapshots:
             for request in rows:
-                self._save(draft, request)
+                self._save(agenda, request)
         return self.preemptions > preemptions
 
-    def _save(self, draft: Draft, request: Request) -> None:
+    def _without_waiting(self, rows: list[Request], speculation: Speculation) -> list[Request]:
+        """Without those that may get drafts once a token that is on its way is read."""
+        return [request for request in rows if not (request.pending and speculation.waits_for(request, len(rows)))]
+
+    def _draft(self, agenda: Agenda, rows: list[Request], budget: int, speculation: Speculation) -> list[Request]:
+        """Give drafts to some of these rows. Returns those that compute one token.
+
+        Rows in all are no more than requests may run: so many fit a graph.
+        """
+        left = min(budget, self.limits.max_num_seqs) - len(rows)
+        proposed = speculation.propose([request for request in rows if not request.pending], len(rows), left)
+        plain = []
+        for request in rows:
+            left -= request.rest - 1
+            drafts = self._drafts_that_fit(agenda, request, proposed.get(request.id, [])[: max(0, left)])
+            masks: list[bytes] = []
+            if request.matcher is not None and (drafts or request.rest > 1):
+                masks = request.matcher.masks(drafts)
+                drafts = drafts[: len(masks) - 1]
+            if not drafts and request.rest == 1:
+                plain.append(request)
+                if request.untold:
+                    self._tell(agenda, request, [])
+            elif left >= 0:
+                self._compute_drafts(agenda, request, drafts, masks)
+                left -= len(drafts)
+        return plain
+
+    def _drafts_that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:
+        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have."""
+        if drafts and request.length + len(drafts) > request.room < request.longest - 1:
+            self.caches.trim(request)
+            has_grown = any(slot == request.slot for slot, _ in agenda.blocks)
+            if not has_grown and self.pool.available >= self.caches.layout.groups + self._kept_free(request):
+                agenda.give(_slot(request), self.caches.grow(request))
+        return drafts[: max(0, request.room - request.length)]
+
+    def _compute_drafts(self, agenda: Agenda, request: Request, drafts: list[int], masks: Sequence[bytes]) -> None:
+        """A row of all tokens that are to be computed, and drafts. It is read before the request goes on."""
+        agenda.constrained |= request.matcher is not None
+        slot, start = _slot(request), request.computed
+        if self.caches.layout.states:
+            twin = self.caches.layout.twins[slot]
+            agenda.restored.append((twin, slot) if request.rewound else (slot, twin))
+        self._tell(agenda, request, drafts)
+        count = request.rest + len(drafts)
+        request.computed += count
+        del self._ready[request.id]
+        agenda.drafted.append(Drafted(request, start, count, drafts, masks))
+
+    def _tell(self, agenda: Agenda, request: Request, drafts: list[int]) -> None:
+        """Rows of drafts leave it open which token was the last one: the next row is told."""
+        agenda.told.append((_slot(request), request.computed, request.tokens[request.computed :] + drafts))
+        request.untold = False
+
+    def _save(self, agenda: Agenda, request: Request) -> None:
         place = self.caches.save(request)
         if place is not None:
-            draft.saved.append((_slot(request), place))
+            agenda.saved.append((_slot(request), place))
 
-    def _continue_prompts(self, draft: Draft, budget: int, may_admit: bool) -> int:
+    def _continue_prompts(self, agenda: Agenda, budget: int, may_admit: bool) -> int:
         """Chunks for the prompts that have begun. Returns the tokens they take, and those that pass a long one."""
         left = budget
         prompts = sorted(self._prompts.values(), key=_order)
@@ -237,13 +356,13 @@ class Scheduler:
             first, part = prompts[0], budget // PASSING
             for request in prompts[1:]:
                 if not self._is_long(request):
-                    part -= self._compute(draft, request, part)
+                    part -= self._compute(agenda, request, part)
             if may_admit and part:
-                part -= self._admit(draft, part, self._passing())
+                part -= self._admit(agenda, part, self._passing())
             left -= budget // PASSING - part
             prompts = [first]
         for request in prompts:
-            left -= self._compute(draft, request, left)
+            left -= self._compute(agenda, request, left)
         return budget - left
 
     def _is_long(self, request: Request) -> bool:
@@ -261,14 +380,14 @@ class Scheduler:
         alike = takewhile(lambda request: request.params.priority == best, self.waiting)
         return list(islice((each for each in alike if not self._is_long(each)), len(self._free_slots)))
 
-    def _admit(self, draft: Draft, budget: int, candidates: Iterable[Request]) -> int:
+    def _admit(self, agenda: Agenda, budget: int, candidates: Iterable[Request]) -> int:
         """Let requests in until one has to wait. Returns the tokens they take."""
         left = budget
         for request in list(islice(candidates, len(self._free_slots))) if left else ():
             if not left or request.pending or not self.caches.take(request, self._kept_free(request)):
                 break
-            self._enter_batch(draft, request)
-            left -= self._compute(draft, request, left)
+            self._enter_batch(agenda, request)
+            left -= self._compute(agenda, request, left)
         return budget - left
 
     def _kept_free(self, request: Request) -> int:
@@ -277,7 +396,7 @@ class Scheduler:
         groups = self.caches.layout.groups
         return groups * kept_free(self.pool.num_blocks // groups, len(self.running), again=request.preemptions > 0)
 
-    def _enter_batch(self, draft: Draft, request: Request) -> None:
+    def _enter_batch(self, agenda: Agenda, request: Request) -> None:
         _remove(self.waiting, request)
         insort(self.running, request, key=_order)
         request.phase = Phase.RUNNING
@@ -286,14 +405,14 @@ class Scheduler:
             request.cached_tokens, request.queued_s = request.computed, time.monotonic() - request.arrived
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
-        draft.admissions.append(
+        agenda.admissions.append(
             Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params)
         )
-        draft.give(slot, [list(request.blocks), *request.windows])
+        agenda.give(slot, [list(request.blocks), *request.windows])
         if request.restored is not None:
-            draft.restored.append((request.restored, slot))
+            agenda.restored.append((request.restored, slot))
 
-    def _compute(self, draft: Draft, request: Request, most: int) -> int:
+    def _compute(self, agenda: Agenda, request: Request, most: int) -> int:
         """A chunk of a prompt. Where only one token is left, or only the next one to sample, it is ready to decode."""
         count = min(request.rest, most)
         if not count:
@@ -301,12 +420,12 @@ class Scheduler:
         snapshot = bool(request.snapshot_ends) and request.snapshot_ends[0] - request.computed <= count
         if snapshot:
             count = request.snapshot_ends.pop(0) - request.computed
-        draft.prompts.append((request, request.computed, count))
-        draft.constrained |= request.matcher is not None
+        agenda.prompts.append((request, request.computed, count))
+        agenda.constrained |= request.matcher is not None
         request.computed += count
         self.caches.register(request)
         if snapshot:
-            self._save(draft, request)
+            self._save(agenda, request)
         if request.rest > 1:
             self._prompts[request.id] = request
             return count
@@ -352,6 +471,8 @@ class Scheduler:
             _remove(self.waiting, request)
         request.phase = Phase.FINISHED
         request.finish_reason = reason
+        if self.speculation is not None:
+            self.speculation.forget(request)
         del self.requests[request.id]
 
     def _leave_batch(self, request: Request) -> None:
@@ -361,6 +482,7 @@ class Scheduler:
         self.caches.release(request)
         heapq.heappush(self._free_slots, _slot(request))
         request.slot = None
+        request.untold = request.rewound = False
 
 
 def _remove(ordered: list[Request], request: Request) -> None:

@@ -24,11 +24,15 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One step, by columns: row i computes `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on.
 
-    Tokens and block tables live with the runner: a plan carries only what is new. Rows of one token come first. A row
-    with `samples[i]` yields the token at position `starts[i] + counts[i]`, which stays on the device for the next step.
-    `new_blocks` are those that slots get, behind the ones they have. `masks` holds, for rows under a grammar, their
-    index and the place of the mask of tokens they may yield; `new_masks` are put into their places first (see
-    `engine.masks`).
+    Tokens and block tables live with the runner: a plan carries only what is new. The last `samples[i]` tokens of a row
+    each yield the one behind them. Usually that is none, or one, which stays on the device for the next step. A row
+    that yields more is one of drafts: it ends with tokens that were guessed, which the tokens it yields prove right or
+    wrong. First come rows of one token, then those of drafts, then prompts.
+
+    `new_blocks` are those that slots get, behind the ones they have. `told` are (slot, position, tokens) that the
+    runner cannot know: drafts, and the token before them. `masks` holds, for tokens that are yielded under a grammar,
+    their number among all that the step yields and the place of the mask of what they may be; `new_masks` are put into
+    their places first (see `engine.masks`).
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
@@ -40,29 +44,42 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     slots: list[int]
     starts: list[int]
     counts: list[int]
-    samples: list[bool]
+    samples: list[int]
     new_blocks: list[tuple[int, list[int]]]
     masks: list[tuple[int, int]] = []
     new_masks: list[tuple[int, bytes]] = []
     window_blocks: list[tuple[int, int, list[int]]] = []
     restored: list[tuple[int, int]] = []
     saved: list[tuple[int, int]] = []
+    told: list[tuple[int, int, list[int]]] = []
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    def yielded(self) -> tuple[list[int], list[int]]:
+        """Slots and positions of the tokens that this step yields."""
+        ends = list(map(int.__add__, self.starts, self.counts))
+        if min(self.samples, default=1) == 1 == max(self.samples, default=1):
+            return self.slots, ends
+        slots: list[int] = []
+        positions: list[int] = []
+        for slot, end, wanted in zip(self.slots, ends, self.samples, strict=True):
+            slots += [slot] * wanted
+            positions += range(end - wanted + 1, end + 1)
+        return slots, positions
+
     def sums(self) -> StepSums:
-        """What the time of this step depends on."""
+        """What the time of this step depends on. Rows of drafts are like as many rows of one token."""
         decodes = self.counts.count(1)
-        rows = list(zip(self.starts[decodes:], self.counts[decodes:], strict=True))
-        return StepSums(
-            decodes=decodes,
-            context=sum(self.starts[:decodes]) + decodes,
-            prompt_tokens=sum(count for _, count in rows),
-            prompt_pairs=sum(count * (start + (count + 1) / 2) for start, count in rows),
-            prompts=len(rows),
-        )
+        sums = StepSums(decodes=decodes, context=sum(self.starts[:decodes]) + decodes)
+        for row in range(decodes, len(self.counts)):
+            start, count = self.starts[row], self.counts[row]
+            if self.samples[row] > 1:
+                sums.add_drafts(start, count)
+            else:
+                sums.add_row(start, count)
+        return sums
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -83,9 +100,13 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     all_reduce: float = 0.0
     sample: float = 0.0
 
+    @property
+    def total(self) -> float:
+        return self.launch + self.device + self.all_reduce + self.sample
+
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The sampled tokens of a step, one for each row with `samples`, in row order."""
+    """The tokens that a step yields, in the order of its rows."""
 
     step: int
     tokens: list[int]

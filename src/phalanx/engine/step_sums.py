@@ -30,6 +30,11 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
         self.prompt_tokens += count
         self.prompt_pairs += count * (start + (count + 1) / 2)
 
+    def add_drafts(self, start: int, count: int) -> None:
+        """A row of `count` tokens that are computed one by one."""
+        self.decodes += count
+        self.context += count * (start + (count + 1) / 2)
+
     def add(self, other: StepSums) -> None:
         self.decodes += other.decodes
         self.context += other.context

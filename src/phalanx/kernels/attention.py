@@ -61,7 +61,7 @@ class Sight(NamedTuple):
         return not self.chunked and self.sinks is None
 
 
-class Masks:
+class SightMasks:
     """The masks of one step, made once for each kind of sight and shared by all layers that have it."""
 
     def __init__(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> None:
@@ -109,7 +109,7 @@ def paged_attention(
     heads: int,
     cache: Tensor,
     batch: AttentionBatch,
-    masks: Masks,
+    masks: SightMasks,
     sight: Sight,
     scale: float,
     value_scale: float = 1.0,
@@ -139,7 +139,7 @@ def decode_attention(
     q: Tensor,
     cache: Tensor,
     rows: DecodeRows,
-    masks: Masks,
+    masks: SightMasks,
     sight: Sight,
     scale: float,
     out: Tensor,
@@ -212,7 +212,7 @@ def prefill_attention_torch(
     """The definition: each row looks at its sequence up to its own position. A tile of no rows is nothing."""
     for sequence, first, count, start, _ in cut.tiles.tolist():
         if count:
-            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])])
+            row = PrefillRow(first, count, start, cut.tables[sequence, : -(-(start + count) // cache.shape[1])].long())
             positions = torch.arange(start + count, device=q.device)
             allowed = visible(positions[start:, None], positions, sight.window, sight.chunked)
             mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.tiling import DecodeRows
 
 CHUNK = 64
 """Tokens of a prompt whose corrections are solved for together."""
@@ -41,7 +40,7 @@ def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Te
     """
     out = torch.empty_like(x)
     if batch.decode is not None:
-        slots, positions = _places(batch.decode)
+        slots, positions = batch.decode.slots, batch.decode.positions
         window = torch.cat((_begun(kept[slots], positions), x[: len(positions), None]), 1)
         out[: len(positions)] = _weigh(window.transpose(0, 1), taps, x.dtype)
         kept[slots] = window[:, 1:]
@@ -66,7 +65,7 @@ def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor
     """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there."""
     out = torch.empty_like(rows.v)
     if batch.decode is not None:
-        slots, positions = _places(batch.decode)
+        slots, positions = batch.decode.slots, batch.decode.positions
         begun = _begun(states[slots], positions)
         out[: len(positions)], states[slots] = delta_step(rows.span(0, len(positions)), begun)
     for row in batch.prefills:
@@ -74,11 +73,6 @@ def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor
         stop = row.first + row.count
         out[row.first : stop], states[row.slot] = delta_prompt(rows.span(row.first, stop), state)
     return out
-
-
-def _places(rows: DecodeRows) -> tuple[Tensor, Tensor]:
-    assert rows.slots is not None
-    return rows.slots, rows.positions
 
 
 def _begun(kept: Tensor, positions: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -38,16 +39,22 @@ def is_uneven(lengths: Sequence[int], kv_heads: int) -> bool:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Sequences that compute one token: they come first in the batch and run as one padded product.
+    """Rows that are the last token of their sequence, as far as they see: they come first and run as one product.
 
-    `uneven` says that some are much longer than the others, which is known where they are planned. `slots` are the
-    places of their states.
+    `tables` are the blocks of all slots, whatever their number; only `blocks` of each are looked at, where that is
+    known. `uneven` says that some are much longer than the others, which is known where they are planned.
     """
 
-    block_table: Tensor
+    tables: Tensor
+    slots: Tensor
     positions: Tensor
     uneven: bool = False
-    slots: Tensor | None = None
+    blocks: int | None = None
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """The blocks of each row, gathered."""
+        return self.tables[self.slots, : self.blocks].long()
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,10 @@ class Decoder:
         """Whether a GPU computes all of it without asking the host."""
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Of the layers that keep all tokens; the others use the same memory."""
+    def block_bytes(self, block_size: int) -> int:
+        """What a block takes in the layers that keep all tokens; the others use the same memory."""
         windowed = {number for group in self.place.spec.window_groups for number in group.layers}
-        return sum(layer.mixer.cache_bytes_per_token for n, layer in enumerate(self.layers) if n not in windowed)
+        return sum(layer.mixer.block_bytes(block_size) for n, layer in enumerate(self.layers) if n not in windowed)
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Make room for what the layers keep of all sequences.
@@ -115,7 +114,7 @@ class Decoder:
             if number not in windowed:
                 layer.mixer.allocate_cache(blocks + 1, block_size)
         mixers = [layer.mixer for layer in self.layers]
-        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.cache_bytes_per_token]
+        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.block_bytes(block_size)]
         for number, group in enumerate(groups, start=1):
             for layer_number, other in zip(group.layers, whole, strict=False):
                 mixers[layer_number].join_group(number, other)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionBatch, Masks
+from phalanx.kernels.attention import AttentionBatch, SightMasks
 from phalanx.kernels.latent import Chosen
 from phalanx.layers.rotary import Rotary
 from phalanx.spec.rope import Rope
@@ -35,7 +35,7 @@ class StepContext:
         self.rows: Tensor | None = None
         self.positions = positions
         self.batch = batch
-        self.masks = Masks(batch, block_size, dtype)
+        self.masks = SightMasks(batch, block_size, dtype)
         self._rotary = rotary
         self.chosen: Chosen | None = None
         self._turns: dict[Rope, tuple[Tensor, Tensor]] = {}

@@ -37,7 +37,7 @@ _SLOPE_SPREAD = {
 
 
 @dataclass
-class Calibration:
+class FittedRates:
     """Rates as shifts of their starts (shared, one row a family, one an architecture) and effects by quantity."""
 
     families: list[str]
@@ -79,10 +79,10 @@ def _named_rates(shift: Array) -> dict[str, float]:
     return {name: float(start.at(shift[index])) for index, (name, start) in enumerate(STARTS.items())}
 
 
-def calibrate(data: Data, near: Calibration | None = None) -> Calibration:
+def calibrate(data: Data, near: FittedRates | None = None) -> FittedRates:
     """Fit rates, then effects on what they leave. With `near`, a fit of almost the same rows, its rates are kept."""
     rates = _fit_rates(data) if near is None else (near.shared, near.apart, near.hardware)
-    found = Calibration(data.families, data.architectures, *rates, {})
+    found = FittedRates(data.families, data.architectures, *rates, {})
     left = data.predict(found.shifts(data))
     for name in QUANTITIES:
         found.effects[name] = _fit_effects(name, data, data.measured[name] - left[name])

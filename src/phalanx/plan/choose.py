@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from phalanx.errors import ConfigError
 from phalanx.plan.engines import ENGINES, GIB, EngineTraits
@@ -217,7 +217,7 @@ class _Search:
                 engine.name, tp, weight_format, "no_kernels", unknown, "Use another engine or format on this machine."
             )
             return
-        loads = shape(_in_format(self.spec, weight_format), tp, engine)
+        loads = shape(self.spec.in_format(weight_format), tp, engine)
         if not loads.is_legal:
             found = "; ".join(loads.problems) + "."
             yield Excluded(engine.name, tp, weight_format, "illegal_shape", found, loads.fix)
@@ -268,12 +268,6 @@ def predict_replica(fitted: Fit, group: Machine, share: Workload, expert_paralle
         ep=fitted.layout.tp if expert_parallel else 1,
         kv_tokens=fitted.kv_tokens,
     )
-
-
-@lru_cache(maxsize=64)
-def _in_format(spec: ModelSpec, weight_format: str) -> ModelSpec:
-    """The same object every time, which has counted its tensors already."""
-    return spec.in_format(weight_format)
 
 
 def _replica_counts(most: int, workload: Workload) -> list[int]:

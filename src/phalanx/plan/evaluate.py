@@ -65,7 +65,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Report:
+class Evaluation:
     """Every row of a file with its prediction, and the lines that hold no measurement."""
 
     rows: tuple[Row, ...]
@@ -135,7 +135,9 @@ def _cell(score: Score) -> str:
     return f"{score.median_ape:.1%} {score.mean_ape:.1%} {score.bias:+.1%} {shares}"
 
 
-def evaluate(path: Path, folds: int | None = None, leave_out: str | None = None, beside: Sequence[Path] = ()) -> Report:
+def evaluate(
+    path: Path, folds: int | None = None, leave_out: str | None = None, beside: Sequence[Path] = ()
+) -> Evaluation:
     """Predict every row of a file: with the fitted numbers that Phalanx carries; with `folds`, by calibrations that
     have not seen the row's series; with `leave_out`, by ones that have not seen its publisher, GPU or family.
     Those fit the file's own rows and those `beside` it.
@@ -147,7 +149,7 @@ def evaluate(path: Path, folds: int | None = None, leave_out: str | None = None,
     cases = [case for case in prepared if isinstance(case, Case)]
     held_out = folds is not None or leave_out is not None
     predicted = iter(_held_out(cases, folds, leave_out, beside) if held_out else map(_predict, cases))
-    return Report(tuple(row if isinstance(row, Row) else next(predicted) for row in prepared), reading.bad)
+    return Evaluation(tuple(row if isinstance(row, Row) else next(predicted) for row in prepared), reading.bad)
 
 
 def _prepare(measurement: Measurement) -> Case | Row:
@@ -206,7 +208,7 @@ def _interval(logarithm: float, half_width: float) -> Interval:
     return Interval.around(exp(logarithm), half_width)
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: Evaluation, path: Path) -> None:
     """A PNG of predicted against measured, one point a row, with the lines of 20 % error."""
     try:
         from matplotlib.figure import Figure
@@ -218,7 +220,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_quantity(axes: Any, report: Report, quantity: str) -> None:
+def _draw_quantity(axes: Any, report: Evaluation, quantity: str) -> None:
     rows = [row for row in report.rows if getattr(row, quantity) and getattr(row.measurement, quantity)]
     for engine in sorted({row.measurement.engine for row in rows}):
         mine = [row for row in rows if row.measurement.engine == engine]

@@ -76,7 +76,8 @@ class Fit:
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
         if self.engine.trims_windows:
             return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
-        return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens
+        states = sum(self.layout.state_bytes(cache, rank) for cache in self.spec.caches)
+        return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens + states
 
     @property
     def request_bytes(self) -> dict[CacheKind, int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, write_fitted
 from phalanx.errors import PhalanxError
-from phalanx.plan.calibrate import Calibration, calibrate
+from phalanx.plan.calibrate import FittedRates, calibrate
 from phalanx.plan.cases import Case, prepare
 from phalanx.plan.fit_data import QUANTITIES, Array, Data, load_data
 from phalanx.plan.measurements import read_measurements
@@ -55,7 +55,7 @@ def group_of(cases: Sequence[Case], what: str, folds: int | None = None) -> Arra
     return np.array([number[name] for name in names])
 
 
-def predict_unseen(data: Data, fold: Array, near: Calibration | None = None) -> dict[str, Array]:
+def predict_unseen(data: Data, fold: Array, near: FittedRates | None = None) -> dict[str, Array]:
     """Logarithms of TPOT and TTFT of every row by a calibration that has not seen its fold; NaN for rows that are
     always seen.
     """

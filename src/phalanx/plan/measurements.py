@@ -14,7 +14,7 @@ from phalanx.errors import PhalanxError
 from phalanx.models import catalog
 from phalanx.spec.formats import KV_FORMATS
 
-Kind = Literal["closed", "offline", "static", "burst", "poisson"]
+LoadKind = Literal["closed", "offline", "static", "burst", "poisson"]
 COLUMNS = (
     *("engine", "version", "gpu", "tp", "ep", "model", "precision", "kv_dtype"),
     *("isl", "osl", "concurrency", "length_rule", "ttft_ms", "tpot_ms"),
@@ -63,7 +63,7 @@ class Measurement:
     tpot: float | None
     length_rule: str = ""
     throughput: float | None = None
-    kind: Kind = "closed"
+    kind: LoadKind = "closed"
     spread: float = _UNIFORM_SPREAD
     requests: int | None = None
     rate: float | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from phalanx.cost.rules import Admission
-from phalanx.engine.draft import Draft
+from phalanx.cost.rules import AdmissionRule
+from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
 from phalanx.engine.scheduler import Scheduler
 
@@ -21,12 +21,12 @@ class FirstCome(Scheduler):
 class PrefillFirst(FirstCome):
     """A step holds prompts or decodes, never both; prompts go first and decodes wait."""
 
-    def _fill(self, draft: Draft) -> None:
+    def _fill(self, agenda: Agenda) -> None:
         budget = self.limits.max_num_batched_tokens
-        budget -= self._continue_prompts(draft, budget, may_admit=True)
-        self._admit(draft, budget, self.waiting)
-        if not draft.prompts:
-            super()._fill(draft)
+        budget -= self._continue_prompts(agenda, budget, may_admit=True)
+        self._admit(agenda, budget, self.waiting)
+        if not agenda.prompts:
+            super()._fill(agenda)
 
 
 class WholePrompts(FirstCome):
@@ -34,8 +34,8 @@ class WholePrompts(FirstCome):
     runs in pieces.
     """
 
-    def _admit(self, draft: Draft, budget: int, candidates: Iterable[Request]) -> int:
-        return super()._admit(draft, budget, islice(candidates, self._fitting(budget)))
+    def _admit(self, agenda: Agenda, budget: int, candidates: Iterable[Request]) -> int:
+        return super()._admit(agenda, budget, islice(candidates, self._fitting(budget)))
 
     def _fitting(self, budget: int) -> int:
         """How many of the waiting requests fit whole, or one that would never."""
@@ -48,7 +48,7 @@ class WholePrompts(FirstCome):
         return count
 
 
-POLICIES: dict[Admission, type[Scheduler]] = {
+POLICIES: dict[AdmissionRule, type[Scheduler]] = {
     "fair": Scheduler,
     "mixed": FirstCome,
     "whole": WholePrompts,

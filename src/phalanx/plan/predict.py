@@ -9,12 +9,13 @@ from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.fitted import Fitted, Quantity, load_fitted
-from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds, least_seconds
+from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
 from phalanx.cost.profiles import profile
+from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
 from phalanx.engine.step_sums import StepSums
-from phalanx.plan.simulate import Price, Times, Trace, simulate
+from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -163,15 +164,9 @@ class Predictor:
         mid = (steps + first_token_seconds(self._rates, prompt_tokens)) * self.fitted.ttft.correction(self.traits)
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
-    def _price(self, factor: float) -> Price:
+    def _price(self, factor: float) -> StepPrice:
         """Seconds of a step with this correction, never less than the data sheet allows."""
-        rates = self._rates
-
-        def price(step: StepSums) -> float:
-            limits = self.limits.of(step)
-            return max(float(combine(limits, rates).total) * factor, least_seconds(limits))
-
-        return price
+        return QuickPrice(self.limits, self._rates, factor)
 
     def _half_width(self, quantity: Quantity) -> float:
         return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))
@@ -189,7 +184,7 @@ class Predictor:
         return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
-def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: Price) -> Trace:
+def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice) -> Trace:
     if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):
         kv_tokens = None
     if workload.is_closed_loop:

@@ -21,7 +21,7 @@ from phalanx.spec.workload import Workload
 _FOREVER = 2**31
 _FEWEST_WAVES = 3
 _FEWEST_REQUESTS = 64
-Price = Callable[[StepSums], float]
+StepPrice = Callable[[StepSums], float]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Trace:
             for changes in (ttft, tpot)
         )
 
-    def times(self, price: Price) -> Times:
+    def times(self, price: StepPrice) -> Times:
         """What requests see when steps cost this much."""
         clock = list(accumulate(map(operator.mul, map(price, self.steps), self.repeats), initial=0.0))
         longer = [passage for passage in self.passages if passage.output_tokens > 1]
@@ -102,20 +102,20 @@ def _mean(values: list[float], weights: list[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
 
 
-def simulate(workload: Workload, rules: Rules, kv_tokens: int | None = None, price: Price | None = None) -> Trace:
+def simulate(workload: Workload, rules: Rules, kv_tokens: int | None = None, price: StepPrice | None = None) -> Trace:
     """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out."""
     return _Simulation(workload, rules, kv_tokens, price).run()
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None, price: Price | None) -> None:
+    def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice | None) -> None:
         assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
         self.workload = workload
         self.trace = Trace()
         counted = CountedBatch.covers(workload, rules, kv_tokens)
         self.batch = (CountedBatch if counted else ScheduledBatch)(workload, rules, kv_tokens)
         self.clock = 0.0
-        self._price: Price = price if price is not None else lambda step: 0.0
+        self._price: StepPrice = price if price is not None else lambda step: 0.0
         self._coming = iter(enumerate(islice(workload.lengths(), _simulated(workload))))
         self._next = next(self._coming, None)
         self._passages: dict[int, Passage] = {}

@@ -14,6 +14,7 @@ from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, places_of
 from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.runtime.masks import Masks
@@ -41,7 +42,7 @@ class Occupant:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A plan as tensors. `wanted` lists the rows that yield a token, or, where none does, one that nobody will use."""
+    """A plan as tensors, a row a token. `wanted` are those that yield one, or, where none does, one nobody will use."""
 
     tokens: Tensor
     positions: Tensor
@@ -58,9 +59,9 @@ def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
 class Batch:
     """The device token pool, the block tables and the sampling parameters (`sampling`, see `kernels.sampling.pack`).
 
-    `tokens[slot, position]` holds prompts from admission on and sampled tokens from the step that made them, so the
-    next step can be launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose
-    table points at a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
+    `tokens` holds prompts from admission on and sampled tokens from the step that made them, so the next step can be
+    launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose table points at
+    a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
 
     Of most rows the sampler needs to know two things only, which lie beside each other by slot: from which position on
     they are `plain`, and whether they are drawn at random.
@@ -84,42 +85,50 @@ class Batch:
         self.is_drawn = [False] * slots
         self.masks = Masks(places_for(slots), device)
         self.spare_slot = slots
-        self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=TOKEN, device=device)
+        self.tokens = TokenPool.of((spare_block + 1) * block_size, slots + 1, device)
         self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
-        self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int32, device=device)
         self._tables[:, slots] = spare_block
         self._table_lengths = [[0] * slots for _ in range(groups)]
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
         self.update(plan)
-        slots, starts, counts = (torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts))
-        end = counts.cumsum(0)
-        first_row = end - counts
-        decodes = sum(count == 1 for count in plan.counts)
-        slot_of, positions, wanted, decode_slots, decode_starts = self.send(
-            slots.repeat_interleave(counts),
-            torch.arange(plan.num_tokens) + (starts - first_row).repeat_interleave(counts),
-            (end[torch.tensor(plan.samples)] if any(plan.samples) else end[:1]) - 1,
-            slots[:decodes],
-            starts[:decodes],
+        slots, starts, counts, samples = (
+            torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts, plan.samples)
         )
-        on_gpu = self.device.type == "cuda"
-        tiles = self._prefill_tiles(plan) if on_gpu and decodes < len(plan.counts) else None
+        end = counts.cumsum(0)
+        singles = self.singles(plan)
+        slot_of, positions, wanted = self.send(
+            slots.repeat_interleave(counts),
+            torch.arange(plan.num_tokens) + (starts - end + counts).repeat_interleave(counts),
+            _last_of_each(end, samples) if any(plan.samples) else end[:1] - 1,
+        )
+        tokens, places = look_up(self.tokens, self._tables, slot_of, positions, self.block_size)
+        on_gpu, alone = self.device.type == "cuda", sum(plan.counts[:singles])
+        tiles = self._prefill_tiles(plan, singles) if on_gpu and singles < len(plan.counts) else None
+        longest = max(map(int.__add__, plan.starts[:singles], plan.counts), default=0)
         attention = [
             AttentionBatch(
-                write_to=self._write_to(tables, slot_of, positions),
-                decode=self._decode_rows(tables, plan, decode_slots, decode_starts) if decodes else None,
-                prefills=[] if on_gpu and not self.states else self._prefill_rows(tables, plan),
+                write_to=write_to,
+                decode=DecodeRows(tables, slot_of[:alone], positions[:alone], blocks=-(-longest // self.block_size))
+                if alone
+                else None,
+                prefills=[] if on_gpu and not self.states else self._prefill_rows(tables, plan, singles),
                 tiles=tiles and replace(tiles, tables=tables),
             )
-            for tables in self._tables
+            for tables, write_to in zip(self._tables, places, strict=True)
         ]
-        return StepInputs(self.tokens[slot_of, positions], positions, _grouped(attention), wanted)
+        return StepInputs(tokens, positions, _grouped(attention), wanted)
 
-    def _write_to(self, tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        return tables[slots, positions // self.block_size] * self.block_size + positions % self.block_size
+    def singles(self, plan: StepPlan) -> int:
+        """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
+
+        A state takes the tokens of a row one after the other: there a row of drafts is like a prompt.
+        """
+        of_one = plan.counts.count(1)
+        return of_one if self.states else of_one + sum(wanted > 1 for wanted in plan.samples)
 
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""
@@ -129,13 +138,17 @@ class Batch:
         return sent.split([len(part) for part in parts])
 
     def update(self, plan: StepPlan) -> None:
-        """Take in new requests, new masks and new blocks."""
-        if plan.admissions:
-            self._admit(plan.admissions)
-        self.masks.take_in(plan.new_masks, self.send)
+        """Take in new requests, new masks, new blocks and tokens that only the engine knows."""
+        for admission in plan.admissions:
+            self._seat(admission)
         self._extend(0, plan.new_blocks)
         for group in range(1, len(self._tables)):
             self._extend(group, [(slot, blocks) for slot, window, blocks in plan.window_blocks if window + 1 == group])
+        if plan.admissions:
+            self._admit(plan.admissions)
+        self.masks.take_in(plan.new_masks, self.send)
+        if plan.told:
+            self.write(plan.told)
 
     def _extend(self, group: int, new_blocks: list[tuple[int, list[int]]]) -> None:
         lengths = self._table_lengths[group]
@@ -150,89 +163,90 @@ class Batch:
             lengths[slot] = length + len(blocks)
         if added:
             where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
-            self._tables[group][where, at] = values
+            self._tables[group][where, at] = values.to(torch.int32)
 
     def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
-        attention = []
-        for tables in self._tables:
-            rows = tables[slots]
-            block = rows.gather(1, (positions // self.block_size)[:, None])[:, 0]
-            attention.append(
-                AttentionBatch(
-                    write_to=block * self.block_size + positions % self.block_size,
-                    decode=DecodeRows(rows, positions, uneven, slots),
-                    prefills=[],
-                )
-            )
-        return self.tokens[slots, positions], _grouped(attention)
+        tokens, places = look_up(self.tokens, self._tables, slots, positions, self.block_size)
+        attention = [
+            AttentionBatch(write_to, DecodeRows(tables, slots, positions, uneven), prefills=[])
+            for tables, write_to in zip(self._tables, places, strict=True)
+        ]
+        return tokens, _grouped(attention)
 
     def mixed_inputs(
         self, slots: Tensor, positions: Tensor, decode_slots: Tensor, decode_positions: Tensor, tiles: Tensor
     ) -> tuple[Tensor, AttentionBatch]:
         """The same for prompts cut into tiles, behind rows of one token."""
         cut = tiles.to(torch.int32)
+        tokens, places = look_up(self.tokens, self._tables, slots, positions, self.block_size)
         attention = [
             AttentionBatch(
-                write_to=self._write_to(tables, slots, positions),
-                decode=DecodeRows(tables[decode_slots], decode_positions, slots=decode_slots)
-                if len(decode_slots)
-                else None,
+                write_to,
+                DecodeRows(tables, decode_slots, decode_positions) if len(decode_slots) else None,
                 prefills=[],
                 tiles=PrefillTiles(tables, cut, resumed=True),
             )
-            for tables in self._tables
+            for tables, write_to in zip(self._tables, places, strict=True)
         ]
-        return self.tokens[slots, positions], _grouped(attention)
+        return tokens, _grouped(attention)
+
+    def _seat(self, admission: Admission) -> None:
+        for table_lengths in self._table_lengths:
+            table_lengths[admission.slot] = 0
+        occupant = Occupant(admission.params, admission.prompt_length)
+        self.occupants[admission.slot] = occupant
+        self.plain_from[admission.slot] = occupant.plain_from
+        self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
 
     def _admit(self, admissions: list[Admission]) -> None:
         """All of them in one copy and two writes: a step may admit as many as the batch holds."""
-        lengths = torch.tensor([len(admission.tokens) for admission in admissions])
-        end, slots = lengths.cumsum(0), torch.tensor([admission.slot for admission in admissions])
         asked = [pack(a.params.temperature, a.params.top_k, a.params.top_p, a.params.min_p, a.seed) for a in admissions]
-        admitted, slot_of, positions, tokens, parameters = self.send(
-            slots,
-            slots.repeat_interleave(lengths),
-            torch.arange(int(end[-1])) - (end - lengths).repeat_interleave(lengths),
-            tensor_of(list(chain.from_iterable(admission.tokens for admission in admissions))),
-            torch.cat(asked),
+        slots, parameters = self.send(tensor_of([admission.slot for admission in admissions]), torch.cat(asked))
+        self.sampling[slots] = parameters.view(-1, PARAMETERS)
+        self.write([(admission.slot, 0, admission.tokens) for admission in admissions])
+
+    def write(self, told: list[tuple[int, int, list[int]]]) -> None:
+        """Tokens of slots from a position on. What was sampled there does not count."""
+        lengths = tensor_of([len(tokens) for _, _, tokens in told])
+        first, end = tensor_of([position for _, position, _ in told]), lengths.cumsum(0)
+        each = tensor_of([slot for slot, _, _ in told])
+        slots, slot_of, positions, tokens = self.send(
+            each,
+            each.repeat_interleave(lengths),
+            torch.arange(int(end[-1])) + (first - end + lengths).repeat_interleave(lengths),
+            tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
-        self.tokens[slot_of, positions] = tokens.to(TOKEN)
-        self.sampling[admitted] = parameters.view(-1, PARAMETERS)
-        for admission in admissions:
-            for table_lengths in self._table_lengths:
-                table_lengths[admission.slot] = 0
-            occupant = Occupant(admission.params, admission.prompt_length)
-            self.occupants[admission.slot] = occupant
-            self.plain_from[admission.slot] = occupant.plain_from
-            self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
+        self.tokens.kept[places_of(self._tables[0], slot_of, positions, self.block_size)] = tokens.to(TOKEN)
+        self.tokens.latest_at[slots] = NOWHERE
+
+    def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """The tokens at these positions of these slots, which are all computed."""
+        return self.tokens.kept[places_of(self._tables[0], slots, positions, self.block_size)].long()
 
     def occupant(self, slot: int) -> Occupant:
         found = self.occupants[slot]
         assert found is not None, f"slot {slot} was never admitted"
         return found
 
-    def _decode_rows(self, tables: Tensor, plan: StepPlan, slots: Tensor, starts: Tensor) -> DecodeRows:
-        """A CPU looks no further than the longest of them; a GPU has one kernel for whole tables, as in graphs."""
-        if self.device.type == "cuda":
-            return DecodeRows(tables[slots], starts, slots=slots)
-        width = max(plan.starts[: len(slots)]) // self.block_size + 1
-        return DecodeRows(tables[slots, :width], starts, slots=slots)
-
-    def _prefill_tiles(self, plan: StepPlan) -> PrefillTiles:
-        tiles, first = [], 0
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            if count > 1:
-                tiles += tile_prompt(slot, first, count, start)
+    def _prefill_tiles(self, plan: StepPlan, singles: int) -> PrefillTiles:
+        tiles, first = [], sum(plan.counts[:singles])
+        for slot, start, count in zip(plan.slots[singles:], plan.starts[singles:], plan.counts[singles:], strict=True):
+            tiles += tile_prompt(slot, first, count, start)
             first += count
         (sent,) = self.send(tensor_of(list(chain.from_iterable(tiles))))
         return PrefillTiles(self._tables[0], sent.to(torch.int32).view(-1, 5), resumed=any(tile[-1] for tile in tiles))
 
-    def _prefill_rows(self, tables: Tensor, plan: StepPlan) -> list[PrefillRow]:
-        rows, first = [], 0
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            if count > 1:
-                width = -(-(start + count) // self.block_size)
-                rows.append(PrefillRow(first, count, start, tables[slot, :width], slot))
+    def _prefill_rows(self, tables: Tensor, plan: StepPlan, singles: int) -> list[PrefillRow]:
+        rows, first = [], sum(plan.counts[:singles])
+        for slot, start, count in zip(plan.slots[singles:], plan.starts[singles:], plan.counts[singles:], strict=True):
+            width = -(-(start + count) // self.block_size)
+            rows.append(PrefillRow(first, count, start, tables[slot, :width].long(), slot))
             first += count
         return rows
+
+
+def _last_of_each(end: Tensor, samples: Tensor) -> Tensor:
+    """The last rows of sequences that end behind `end`, so many of each."""
+    stop = samples.cumsum(0)
+    return torch.arange(int(stop[-1])) + (end - stop).repeat_interleave(samples)

@@ -12,6 +12,8 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("local", "ray")
 WARM_UPS = ("full", "quick", "off")
+SPECULATIONS = ("off", "auto", "ngram")
+MOST_DRAFTS = 8
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `warm_up` says what is made ready before the first request: "full" builds all kernels and captures all CUDA graphs,
     "quick" all kernels and the graphs that can stand in for the others, which follow when the engine idles; with "off"
     each is made when it is first needed, as suits a script.
+
+    `speculate` guesses tokens ahead and computes them together with the next one, which changes no answer: "ngram"
+    looks for what followed the last tokens in prompt and answer before, "auto" takes the best that the model has. There
+    are at most `speculate_tokens` guesses a request and step; fewer where they cost more than they bring.
 
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
@@ -46,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     warm_up: str = "off"
+    speculate: str = "off"
+    speculate_tokens: int = MOST_DRAFTS
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -54,7 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size", "speculate_tokens"):
             self._at_least_one(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node"):
             if getattr(self, name) is not None:
@@ -65,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
         self._one_of("executor", self.executor, EXECUTORS)
         self._one_of("warm_up", self.warm_up, WARM_UPS)
+        self._one_of("speculate", self.speculate, SPECULATIONS)
         for name in ("ranks_per_node", "interface", "ray_address"):
             if self.executor == "local" and getattr(self, name) is not None:
                 raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")

@@ -15,7 +15,7 @@ from phalanx.engine.whereabouts import Whereabouts, read_pages
 from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.messages import CONNECT, GO_ON, TEND, Done, Ready, Room, Short, encode, pack_plan
+from phalanx.runtime.messages import CONNECT, GO_ON, TEND, CacheRoom, Done, RankReady, Short, encode, pack_plan
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.runtime.workers import LocalWorkers, Workers
@@ -113,9 +113,9 @@ class Executor:
         """Take in all reports that have come. FabricError if a rank is gone."""
         while (report := self.workers.receive(timeout_ms)) is not None:
             match report:
-                case Ready():
+                case RankReady():
                     self._loaded.append(report.rank)
-                case Room():
+                case CacheRoom():
                     self._blocks[report.rank] = report.blocks
                 case Short():
                     self._short[report.rank] = report

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
 from phalanx.fabric.group import Group
+from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.kernels.tiling import is_uneven
 from phalanx.layers.decoder import Decoder
@@ -30,7 +31,7 @@ class Recorded(NamedTuple):
     tokens: Tensor
 
 
-Run = Callable[[], tuple[Tensor, Tensor]]
+GraphBody = Callable[[], tuple[Tensor, Tensor]]
 
 
 class Recorder:
@@ -48,7 +49,7 @@ class Recorder:
     def _memory(self) -> torch.cuda._POOL_HANDLE:
         return torch.cuda.graph_pool_handle()
 
-    def __call__(self, rehearse: Run, run: Run) -> Recorded:
+    def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
         """Rehearse, so that every kernel is there, then record."""
         rehearse()
         self._group.wait_for(torch.cuda.current_stream().record_event())
@@ -83,11 +84,11 @@ def score_and_keep(
     scores = model.scores(hidden)
     after = positions + 1
     tokens = draw(scores, batch.sampling, slots, after) if drawn else likeliest(scores)
-    batch.tokens[slots, after] = tokens
+    keep_sampled(batch.tokens, slots, after, tokens)
     return scores, tokens
 
 
-class Kind(NamedTuple):
+class GraphKind(NamedTuple):
     """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven."""
 
     size: int
@@ -117,7 +118,7 @@ class DecodeGraphs:
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
         self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
-        self._graphs: dict[Kind, Recorded] = {}
+        self._graphs: dict[GraphKind, Recorded] = {}
         self.on_demand = True
         self.recorder = Recorder(model.place.group)
 
@@ -127,44 +128,46 @@ class DecodeGraphs:
         return model.place.device.type == "cuda" and model.place.group.in_graphs and model.in_graphs
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[GraphKind]:
         """All that may be needed, the largest first: it can stand in for any other."""
         ways = [(True, False), (True, True), (False, False), (False, True)]
-        return [Kind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
+        return [GraphKind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
 
     @property
-    def first_kinds(self) -> list[Kind]:
+    def first_kinds(self) -> list[GraphKind]:
         """Those that can stand in for all others: where tokens are drawn, the likeliest are for greedy rows."""
         return [kind for kind in self.kinds if kind.drawn]
 
     def take(self, plan: StepPlan) -> bool:
-        """Whether this is a step of single tokens for which there is a graph, or will be."""
-        if not (all(plan.samples) and max(plan.counts) == 1):
+        """Whether all tokens of this step yield one, each on its own, and there is a graph for so many, or will be."""
+        if plan.samples != plan.counts or self._batch.singles(plan) < len(plan.counts):
             return False
-        return self.on_demand or bool(self._graphs)
+        return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def _kind_for(self, plan: StepPlan, drawn: bool) -> Kind:
-        rows = len(plan.slots)
+    def _kind_for(self, positions: list[int], drawn: bool) -> GraphKind:
+        rows = len(positions)
         size = next(size for size in self._sizes if size >= rows)
-        return Kind(size, drawn, is_uneven(plan.starts + [0] * (size - rows), self._kv_heads))
+        return GraphKind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
 
-    def _stand_in(self, kind: Kind) -> Kind | None:
+    def _stand_in(self, kind: GraphKind) -> GraphKind | None:
         """The captured graph that does best what this kind would do."""
         able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
         return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
 
     def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
         """Scores and tokens of a plan that they take; the next run overwrites them."""
-        kind = self._kind_for(plan, drawn)
+        slots, after = plan.yielded()
+        positions = [position - 1 for position in after]
+        kind = self._kind_for(positions, drawn)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
             else:
                 kind = self._stand_in(kind) or kind
-        rows, size = len(plan.slots), kind.size
+        rows, size = len(slots), kind.size
         padding = size - rows
         where = torch.tensor(
-            [plan.slots + [self._batch.spare_slot] * padding, plan.starts + [0] * padding],
+            [slots + [self._batch.spare_slot] * padding, positions + [0] * padding],
             pin_memory=self._batch.device.type == "cuda",
         )
         self._slots[:size].copy_(where[0], non_blocking=True)
@@ -174,18 +177,18 @@ class DecodeGraphs:
         return scores[:rows], tokens[:rows]
 
     @torch.inference_mode()
-    def capture(self, kind: Kind) -> None:
+    def capture(self, kind: GraphKind) -> None:
         if kind not in self._graphs:
             self._graphs[kind] = self.recorder(lambda: self.rehearse(kind), lambda: self._forward(self._model, kind))
 
     @torch.inference_mode()
-    def rehearse(self, kind: Kind) -> tuple[Tensor, Tensor]:
+    def rehearse(self, kind: GraphKind) -> tuple[Tensor, Tensor]:
         """Run every kernel of a graph once, with rows that touch the spare slot only."""
         self._slots[: kind.size] = self._batch.spare_slot
         self._positions[: kind.size] = 0
         return self._forward(self._sketch, kind)
 
-    def _forward(self, model: Decoder, kind: Kind) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Decoder, kind: GraphKind) -> tuple[Tensor, Tensor]:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
         hidden = model(tokens, positions, attention)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from phalanx.engine.step_plan import Beat
 from phalanx.runtime.channel import Context, Keys, Receiver, Sender
-from phalanx.runtime.messages import Ready, Report, beat_decoder, report_decoder
+from phalanx.runtime.messages import RankReady, RankReport, beat_decoder, report_decoder
 
 
 class Links:
@@ -36,13 +36,13 @@ class Links:
         for orders in self.orders.values():
             orders.send(*frames)
 
-    def receive(self, timeout_ms: int) -> Report | None:
+    def receive(self, timeout_ms: int) -> RankReport | None:
         """The next report, or None."""
         frames = self.reports.receive(timeout_ms)
         if frames is None:
             return None
         report = report_decoder.decode(frames[0])
-        if isinstance(report, Ready):
+        if isinstance(report, RankReady):
             peer = self._rank_keys.get(report.rank)
             self.orders[report.rank] = Sender(self._context, report.orders, self._token, keys=self._keys, peer=peer)
         return report

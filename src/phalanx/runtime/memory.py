@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -70,7 +71,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
     """
     place, longest = model.place, longest_sequence(config, model)
     model.allocate_cache(1, config.block_size)
-    model.allocate_states(state_places(config.max_num_seqs, config.prefix_caching).stop)
+    model.allocate_states(StatePlaces.of(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest)
     worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
 
@@ -113,16 +114,28 @@ def longest_sequence(config: EngineConfig, model: Decoder) -> int:
 
 def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
     """What a step takes, and beside it all states, whatever the lengths of their sequences."""
-    places = state_places(rows, config.prefix_caching).stop
-    return step_bytes(config, model, tokens, rows) + places * model.state_bytes_per_place
+    places = StatePlaces.of(config, rows)
+    return step_bytes(config, model, tokens, rows) + places.total * model.state_bytes_per_place
 
 
-def state_places(rows: int, prefix_caching: bool) -> range:
-    """The places of recurrent states that belong to prefixes, as many as requests may run.
+class StatePlaces(NamedTuple):
+    """The places of recurrent states behind those of the requests and the one for rows that only fill up a batch.
 
-    They come behind those of the requests and the one for rows that only fill up a batch.
+    Those that belong to prefixes, and those for states as they were before drafts, as many of each as requests may run.
     """
-    return range(rows + 1, rows + 1 + (rows if prefix_caching else 0))
+
+    snapshots: range
+    twins: range
+
+    @classmethod
+    def of(cls, config: EngineConfig, rows: int | None = None) -> StatePlaces:
+        rows = rows or config.max_num_seqs
+        end = rows + 1 + (rows if config.prefix_caching else 0)
+        return cls(range(rows + 1, end), range(end, end + (rows if config.speculate != "off" else 0)))
+
+    @property
+    def total(self) -> int:
+        return self.twins.stop
 
 
 def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:

@@ -46,14 +46,14 @@ class RankAssignment(msgspec.Struct, frozen=True):
     engine_key: str | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     """A rank has loaded its share, and takes its orders there."""
 
     rank: int
     orders: str
 
 
-class Room(msgspec.Struct, frozen=True, tag=True):
+class CacheRoom(msgspec.Struct, frozen=True, tag=True):
     """A rank has memory for this many KV blocks."""
 
     rank: int
@@ -89,7 +89,7 @@ class Failure(msgspec.Struct, frozen=True):
     fix: str | None = None
 
 
-Report = Ready | Room | Done | Short
+RankReport = RankReady | CacheRoom | Done | Short
 
 GO_ON = [b"go on"]
 """An order: no rank had memory for the last step, and all gave it up at the same point."""
@@ -100,7 +100,7 @@ TEND = [b"tend"]
 CONNECT = [b"connect"]
 """An order: all ranks have loaded; meet them."""
 
-report_decoder = msgspec.msgpack.Decoder(Report)
+report_decoder = msgspec.msgpack.Decoder(RankReport)
 beat_decoder = msgspec.msgpack.Decoder(Beat)
 encode = msgspec.msgpack.encode
 

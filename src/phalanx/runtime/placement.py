@@ -13,7 +13,7 @@ _PINNED = 0.001
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A machine of the cluster, with its GPUs and CPU slots in all, and those that are free now."""
 
     id: str
@@ -41,7 +41,7 @@ class Wanted:
     def resource(self) -> str:
         return "GPU" if self.on_gpus else "CPU"
 
-    def slots(self, node: Node) -> int:
+    def slots(self, node: RayNode) -> int:
         """How many ranks a node could run if nobody else used it."""
         has = node.gpus if self.on_gpus else node.cpus
         if self.per_node is not None:
@@ -49,7 +49,7 @@ class Wanted:
         return has if self.on_gpus else min(has, 1)
 
 
-def driver_first(nodes: Sequence[Node], driver: str) -> list[Node]:
+def driver_first(nodes: Sequence[RayNode], driver: str) -> list[RayNode]:
     return sorted(nodes, key=lambda node: (node.id != driver, _by_number(node.address), node.id))
 
 
@@ -57,7 +57,7 @@ def _by_number(address: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in address.split("."))
 
 
-def check_room(wanted: Wanted, nodes: Sequence[Node], driver: str) -> None:
+def check_room(wanted: Wanted, nodes: Sequence[RayNode], driver: str) -> None:
     """ConfigError if the cluster has no room for the ranks, with what each node has.
 
     Two nodes at one address are one that died and one that came in its place, or machines that hide behind the same
@@ -81,7 +81,7 @@ def check_room(wanted: Wanted, nodes: Sequence[Node], driver: str) -> None:
         )
 
 
-def too_small(wanted: Wanted, nodes: Sequence[Node]) -> ConfigError:
+def too_small(wanted: Wanted, nodes: Sequence[RayNode]) -> ConfigError:
     each = f", {wanted.per_node} on each node" if wanted.per_node is not None else ""
     each = each or ("" if wanted.on_gpus else ", one on each node")
     return ConfigError(
@@ -91,14 +91,14 @@ def too_small(wanted: Wanted, nodes: Sequence[Node]) -> ConfigError:
     )
 
 
-def _told(nodes: Sequence[Node]) -> str:
-    def of(node: Node) -> str:
+def _told(nodes: Sequence[RayNode]) -> str:
+    def of(node: RayNode) -> str:
         return f"{node.name}: {node.free_gpus} of {node.gpus} GPUs and {node.free_cpus} of {node.cpus} CPUs free"
 
     return "; ".join(map(of, nodes)) or "no node"
 
 
-def bundles(wanted: Wanted, nodes: Sequence[Node], driver: str) -> list[dict[str, float]]:
+def bundles(wanted: Wanted, nodes: Sequence[RayNode], driver: str) -> list[dict[str, float]]:
     """What to reserve, one bundle a rank. The first is pinned to the driver's node.
 
     With a number of ranks a node, and on CPUs, all are pinned; else Ray packs them.
@@ -111,11 +111,11 @@ def bundles(wanted: Wanted, nodes: Sequence[Node], driver: str) -> list[dict[str
     return [_pinned(wanted, node) for node in places[: wanted.ranks]]
 
 
-def _pinned(wanted: Wanted, node: Node) -> dict[str, float]:
+def _pinned(wanted: Wanted, node: RayNode) -> dict[str, float]:
     return {wanted.resource: 1.0, f"node:{node.address}": _PINNED}
 
 
-def bundle_of_each_rank(node_of_bundle: Mapping[int, str], nodes: Sequence[Node], driver: str) -> list[int]:
+def bundle_of_each_rank(node_of_bundle: Mapping[int, str], nodes: Sequence[RayNode], driver: str) -> list[int]:
     """Bundles in the order of ranks: the driver's node first, and the ranks of a node side by side.
 
     Ray may put bundles in any order on the nodes it chose.

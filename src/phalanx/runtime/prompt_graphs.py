@@ -64,42 +64,41 @@ def room_for(decodes: int) -> int | None:
     return next((room for room in DECODES if room >= decodes), None)
 
 
-def size_for(plan: StepPlan, most_tokens: int) -> GraphSize | None:
-    """The smallest graph that holds a plan, or None if there is none."""
-    rows, decodes = plan.num_tokens, plan.counts.count(1)
-    prompts = len(plan.counts) - decodes
-    room = room_for(decodes)
+def size_for(plan: StepPlan, singles: int, most_tokens: int) -> GraphSize | None:
+    """The smallest graph that holds a plan whose first rows are `singles`, or None if there is none."""
+    rows, prompts = plan.num_tokens, len(plan.counts) - singles
+    room = room_for(sum(plan.counts[:singles]))
     if room is None:
         return None
     sizes = (GraphSize(tokens, min(room, tokens)) for tokens in TOKENS if rows <= tokens <= most_tokens)
     return next((size for size in sizes if prompts <= size.prompts), None)
 
 
-def lay_out(plan: StepPlan, size: GraphSize, spare_slot: int) -> list[int]:
-    """A plan as the numbers that a graph of this size reads, in the order of `GraphSize.parts`.
+def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> list[int]:
+    """A plan as the numbers that a graph of this size reads, in the order of `GraphSize.parts`, with a row a token.
 
-    These are slot and position of every row; slot and position of the rows of one token; row and slot of those that
+    These are slot and position of every row; slot and position of those of `singles`; row and slot of those that
     yield a token; the tiles of the prompts. Rows that fill up are the spare slot's first token. They have tiles too:
     what they compute is not used, but it has to be numbers, or routing them to experts would spoil the others' order.
     """
     slots: list[int] = []
     positions: list[int] = []
     tiles: list[tuple[int, int, int, int, int]] = []
-    for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-        if count > 1:
+    for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+        if row >= singles:
             tiles += tile_prompt(slot, len(slots), count, start)
         slots += [slot] * count
         positions += range(start, start + count)
     for row in range(len(slots), size.tokens, PROMPT_TILE):
         tiles.append((spare_slot, row, min(PROMPT_TILE, size.tokens - row), 0, 0))
-    decodes = plan.counts.count(1)
+    decodes = sum(plan.counts[:singles])
     ends = zip(plan.slots, accumulate(plan.counts), plan.samples, strict=True)
-    sampled = [(end - 1, slot) for slot, end, samples in ends if samples]
+    sampled = [(row, slot) for slot, end, wanted in ends for row in range(end - wanted, end)]
     columns = (
         (slots, spare_slot),
         (positions, 0),
-        (plan.slots[:decodes], spare_slot),
-        (plan.starts[:decodes], 0),
+        (slots[:decodes], spare_slot),
+        (positions[:decodes], 0),
         ([row for row, _ in sampled], 0),
         ([slot for _, slot in sampled], spare_slot),
         (list(chain.from_iterable(tiles)), 0),
@@ -160,7 +159,9 @@ class PromptGraphs:
         return [kind for kind in self.kinds if kind.drawn]
 
     def take(self, plan: StepPlan) -> bool:
-        return (self.on_demand or bool(self._graphs)) and size_for(plan, self._most_tokens) is not None
+        if not (self.on_demand or self._graphs):
+            return False
+        return size_for(plan, self._batch.singles(plan), self._most_tokens) is not None
 
     def _stand_in(self, kind: PromptKind) -> PromptKind | None:
         """The smallest captured graph that does what this kind would do."""
@@ -175,7 +176,8 @@ class PromptGraphs:
 
     def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
         """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
-        size = size_for(plan, self._most_tokens)
+        singles = self._batch.singles(plan)
+        size = size_for(plan, singles, self._most_tokens)
         assert size is not None
         kind = PromptKind(size, drawn)
         if kind not in self._graphs:
@@ -183,7 +185,7 @@ class PromptGraphs:
                 self.capture(kind)
             else:
                 kind = self._stand_in(kind) or kind
-        numbers = tensor_of(lay_out(plan, kind.size, self._batch.spare_slot))
+        numbers = tensor_of(lay_out(plan, singles, kind.size, self._batch.spare_slot))
         if self._batch.device.type == "cuda":
             numbers = numbers.pin_memory()
         inputs, (graph, scores, tokens) = self._graphs[kind]
@@ -209,7 +211,7 @@ class PromptGraphs:
     def _padding(self, size: GraphSize) -> Tensor:
         """A plan of no rows: all of them are the spare slot's."""
         nothing = StepPlan(0, [], [], [], [], [], [])
-        return torch.tensor(lay_out(nothing, size, self._batch.spare_slot), device=self._batch.device)
+        return torch.tensor(lay_out(nothing, 0, size, self._batch.spare_slot), device=self._batch.device)
 
     def _forward(self, model: Decoder, kind: PromptKind, inputs: Tensor) -> tuple[Tensor, Tensor]:
         scores, tokens = run_padded(model, self._batch, inputs, kind.size, kind.drawn)

@@ -12,10 +12,11 @@ from phalanx.engine.caches import CacheLayout
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
+from phalanx.kernels.sampling_table import TOKEN
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.memory import MIB, room_for_cache, state_places, too_little
+from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.spec import Layout, ModelSpec
@@ -36,8 +37,8 @@ class Sizes(msgspec.Struct, frozen=True):
 
 def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
-    snapshots = state_places(config.max_num_seqs, config.prefix_caching)
-    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=snapshots)
+    places = StatePlaces.of(config)
+    return CacheLayout(reaches, states=spec.has_states, snapshots=places.snapshots, twins=places.twins)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -153,8 +154,9 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
-    block_bytes = model.cache_bytes_per_token * config.block_size
+    block_bytes = model.block_bytes(config.block_size)
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
+    room = room * block_bytes // (block_bytes + config.block_size * TOKEN.itemsize)
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
@@ -201,7 +203,7 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(state_places(config.max_num_seqs, config.prefix_caching).stop)
+    model.allocate_states(StatePlaces.of(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     warm_up(runner, config.warm_up)
     return runner

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.runtime.placement import Node, Wanted, bundle_of_each_rank, bundles, check_room, too_small
+from phalanx.runtime.placement import RayNode, Wanted, bundle_of_each_rank, bundles, check_room, too_small
 
 _LOOK_EVERY_S = 0.5
 _CLOSE_WAIT_S = 2.0
@@ -45,14 +45,14 @@ class RayCluster:
             self._ray.shutdown()
             raise _why_not(error, address) from None
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[RayNode]:
         """Those that Ray holds to be alive."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
         return [_node(entry, free.get(entry["NodeID"], {})) for entry in self._ray.nodes() if entry["Alive"]]
 
-    def reserve(self, wanted: Wanted) -> list[Node]:
+    def reserve(self, wanted: Wanted) -> list[RayNode]:
         """A bundle for each rank; returns the node of each. Waits for nodes that are missing or not free yet."""
         from ray.util.placement_group import placement_group, placement_group_table
 
@@ -87,7 +87,7 @@ class RayCluster:
             self._seats.append(made.remote())
         return self._seats
 
-    def ask(self, refs: list[Any], nodes: list[Node]) -> list[bytes]:
+    def ask(self, refs: list[Any], nodes: list[RayNode]) -> list[bytes]:
         """The answers of all seats. A seat that cannot be had is told with its node."""
         answers = []
         deadline = time.monotonic() + _START_WAIT_S
@@ -199,9 +199,9 @@ def _why_not(error: Exception, address: str) -> ConfigError:
     )
 
 
-def _node(entry: dict[str, Any], free: dict[str, float]) -> Node:
+def _node(entry: dict[str, Any], free: dict[str, float]) -> RayNode:
     has = entry["Resources"]
-    return Node(
+    return RayNode(
         id=entry["NodeID"],
         address=entry["NodeManagerAddress"],
         hostname=entry["NodeManagerHostname"],

@@ -25,11 +25,11 @@ from phalanx.runtime import environment
 from phalanx.runtime.channel import Beacon, Context, Gate, Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
-from phalanx.runtime.messages import Meeting, RankAssignment, Report
-from phalanx.runtime.placement import Node, Wanted
+from phalanx.runtime.messages import Meeting, RankAssignment, RankReport
+from phalanx.runtime.placement import RayNode, Wanted
 from phalanx.runtime.rank import Spot, on_gpus
 from phalanx.runtime.ray_cluster import RayCluster
-from phalanx.runtime.seat import Ended, Facts, Posting, Seat, gather_facts
+from phalanx.runtime.seat import Ended, Posting, Seat, SeatFacts, gather_facts
 from phalanx.runtime.watch import SERVING_PATIENCE_S, Watch
 from phalanx.runtime.workers import Cause, seen_of
 
@@ -66,7 +66,7 @@ class RayWorkers:
             for seat, node in zip(self._seats, self._places, strict=True)
         ]
         answers = cluster.ask(asked, self._places)
-        self._facts = [msgspec.json.decode(answer, type=Facts) for answer in answers]
+        self._facts = [msgspec.json.decode(answer, type=SeatFacts) for answer in answers]
         here = gather_facts(str(model_path), interface, self._places[0].address)
         self.hosts = check_machines(here, self._facts, self._places, interface, self.config.load_format)
         self.host = self.hosts[0]
@@ -119,7 +119,7 @@ class RayWorkers:
     def send(self, frames: list[bytes]) -> None:
         self.links.send(frames)
 
-    def receive(self, timeout_ms: int) -> Report | None:
+    def receive(self, timeout_ms: int) -> RankReport | None:
         report = self.links.receive(timeout_ms)
         if report is None:
             self.check()
@@ -188,7 +188,7 @@ def _clean_up(closing: list[RayCluster | Watch | Gate | Context]) -> None:
 
 
 def check_machines(
-    here: Facts, facts: list[Facts], nodes: list[Node], interface: str | None, load_format: str
+    here: SeatFacts, facts: list[SeatFacts], nodes: list[RayNode], interface: str | None, load_format: str
 ) -> list[str]:
     """The address of every rank, once all machines have the same software, the interface and the model."""
     addresses = []
@@ -211,7 +211,7 @@ def check_machines(
     return addresses
 
 
-def _check_model(here: Facts, found: Facts, node: Node, load_format: str) -> None:
+def _check_model(here: SeatFacts, found: SeatFacts, node: RayNode, load_format: str) -> None:
     needed = {"config.json"} & set(here.files) if load_format == "dummy" else set(here.files)
     missing = sorted(name for name in needed if name not in found.files)
     other = sorted(name for name in needed if name in found.files and found.files[name] != here.files[name])

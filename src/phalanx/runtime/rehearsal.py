@@ -44,7 +44,7 @@ def step_of(rows: Sequence[tuple[int, int]], params: SamplingParams, mask: bytes
         slots=slots,
         starts=starts,
         counts=counts,
-        samples=[True] * len(slots),
+        samples=[1] * len(slots),
         new_blocks=[],
         masks=[] if mask is None else [(slot, 0) for slot in slots],
         new_masks=[] if mask is None else [(0, pack(mask))],

@@ -65,7 +65,7 @@ class TorchRunner:
             model.spare_block,
             model.place.device,
             groups=1 + len(spec.window_groups),
-            states=bool(spec.state_heads),
+            states=spec.has_states,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan, TokenLogprobs
+from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.runtime.batch import Batch, Occupant
 
@@ -50,12 +51,8 @@ class SamplingRows:
 
     @classmethod
     def of(cls, plan: StepPlan, batch: Batch) -> SamplingRows:
-        ends = list(map(int.__add__, plan.starts, plan.counts))
-        slots, positions, masks = plan.slots, ends, dict(plan.masks)
-        if not all(plan.samples):
-            sampled = [row for row, samples in enumerate(plan.samples) if samples]
-            slots, positions = [slots[row] for row in sampled], [ends[row] for row in sampled]
-            masks = {index: masks[row] for index, row in enumerate(sampled) if row in masks}
+        slots, positions = plan.yielded()
+        masks = dict(plan.masks)
         plain_from = batch.plain_from
         found = {index for index, slot in enumerate(slots) if positions[index] < plain_from[slot]} | masks.keys()
         special = [
@@ -164,7 +161,7 @@ def _choose(scores: Tensor, slots: list[int], positions: list[int], drawn: bool,
     """Each row's token by the parameters of its slot, into the pool."""
     where, after = batch.send(torch.tensor(slots), torch.tensor(positions))
     tokens = draw(scores, batch.sampling, where, after) if drawn else likeliest(scores)
-    batch.tokens[where, after] = tokens
+    keep_sampled(batch.tokens, where, after, tokens)
     return tokens
 
 
@@ -202,7 +199,7 @@ def _penalise_together(scores: Tensor, penalised: Sequence[tuple[int, SpecialRow
     where, slots, lengths, prompts = sent.view(4, -1)
     row_of = torch.arange(len(penalised), device=sent.device).repeat_interleave(lengths, output_size=total)
     position = torch.arange(total, device=sent.device) - (lengths.cumsum(0) - lengths)[row_of]
-    seen = batch.tokens[slots[row_of], position].long()
+    seen = batch.seen(slots[row_of], position)
     factor, presence, frequency = bits.view(torch.float64).float().view(-1, 3)[row_of].unbind(1)
     places = where[row_of] * vocab + seen
     found = flat[places]

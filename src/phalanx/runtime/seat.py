@@ -21,7 +21,7 @@ from phalanx.version import __version__
 _WEIGHTS = ("*.safetensors", "*.json")
 
 
-class Facts(msgspec.Struct, frozen=True):
+class SeatFacts(msgspec.Struct, frozen=True):
     """A machine as a rank finds it. `address` is that of the interface asked for, None if it has none.
 
     `files` holds the checkpoint's files with their sizes, and is empty where there is no such path; `gpus` is what
@@ -50,10 +50,10 @@ class Ended(msgspec.Struct, frozen=True):
     failure: Failure | None
 
 
-def gather_facts(model_path: str, interface: str | None, ray_address: str, public_key: str = "") -> Facts:
+def gather_facts(model_path: str, interface: str | None, ray_address: str, public_key: str = "") -> SeatFacts:
     """This machine's."""
     addresses = _addresses()
-    return Facts(
+    return SeatFacts(
         versions={"phalanx": __version__, "python": platform.python_version(), "torch": _installed("torch")},
         address=ray_address if interface is None else addresses.get(interface),
         interfaces=sorted(addresses),

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
+from phalanx.engine.ngram import NgramDrafter
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import Runner
 from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
@@ -35,8 +37,10 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
         runner, sizes = executor, executor.sizes
     pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    speculation = None if config.speculate == "off" else Speculation(NgramDrafter(), config.speculate_tokens)
     try:
-        return Engine(Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec)), runner, spec.vocab)
+        scheduler = Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec), speculation)
+        return Engine(scheduler, runner, spec.vocab)
     except Exception:
         runner.close()
         raise

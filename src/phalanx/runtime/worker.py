@@ -21,11 +21,11 @@ from phalanx.runtime.messages import (
     CONNECT,
     GO_ON,
     TEND,
+    CacheRoom,
     Done,
     Failure,
     RankAssignment,
-    Ready,
-    Room,
+    RankReady,
     Short,
     encode,
     unpack_plan,
@@ -73,10 +73,10 @@ def _serve(assignment: RankAssignment) -> None:
     group.where = where
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
     model = load_model(config, checkpoint, group, lambda done, total: None, spot)
-    ends.reports.send(encode(Ready(rank, ends.orders.address)))
+    ends.reports.send(encode(RankReady(rank, ends.orders.address)))
     assert _next(ends.orders) == CONNECT
     group.connect(open_store(meeting.store, config.tp), meeting.host)
-    ends.reports.send(encode(Room(rank, blocks_that_fit(config, model, spot))))
+    ends.reports.send(encode(CacheRoom(rank, blocks_that_fit(config, model, spot))))
     runner = make_runner(config, model, unpack_sizes(_next(ends.orders)))
 
     step = 0

@@ -23,7 +23,7 @@ from phalanx.runtime import child
 from phalanx.runtime.channel import Context
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
-from phalanx.runtime.messages import Failure, Meeting, RankAssignment, Report
+from phalanx.runtime.messages import Failure, Meeting, RankAssignment, RankReport
 from phalanx.runtime.rank import Spot, local_spots
 
 _CAUSE_WAIT_S = 2.0
@@ -59,7 +59,7 @@ class Workers(Protocol):
 
     def send(self, frames: list[bytes]) -> None: ...
 
-    def receive(self, timeout_ms: int) -> Report | None:
+    def receive(self, timeout_ms: int) -> RankReport | None:
         """The next report, or None. FabricError if there is none and a rank is gone."""
         ...
 
@@ -127,7 +127,7 @@ class LocalWorkers:
     def send(self, frames: list[bytes]) -> None:
         self.links.send(frames)
 
-    def receive(self, timeout_ms: int) -> Report | None:
+    def receive(self, timeout_ms: int) -> RankReport | None:
         report = self.links.receive(timeout_ms)
         if report is None:
             self.check()

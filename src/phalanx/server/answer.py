@@ -56,7 +56,7 @@ class Listener(Protocol):
     def next_token(self, after_s: float) -> None: ...
 
 
-class Choice:
+class GrowingChoice:
     """One answer in the making: token by token through detokeniser, stop strings and parser."""
 
     def __init__(self, index: int, question: Question, tokenizer: Tokenizer, stop_tokens: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class Answer:
         self.asked = False
         self._listener = listener
         self.choices = [
-            Choice(index, question, tokenizer, stop_tokens)
+            GrowingChoice(index, question, tokenizer, stop_tokens)
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
         ]
 
@@ -154,7 +154,7 @@ class Answer:
                 engine.cancel(ids[index])
         return [piece for piece in pieces.values() if piece]
 
-    def _time(self, choice: Choice, now: float) -> None:
+    def _time(self, choice: GrowingChoice, now: float) -> None:
         """Tokens that arrive together have no time between them."""
         if choice.first_at is None:
             choice.first_at = now

@@ -33,11 +33,11 @@ from phalanx.server.messages import (
     Books,
     Cancel,
     Death,
+    EngineReport,
     Loading,
     Order,
     Pulses,
     Refused,
-    Report,
     Started,
     Startup,
     Stepped,
@@ -59,14 +59,14 @@ _RECEIVE_SLICE_S = 0.02
 
 
 @dataclass(frozen=True)
-class Launch:
+class EngineLaunch:
     """How an engine process is started. `module` is run by Python and must call `engine_process.main`."""
 
     config: EngineConfig
     step_timeout_s: float
     module: str
 
-    def again(self) -> Launch:
+    def again(self) -> EngineLaunch:
         """After a death: machines that went with it are given time to come back."""
         waiting = max(self.config.node_wait_s, _NODES_RETURN_WITHIN_S)
         return replace(self, config=msgspec.structs.replace(self.config, node_wait_s=waiting))
@@ -91,7 +91,7 @@ class RankHealth:
 class EngineClient:
     """Starts the engine process, hands it requests, and puts the tokens that come back into mailboxes."""
 
-    def __init__(self, launch: Launch, on_step: Callable[[Stepped], None]) -> None:
+    def __init__(self, launch: EngineLaunch, on_step: Callable[[Stepped], None]) -> None:
         self.launch = launch
         self.loading: Loading | None = None
         self.started: Started | None = None
@@ -192,7 +192,7 @@ class EngineClient:
                 await asyncio.sleep(0)
                 streams_ran = time.monotonic()
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: EngineReport) -> None:
         if isinstance(report, Stepped):
             self.books = report.books
             self._deliver(report)

@@ -31,12 +31,12 @@ from phalanx.server.grammar.engine_thread import GrammarThread
 from phalanx.server.messages import (
     Books,
     Death,
+    EngineReport,
     Loading,
     NewToken,
     Order,
     Pulses,
     Refused,
-    Report,
     Started,
     Startup,
     Stepped,
@@ -50,7 +50,7 @@ from phalanx.server.messages import (
 from phalanx.weights.checkpoint import locate
 from phalanx.weights.load import Progress
 
-Start = Callable[[EngineConfig, Path, Progress], Engine]
+StartEngine = Callable[[EngineConfig, Path, Progress], Engine]
 
 _LOADING_STEPS = 50
 _LAST_WORDS_BYTES = 64 * 1024
@@ -59,7 +59,7 @@ _DYING = threading.Lock()
 _GRAMMAR_POLL_MS = 5
 
 
-def main(start: Start = start_engine) -> None:
+def main(start: StartEngine = start_engine) -> None:
     """Read the start-up line, load, serve until the other end of standard input closes.
 
     Signals that stop a whole service are for the API process: this one and its ranks are needed until it has drained.
@@ -183,7 +183,7 @@ class EngineLoop:
             return
         self._pulses.send(encode(Pulses([self._pulse.beat(), *beats])))
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: EngineReport) -> None:
         self._reports.send(encode(report))
 
     def _take_orders(self) -> None:

@@ -29,7 +29,7 @@ _REPLACED_BEYOND_BYTES = 64 * 2**20
 _WELL, _GROWN = 0, 3
 _NUMBER = struct.Struct("<I")
 
-Answer = Callable[[bytes], bytes]
+Answering = Callable[[bytes], bytes]
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Lane(msgspec.Struct, frozen=True):
     niceness: int = 0
 
 
-def serve(sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answer) -> None:
+def serve(sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answering) -> None:
     """Keep a process on every lane until the other ends are closed. For a process with one thread."""
     underway = mmap.mmap(-1, _NUMBER.size * len(lanes))
     numbers: dict[int, int] = {_fork(index, sockets, lanes, answer, underway): index for index in range(len(lanes))}
@@ -57,7 +57,7 @@ def serve(sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answe
 
 
 def _fork(
-    index: int, sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answer, underway: mmap.mmap
+    index: int, sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answering, underway: mmap.mmap
 ) -> int:
     _NUMBER.pack_into(underway, index * _NUMBER.size, 0)
     pid = os.fork()
@@ -69,7 +69,7 @@ def _fork(
     return pid
 
 
-def _work(connection: socket.socket, lane: Lane, answer: Answer, underway: memoryview) -> NoReturn:
+def _work(connection: socket.socket, lane: Lane, answer: Answering, underway: memoryview) -> NoReturn:
     limit_memory(lane.memory_bytes)
     os.nice(lane.niceness)
     at_first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

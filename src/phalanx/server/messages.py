@@ -109,11 +109,11 @@ class Death(msgspec.Struct, frozen=True):
     fix: str
 
 
-Report = Loading | Started | Stepped | Refused | Pulses
+EngineReport = Loading | Started | Stepped | Refused | Pulses
 
 encode = msgspec.msgpack.encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_report = msgspec.msgpack.Decoder(EngineReport).decode
 
 
 def death_file(folder: Path) -> Path:

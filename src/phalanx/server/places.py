@@ -13,7 +13,7 @@ from phalanx.server.supervisor import Supervisor
 _STEPS_OF_PROMPTS = 4
 
 
-class Place:
+class RequestPlace:
     """One request's share of the engine, until it is left."""
 
     def __init__(self, engine: EngineClient, key: str, choices: int, tokens: int) -> None:
@@ -35,12 +35,12 @@ class Places:
         self._supervisor = supervisor
         self._shared = shared
         self._queue, self._sequences, self._prompts = (Shares(0, shared) for _ in range(3))
-        self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[RequestPlace]] = OrderedDict()
 
-    async def enter(self, key: str, choices: int, tokens: int) -> Place:
+    async def enter(self, key: str, choices: int, tokens: int) -> RequestPlace:
         """A place, to be left. ApiError if there is none, or if the server has stopped meanwhile."""
         engine = self._supervisor.admit(choices)
-        place = Place(engine, key, choices, tokens)
+        place = RequestPlace(engine, key, choices, tokens)
         if not self._shared:
             return place
         self._measure(engine)
@@ -56,14 +56,14 @@ class Places:
             raise
         return place
 
-    def prefilled(self, place: Place) -> None:
+    def prefilled(self, place: RequestPlace) -> None:
         """Its prompts are read."""
         if self._shared and place.tokens:
             self._prompts.give(place.key, self._fitting(self._prompts, place.tokens))
             place.tokens = 0
             self._let_in()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: RequestPlace) -> None:
         if not self._shared:
             return
         self._queue.give(place.key, place.choices)
@@ -103,7 +103,7 @@ class Places:
             if line:
                 self._waiting[key] = line
 
-    def _take(self, place: Place) -> bool:
+    def _take(self, place: RequestPlace) -> bool:
         sequences = self._fitting(self._sequences, place.choices)
         if not self._sequences.take(place.key, sequences):
             return False

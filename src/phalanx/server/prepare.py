@@ -23,12 +23,12 @@ from phalanx.server.prepared import (
     QUICK,
     Asked,
     Assignment,
-    Outcome,
+    DetokenizedText,
     Prepared,
     Problem,
-    Ready,
-    Text,
-    Tokens,
+    ReaderReady,
+    ReadRequest,
+    TokenizedText,
     decode_asked,
     decode_assignment,
     encode,
@@ -52,7 +52,7 @@ _REFUSED = {
 B = TypeVar("B", bound=Body)
 
 
-class Reader:
+class RequestReader:
     """Reads requests for one model."""
 
     def __init__(self, assignment: Assignment) -> None:
@@ -63,9 +63,9 @@ class Reader:
         self.templates = ChatTemplates(assignment.templates, assignment.special_tokens)
         self.bad_template: str | None = None
 
-    def outcome(self, asked: Asked) -> Outcome:
+    def outcome(self, asked: Asked) -> ReadRequest:
         """What a request comes to, or what is wrong with it."""
-        readers: dict[str, Callable[[bytes], Outcome]] = {
+        readers: dict[str, Callable[[bytes], ReadRequest]] = {
             "chat": self._chat,
             "completion": self._completion,
             "tokenize": self._tokenize,
@@ -129,21 +129,21 @@ class Reader:
             unknown=_unknown(request),
         )
 
-    def _tokenize(self, body: bytes) -> Tokens:
+    def _tokenize(self, body: bytes) -> TokenizedText:
         request = self._read(TokenizeRequest, body)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("Give either prompt or messages.")
         if request.messages is None:
-            return Tokens(self._encoder.encode(request.prompt or "", request.add_special_tokens))
+            return TokenizedText(self._encoder.encode(request.prompt or "", request.add_special_tokens))
         self._check_template()
         self._encoder.check_size(characters_of(request.messages))
-        return Tokens(self._encoder.encode(self.templates.render(request.messages), special_tokens=False))
+        return TokenizedText(self._encoder.encode(self.templates.render(request.messages), special_tokens=False))
 
-    def _detokenize(self, body: bytes) -> Text:
+    def _detokenize(self, body: bytes) -> DetokenizedText:
         request = self._read(DetokenizeRequest, body)
         if request.tokens:
             check_request(request.tokens, SamplingParams(), self._vocab, len(request.tokens) + 1)
-        return Text(self._encoder.decode(request.tokens, keep_special=True))
+        return DetokenizedText(self._encoder.decode(request.tokens, keep_special=True))
 
     def _read(self, kind: type[B], body: bytes) -> B:
         try:
@@ -209,13 +209,13 @@ def main() -> None:
     It needs a bound of its own for that: where memory runs out, Jinja leaves a constant to be worked out later.
     """
     sockets, message = forked.read_start()
-    reader = Reader(decode_assignment(message))
+    reader = RequestReader(decode_assignment(message))
     forked.limit_memory(LANES[QUICK].memory_bytes)
     if forked.survives(reader.templates.try_out, LANES[QUICK]):
         reader.templates.try_out()
     else:
         reader.bad_template = "it breaks off, or takes too much time or memory"
-    forked.say_ready(encode(Ready(reader.bad_template)))
+    forked.say_ready(encode(ReaderReady(reader.bad_template)))
     forked.serve(sockets, LANES, lambda body: encode(reader.outcome(decode_asked(body))))
 
 

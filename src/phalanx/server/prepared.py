@@ -15,7 +15,7 @@ QUICK, LARGE = 0, 1
 LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=5))
 """Small requests do not wait for large ones."""
 
-Kind = Literal["chat", "completion", "tokenize", "detokenize"]
+RequestKind = Literal["chat", "completion", "tokenize", "detokenize"]
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Assignment(msgspec.Struct, frozen=True):
     tool_parser: str | None
 
 
-class Ready(msgspec.Struct, frozen=True):
+class ReaderReady(msgspec.Struct, frozen=True):
     """Requests can be read. Of a chat template that cannot be used, `bad_template` says why."""
 
     bad_template: str | None = None
@@ -39,7 +39,7 @@ class Ready(msgspec.Struct, frozen=True):
 class Asked(msgspec.Struct, frozen=True):
     """A request's body, as it came."""
 
-    kind: Kind
+    kind: RequestKind
     body: bytes
 
 
@@ -62,11 +62,11 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     unknown: list[str]
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+class TokenizedText(msgspec.Struct, frozen=True, tag=True):
     tokens: list[int]
 
 
-class Text(msgspec.Struct, frozen=True, tag=True):
+class DetokenizedText(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
@@ -80,10 +80,10 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Outcome = Prepared | Tokens | Text | Problem
+ReadRequest = Prepared | TokenizedText | DetokenizedText | Problem
 
 encode = msgspec.msgpack.encode
 decode_assignment = msgspec.msgpack.Decoder(Assignment).decode
-decode_ready = msgspec.msgpack.Decoder(Ready).decode
+decode_ready = msgspec.msgpack.Decoder(ReaderReady).decode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode
-decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+decode_outcome = msgspec.msgpack.Decoder(ReadRequest).decode

@@ -13,11 +13,11 @@ from phalanx.server.prepared import (
     QUICK,
     Asked,
     Assignment,
-    Kind,
+    DetokenizedText,
     Prepared,
     Problem,
-    Text,
-    Tokens,
+    RequestKind,
+    TokenizedText,
     decode_outcome,
     decode_ready,
     encode,
@@ -45,7 +45,7 @@ class Preparer:
         if ready.bad_template is not None:
             log.warning("the model's chat template is not used: %s", ready.bad_template)
 
-    async def prepare(self, kind: Kind, body: bytes, client: str) -> Prepared | Tokens | Text:
+    async def prepare(self, kind: RequestKind, body: bytes, client: str) -> Prepared | TokenizedText | DetokenizedText:
         """What a request comes to. ApiError if something is wrong with it."""
         lane = QUICK if len(body) <= QUICK_BYTES else LARGE
         try:

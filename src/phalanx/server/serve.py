@@ -26,7 +26,7 @@ from phalanx.doctor.preflight import preflight
 from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.door import room_for_connections
-from phalanx.server.engine_client import ENGINE_MODULE, Launch
+from phalanx.server.engine_client import ENGINE_MODULE, EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
 from phalanx.server.http import protocol
@@ -92,7 +92,7 @@ class ApiServer:
         self._options = options
         self._name = options.served_name or default_name(config.model)
         self._metrics = Metrics(self._name, options.vllm_metrics)
-        launch = Launch(config, options.step_timeout_s, engine_module)
+        launch = EngineLaunch(config, options.step_timeout_s, engine_module)
         self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)
         self._preparer = Preparer()
         self._make_cockpit = make_cockpit

@@ -25,8 +25,8 @@ from phalanx.server.grammar.constraint import Constraint, after_thinking
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
-from phalanx.server.places import Place, Places
-from phalanx.server.prepared import Assignment, Prepared, Text, Tokens
+from phalanx.server.places import Places, RequestPlace
+from phalanx.server.prepared import Assignment, DetokenizedText, Prepared, TokenizedText
 from phalanx.server.preparer import Preparer
 from phalanx.server.reply import Format, Reply
 from phalanx.server.supervisor import Supervisor
@@ -86,12 +86,12 @@ class Service:
 
     async def tokenize(self, body: bytes, client: str) -> list[int]:
         outcome = await self.preparer.prepare("tokenize", body, client)
-        assert isinstance(outcome, Tokens)
+        assert isinstance(outcome, TokenizedText)
         return outcome.tokens
 
     async def detokenize(self, body: bytes, client: str) -> str:
         outcome = await self.preparer.prepare("detokenize", body, client)
-        assert isinstance(outcome, Text)
+        assert isinstance(outcome, DetokenizedText)
         return outcome.text
 
     def check_model(self, asked: str) -> None:
@@ -177,7 +177,7 @@ class _Visit:
     def __init__(self, places: Places, metrics: Metrics) -> None:
         self._places = places
         self._metrics = metrics
-        self._place: Place | None = None
+        self._place: RequestPlace | None = None
 
     async def enter(self, client: str, choices: int, tokens: int) -> EngineClient:
         self._place = await self._places.enter(client, choices, tokens)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from phalanx.errors import EngineDeadError
-from phalanx.server.engine_client import EngineClient, Launch, RankHealth
+from phalanx.server.engine_client import EngineClient, EngineLaunch, RankHealth
 from phalanx.server.errors import ApiError, queue_full
 from phalanx.server.messages import Started, Stepped
 
@@ -28,7 +28,9 @@ class Supervisor:
     one that dies while the server stops.
     """
 
-    def __init__(self, launch: Launch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]) -> None:
+    def __init__(
+        self, launch: EngineLaunch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]
+    ) -> None:
         self.state = "starting"
         self.restarts_left = restarts
         self.last_death: EngineDeadError | None = None

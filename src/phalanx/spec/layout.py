@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import lcm
 
 from phalanx.errors import LayoutError
-from phalanx.spec.cache import CacheKind
+from phalanx.spec.cache import CacheKind, LayerCache
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensors import Split, Tensor
@@ -174,11 +174,19 @@ class Layout:
 
     def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> dict[CacheKind, int]:
         """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
-        shard, element = self.shards[rank], FORMATS[number_format].bits / 8
-        kv_share = len(shard.kv_heads) / self.spec.kv_heads
-        state_share = len(shard.state_heads) / self.spec.state_heads if self.spec.state_heads else 0.0
+        element = FORMATS[number_format].bits / 8
         kept: dict[CacheKind, int] = {}
-        for cache in self.spec.caches:
-            share = state_share if cache.kind == "state" else kv_share
-            kept[cache.kind] = kept.get(cache.kind, 0) + int(cache.bytes(tokens, element) * share)
+        for cache, layers in self.spec.cache_kinds:
+            size = int(cache.bytes(tokens, element) * self._share(cache, rank))
+            kept[cache.kind] = kept.get(cache.kind, 0) + layers * size
         return kept
+
+    def state_bytes(self, cache: LayerCache, rank: int) -> int:
+        """Bytes this rank keeps of a sequence in such a layer whatever the length."""
+        return int(cache.state_bytes * self._share(cache, rank))
+
+    def _share(self, cache: LayerCache, rank: int) -> float:
+        shard, spec = self.shards[rank], self.spec
+        if cache.kind == "state":
+            return len(shard.state_heads) / spec.state_heads
+        return len(shard.kv_heads) / spec.kv_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,9 +69,18 @@ class ModelSpec:
         return self.quantization.format.name if self.quantization else self.dtype
 
     def in_format(self, number_format: str) -> ModelSpec:
-        """The same model with its linear layers in another format."""
-        if number_format == self.number_format:
-            return self
+        """The same model with its linear layers in another format: the same object every time, which has counted its
+        tensors already.
+        """
+        if number_format not in self._formatted:
+            self._formatted[number_format] = self._convert(number_format)
+        return self._formatted[number_format]
+
+    @cached_property
+    def _formatted(self) -> dict[str, ModelSpec]:
+        return {self.number_format: self}
+
+    def _convert(self, number_format: str) -> ModelSpec:
         if number_format in PLAIN:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
         return dataclasses.replace(self, quantization=Quantization(FORMATS[number_format]))
@@ -145,6 +155,21 @@ class ModelSpec:
     def caches(self) -> tuple[LayerCache, ...]:
         """What each layer keeps of a sequence."""
         return tuple(layer.mixer.cache for layer in self.layers)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether some layer keeps something of a sequence that does not lie in blocks of its tokens."""
+        return any(cache.state_bytes for cache in self.caches)
+
+    @cached_property
+    def recurrent_bytes(self) -> int:
+        """Bytes of states that every token reads and writes whole, over all ranks."""
+        return sum(cache.state_bytes for cache in self.caches if cache.kind == "state")
+
+    @cached_property
+    def cache_kinds(self) -> tuple[tuple[LayerCache, int], ...]:
+        """Caches that differ, and how many layers have each: quick to count by."""
+        return tuple(Counter(self.caches).items())
 
     @cached_property
     def window_groups(self) -> tuple[WindowGroup, ...]:
@@ -230,7 +255,7 @@ class ModelSpec:
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""
         element = FORMATS[number_format].bits / 8
-        return int(sum(cache.heads * cache.width for cache in self.caches) * element)
+        return int(sum(cache.numbers_per_token for cache in self.caches) * element)
 
     def cache_bytes(self, tokens: int, number_format: str = "bf16") -> int:
         """Bytes that a sequence of `tokens` keeps in all layers, windows and fixed states included."""

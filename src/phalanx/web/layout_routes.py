@@ -249,11 +249,10 @@ def _seconds(layout: Layout, rank: int, tensors: Iterable[Tensor], gpu: Gpu, tok
 def _cache(layout: Layout, layer: int) -> dict[str, Any]:
     """What a layer keeps on every rank: bytes a token, and bytes whatever the length."""
     spec, cache = layout.spec, layout.spec.caches[layer]
-    per_token = cache.heads * cache.width * FORMATS[spec.dtype].bits // 8
-    k_heads = spec.state_heads or 1
+    per_token = int(cache.numbers_per_token * FORMATS[spec.dtype].bits / 8)
     return {
         "token_bytes": [per_token * len(shard.kv_heads) // spec.kv_heads for shard in layout.shards],
-        "state_bytes": [cache.state_bytes * len(shard.state_heads) // k_heads for shard in layout.shards],
+        "state_bytes": [layout.state_bytes(cache, rank) for rank in range(layout.tp)],
     }
 
 

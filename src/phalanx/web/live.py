@@ -18,13 +18,13 @@ from phalanx.server.engine_client import RankHealth
 from phalanx.server.recent import Recent
 from phalanx.server.supervisor import Supervisor, condition
 from phalanx.web.expect import Expectation, expectation
-from phalanx.web.sampler import EVERY_S, Sample, Sampler
+from phalanx.web.sampler import EVERY_S, LoadSampler, Sample
 from phalanx.weights.checkpoint import Checkpoint, locate
 
 STUCK_WRITE_S = 30.0
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine is right now. `reason` is why there is none or why it is stuck, `loaded` how much of its weights
     are there.
     """
@@ -43,7 +43,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    state: State
+    state: EngineState
     samples: list[Sample]
 
 
@@ -54,7 +54,7 @@ class Live:
 
     def __init__(self, supervisor: Supervisor, recent: Recent) -> None:
         self.viewers = 0
-        self.sampler = Sampler(supervisor, recent)
+        self.sampler = LoadSampler(supervisor, recent)
         self._supervisor = supervisor
         self._fresh = asyncio.Event()
         self._latest: tuple[int, bytes] = (-1, b"")
@@ -103,12 +103,12 @@ class Live:
         event = Event(self.state(), samples[len(samples) - count :])
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
-    def state(self) -> State:
+    def state(self) -> EngineState:
         supervisor, client = self._supervisor, self._supervisor.client
         ranks, started, loading = client.ranks(), client.started, client.loading
         death, expected = supervisor.death, self.sampler.expectation
         status = condition(supervisor.state, ranks)
-        return State(
+        return EngineState(
             status=status,
             reason=_reason(death) if death is not None else _hang(client.hang) if status == "stuck" else None,
             loaded=round(loading.done / max(loading.total, 1), 3) if loading is not None and started is None else None,

@@ -12,29 +12,29 @@ from pydantic import BaseModel, ConfigDict, Field
 from phalanx.server.errors import ApiError
 from phalanx.server.fairness import Turns
 from phalanx.server.incoming import client_of
-from phalanx.web.planner_lane import Lane
+from phalanx.web.planner_lane import PlannerLane
 
 _MOST_WAITING = 16
 _MOST_TOKENS = 1_000_000
 _MOST_CONCURRENCY = 4096
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+ShortName = Annotated[str, Field(min_length=1, max_length=200)]
 Words = Annotated[str, Field(max_length=100, pattern=r"^[\w,:.\- ]*$")]
-Tokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+TokenCount = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
-class _Body(BaseModel):
+class _ClosedBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class PlanBody(_Body):
+class PlanBody(_ClosedBody):
     """A question of `phalanx plan`, by the names of `plan.ask.PlanQuestion`. Models are those of the catalog: a page
     must not look into the server's folders, nor make it wait for another server."""
 
-    model: Name
-    machine: Name
-    input_tokens: Tokens = 1024
-    output_tokens: Tokens = 256
+    model: ShortName
+    machine: ShortName
+    input_tokens: TokenCount = 1024
+    output_tokens: TokenCount = 256
     concurrency: Annotated[int, Field(ge=1, le=_MOST_CONCURRENCY)] = 32
     slo: Words = ""
     engines: Words = ""
@@ -44,7 +44,7 @@ class PlanBody(_Body):
     spread: Annotated[float, Field(ge=0, lt=1)] = 0.2
     electricity: Annotated[float, Field(ge=0, le=10)] = 0.12
     years: Annotated[float, Field(gt=0, le=50)] = 4.0
-    context: Tokens | None = None
+    context: TokenCount | None = None
 
 
 class ParetoBody(PlanBody):
@@ -54,18 +54,18 @@ class ParetoBody(PlanBody):
     formats: Words
 
 
-class FitsBody(_Body):
+class FitsBody(_ClosedBody):
     """A machine, an engine, and the tokens that a request reaches."""
 
-    machine: Name
+    machine: ShortName
     engines: Words = "phalanx"
     kv_format: Words = "bf16"
-    context: Tokens = 1280
+    context: TokenCount = 1280
 
 
 def add_planner(router: APIRouter) -> None:
     """Routes of the planner. Two processes answer: plans at once, wider questions in their own time."""
-    quick, slow = (_Desk(Lane()) for _ in range(2))
+    quick, slow = (_Desk(PlannerLane()) for _ in range(2))
 
     @router.get("/catalog")
     async def tell_catalog(request: Request) -> Response:
@@ -87,7 +87,7 @@ def add_planner(router: APIRouter) -> None:
 class _Desk:
     """Questions one at a time, keys in turn; those whose asker has left are not answered."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: PlannerLane) -> None:
         self._lane = lane
         self._turns = Turns()
         self._waiting = 0

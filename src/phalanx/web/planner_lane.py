@@ -15,7 +15,7 @@ LENGTH_BYTES = 4
 _TIME_LIMIT_S = 30.0
 
 
-class Lane:
+class PlannerLane:
     """A process that answers one question at a time; it is started by the first and ends with this one.
 
     It shares no interpreter with the server: arithmetic in Python would hold up the tokens that are being streamed. A

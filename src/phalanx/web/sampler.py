@@ -61,7 +61,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     ranks: list[RankSample | None]
 
 
-class Sampler:
+class LoadSampler:
     """Makes a sample of what `recent` heard and the ranks told since the last one. A new engine counts from zero."""
 
     def __init__(self, supervisor: Supervisor, recent: Recent) -> None:

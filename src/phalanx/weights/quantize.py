@@ -77,7 +77,7 @@ class TensorError(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class QuantizedCheckpoint:
     """What was written, and what it cost in precision. `uneven` matrices have a side that 128 does not divide."""
 
     number_format: str
@@ -116,7 +116,7 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[: parts.index("layers") + 2]) if "layers" in parts else parts[0]
 
 
-def quantize(source: Path, output: Path, number_format: str, progress: Progress) -> Report:
+def quantize(source: Path, output: Path, number_format: str, progress: Progress) -> QuantizedCheckpoint:
     """Write the checkpoint anew into `output`, a few GB in memory at a time. It appears when it is whole."""
     target = _target(number_format)
     checkpoint = _readable(source)
@@ -208,7 +208,7 @@ class _Shards:
 
 def _write(
     spec: ModelSpec, reader: Reader, target: Target, number_format: str, folder: Path, progress: Progress
-) -> Report:
+) -> QuantizedCheckpoint:
     check_tensors(Layout(spec, 1), reader)
     shards, errors, uneven, before = _Shards(folder), [], [], 0
     total, done = sum(tensor.elements for tensor in spec.tensors.values()), 0
@@ -227,7 +227,7 @@ def _write(
         done += tensor.elements
         progress(done, total)
     shards.close()
-    return Report(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
+    return QuantizedCheckpoint(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
 
 
 def _error(name: str, values: Tensor, quantised: Tensor, scales: Tensor, stored: Quantization) -> TensorError:

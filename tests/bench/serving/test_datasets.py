@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from phalanx.bench.serving.client import Query
 from phalanx.bench.serving.datasets import WORDS, make_workload
 from phalanx.bench.serving.options import Options
-from phalanx.bench.serving.workload import Workload
+from phalanx.bench.serving.workload import QuerySet
 from phalanx.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class SilentServer:
         return self.tokens_of(text) or None
 
 
-def workload(server: SilentServer | None = None, **flags: Any) -> Workload:
+def workload(server: SilentServer | None = None, **flags: Any) -> QuerySet:
     return asyncio.run(make_workload(Options(**flags), server or SilentServer()))  # type: ignore[arg-type]
 
 

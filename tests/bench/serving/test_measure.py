@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.bench.serving.measure import Spread, Trace, summarise
+from phalanx.bench.serving.measure import RequestTrace, Spread, summarise
 
 RANKS = (50.0, 99.0)
 
 
-def trace(*text_at: float, sent: float = 10.0, ended: float | None = None, tokens: int | None = None) -> Trace:
+def trace(*text_at: float, sent: float = 10.0, ended: float | None = None, tokens: int | None = None) -> RequestTrace:
     """Sent at 10 s; text read at the times given."""
-    return Trace(
+    return RequestTrace(
         due=sent,
         taken=sent,
         sent=sent,
@@ -49,7 +49,7 @@ def test_without_usage_chunks_with_text_are_counted_and_the_summary_says_so() ->
 
 def test_latency_counts_from_sending_and_ends_with_the_last_chunk_of_the_answer() -> None:
     """Due at 8, taken up at 9, a slot at 10; the chunk that says why it ended comes after the last text."""
-    request = Trace(due=8.0, taken=9.0, sent=10.0, text_at=[10.5], ended=11.0, output_tokens=2)
+    request = RequestTrace(due=8.0, taken=9.0, sent=10.0, text_at=[10.5], ended=11.0, output_tokens=2)
     assert request.ttft == pytest.approx(0.5)
     assert request.e2el == pytest.approx(1.0)
     assert request.tpot == pytest.approx(0.5)
@@ -108,7 +108,7 @@ def test_goodput_counts_requests_that_meet_every_bound(bounds: dict[str, float],
 
 
 def test_failures_are_counted_apart_by_message_most_frequent_first() -> None:
-    bad = [Trace(due=0.0, error=message, text_at=[1.0], prompt_tokens=5) for message in ("a", "b", "b")]
+    bad = [RequestTrace(due=0.0, error=message, text_at=[1.0], prompt_tokens=5) for message in ("a", "b", "b")]
     summary = summarise([*bad, trace(10.5, 10.7)], 2.0, {"ttft": 1e9}, RANKS)
     assert list(summary.failures.items()) == [("b", 2), ("a", 1)]
     assert (summary.completed, summary.failed, summary.good) == (1, 3, 1)

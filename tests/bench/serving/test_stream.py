@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.bench.serving.measure import Trace
-from phalanx.bench.serving.stream import Answer, Frames, error_message
+from phalanx.bench.serving.measure import RequestTrace
+from phalanx.bench.serving.stream import Frames, TraceWriter, error_message
 from tests.bench.serving.conftest import DONE, delta, frame, text, usage
 
 
-def read(*pieces: bytes) -> Trace:
+def read(*pieces: bytes) -> RequestTrace:
     """Piece number i is read at second i + 1, and the stream ends at second 100."""
-    trace = Trace(due=0.0, prompt_tokens=3)
-    answer = Answer(trace)
+    trace = RequestTrace(due=0.0, prompt_tokens=3)
+    answer = TraceWriter(trace)
     for second, piece in enumerate(pieces, start=1):
         answer.feed(piece, float(second))
     answer.close(100.0)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from phalanx.doctor.checks import cpu, gpus, memory
-from phalanx.doctor.facts import Facts, Gpu, GpuProcess, RemappedRows, RetiredPages, Serving, Software, System
+from phalanx.doctor.facts import Facts, GpuFacts, GpuProcess, RemappedRows, RetiredPages, Serving, Software, System
 from phalanx.doctor.finding import Finding
 from tests.doctor.build_machines import GIB, change, hgx, spark
 
-BARE = Gpu(index=0, name="NVIDIA H100 80GB HBM3")
+BARE = GpuFacts(index=0, name="NVIDIA H100 80GB HBM3")
 
 
 def said(found: Any) -> list[tuple[str, str]]:
@@ -20,7 +20,7 @@ def said(found: Any) -> list[tuple[str, str]]:
     return [(finding.level, finding.code) for finding in findings]
 
 
-def machine(*found: Gpu, **told: Any) -> Facts:
+def machine(*found: GpuFacts, **told: Any) -> Facts:
     return Facts("2026-11-15T09:00:00+00:00", System("box"), Software("3.12", "0.1"), found, **told)
 
 

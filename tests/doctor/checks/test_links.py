@@ -11,8 +11,7 @@ from phalanx.doctor.checks import fabric, links
 from phalanx.doctor.checks.toll import step_toll, toll
 from phalanx.doctor.facts import Fabric, FabricManager, Facts, GpuPath, NvLink
 from phalanx.models import catalog
-from phalanx.spec.machine import Gpu as Product
-from phalanx.spec.machine import Link
+from phalanx.spec.machine import Gpu, Link
 from tests.doctor.build_machines import change, h100, hgx, mesh, no_bridge, pcie_fallback, spark
 from tests.doctor.checks.test_gpus import BARE, machine, said, with_first
 
@@ -133,7 +132,7 @@ def test_of_two_contradicting_paths_the_worse_counts() -> None:
 def test_the_toll_is_the_cost_models() -> None:
     spec = catalog.entries()["Llama-3.3-70B"].spec
     over_pcie = 160 * all_reduce_seconds(32 * 8192 * 2, 4, Link("pcie", 25e9), "nccl")
-    over_switch = 160 * all_reduce_seconds(32 * 8192 * 2, 4, Product.named("H100-SXM").link, "nccl")
+    over_switch = 160 * all_reduce_seconds(32 * 8192 * 2, 4, Gpu.named("H100-SXM").link, "nccl")
     assert step_toll(spec, 4, 32, Link("pcie", 25e9)) == pytest.approx(over_pcie)
     assert f"about {over_pcie * 1e3:.1f} ms over PCIe, {over_switch * 1e3:.1f} ms over NVSwitch" in toll(
         pcie_fallback()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.doctor.facts import Fabric, Facts, Gpu, GpuPath, GpuProcess, RemappedRows
+from phalanx.doctor.facts import Fabric, Facts, GpuFacts, GpuPath, GpuProcess, RemappedRows
 from phalanx.doctor.gather import gather, read_facts, write_facts
 from phalanx.doctor.gather.found import FoundGpus
 from phalanx.doctor.gather.host import CommandError
@@ -235,4 +235,4 @@ def test_no_file_or_command_makes_it_raise(
         path = Path(folder) / "facts.json"
         write_facts(path, facts)
         assert read_facts(path) == facts
-        assert all(isinstance(gpu, Gpu) for gpu in facts.gpus)
+        assert all(isinstance(gpu, GpuFacts) for gpu in facts.gpus)

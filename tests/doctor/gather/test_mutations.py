@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.doctor.facts import Gpu, GpuPath
+from phalanx.doctor.facts import GpuFacts, GpuPath
 from phalanx.doctor.gather.fabric_manager import parse_log, parse_service, parse_version
 from phalanx.doctor.gather.network import parse_addresses, parse_devinfo, parse_ibdev2netdev
 from phalanx.doctor.gather.smi import (
@@ -209,7 +209,7 @@ def test_a_damaged_listing_is_read_or_refused(text: str, damage: Callable[[str],
 @settings(deadline=None)
 @given(mutated([m for m in MUTATIONS if m is not damage_letters]))
 def test_damaged_cells_are_none_or_as_they_were(damage: Callable[[str], str]) -> None:
-    def gpus(text: str) -> list[Gpu]:
+    def gpus(text: str) -> list[GpuFacts]:
         return [gpu_of(row) for row in parse_query(text, outputs.QUERY_FIELDS)]
 
     before = {gpu.index: gpu for gpu in gpus(outputs.QUERY)}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.doctor.facts import Facts, Gpu, GpuPath, Network, Nic, NvLink, Software, System
+from phalanx.doctor.facts import Facts, GpuFacts, GpuPath, Network, Nic, NvLink, Software, System
 from phalanx.doctor.gather import FactsError, read_facts, write_facts
 
 FACTS = Facts(
     recorded_at="2026-11-15T10:00:00+00:00",
     system=System("box", instructions=("avx2",), xids=(79,)),
     software=Software("3.11.7", "0.1.0"),
-    gpus=(Gpu(0, "NVIDIA H200", links=(NvLink(0, True, 26.562, 0),), throttle=()), Gpu(1, "NVIDIA H200")),
+    gpus=(GpuFacts(0, "NVIDIA H200", links=(NvLink(0, True, 26.562, 0),), throttle=()), GpuFacts(1, "NVIDIA H200")),
     paths=(GpuPath(0, 1, "nvlink", 18, "ok"),),
     network=Network((Nic("eth0", True, addresses=("10.0.0.1/8",)),), {"NCCL_DEBUG": "INFO"}, {"10.0.0.2": False}),
     unread=("NVML said no.",),

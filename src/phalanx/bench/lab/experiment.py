@@ -15,7 +15,7 @@ import torch
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.emulate import SecondsOf, fabric_of, free_memory, parse_degrees, step_collectives
 from phalanx.bench.lab.point import Planned, Point, Waiting, point_of
-from phalanx.bench.offline import Case, Timing, least_work, time_case, time_requests
+from phalanx.bench.offline import FixedBatch, Timing, least_work, time_case, time_requests
 from phalanx.engine.core import Engine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -115,11 +115,11 @@ def _checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
         yield msgspec.structs.replace(config, model=folder, load_format="dummy")
 
 
-def _case(asked: Asked, on_gpu: bool) -> tuple[Case, int]:
+def _case(asked: Asked, on_gpu: bool) -> tuple[FixedBatch, int]:
     """Of the answers, only as many tokens as there are iterations are made."""
     batch, inputs, outputs, iterations, warm_up = (32, 1024, 256, 100, 20) if on_gpu else (4, 64, 16, 12, 2)
     wanted = min(asked.outputs or outputs, (asked.iterations or iterations) + 1)
-    case = Case.parse(f"{asked.batch or batch}x{asked.inputs or inputs}x{max(wanted, 2)}")
+    case = FixedBatch.parse(f"{asked.batch or batch}x{asked.inputs or inputs}x{max(wanted, 2)}")
     return case, asked.warm_up if asked.warm_up is not None else warm_up
 
 
@@ -145,7 +145,7 @@ class _Bench:
     path: Path
     spec: ModelSpec
     device: torch.device
-    case: Case
+    case: FixedBatch
     warm_up: int
     ceilings: Ceilings
     tell: Tell

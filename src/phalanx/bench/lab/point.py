@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import Case, Timing
+from phalanx.bench.offline import FixedBatch, Timing
 from phalanx.cost.work import RankWork
 
 _SECONDS_AN_HOUR = 3600
@@ -71,7 +71,7 @@ class Point:
 
 def point_of(
     tp: int,
-    case: Case,
+    case: FixedBatch,
     timing: Timing,
     alone: float,
     work: RankWork,

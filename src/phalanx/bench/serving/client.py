@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from phalanx.bench.serving.measure import Trace
+from phalanx.bench.serving.measure import RequestTrace
 from phalanx.bench.serving.options import Options
-from phalanx.bench.serving.stream import Answer, error_message
+from phalanx.bench.serving.stream import TraceWriter, error_message
 from phalanx.errors import ConfigError
 
 clock = time.perf_counter
@@ -69,7 +69,7 @@ class Client:
             **({"ignore_eos": True} if options.ignore_eos else {}),
         }
 
-    async def ask(self, query: Query, trace: Trace) -> None:
+    async def ask(self, query: Query, trace: RequestTrace) -> None:
         """Send it now and read the answer to its end."""
         own = {self._prompt_field: query.prompt, "max_tokens": query.max_tokens}
         body = self._encode({**self._fields, **own, **self._options.extra_fields})
@@ -132,8 +132,8 @@ async def _served_model(session: aiohttp.ClientSession, options: Options) -> _Mo
     raise ConfigError("no_model", f"{url} names no model (HTTP {status}).", "Name it with --model.")
 
 
-async def _read(response: aiohttp.ClientResponse, trace: Trace) -> None:
-    answer = Answer(trace)
+async def _read(response: aiohttp.ClientResponse, trace: RequestTrace) -> None:
+    answer = TraceWriter(trace)
     async for piece in response.content.iter_any():
         answer.feed(piece, clock())
         if trace.error is not None:

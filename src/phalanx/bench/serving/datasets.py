@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.bench.serving import sharegpt
 from phalanx.bench.serving.client import Client, Query
 from phalanx.bench.serving.options import Options
-from phalanx.bench.serving.workload import PROBE, Workload, in_json, load_tokenizer
+from phalanx.bench.serving.workload import PROBE, QuerySet, in_json, load_tokenizer
 from phalanx.errors import ConfigError
 
 # Each is one token, with the blank before it, in the vocabularies in use.
@@ -22,14 +22,14 @@ lot right study book eye job word business issue side kind head house service fr
 _FALLBACK_VOCABULARY = 10_000
 
 
-async def make_workload(options: Options, client: Client) -> Workload:
+async def make_workload(options: Options, client: Client) -> QuerySet:
     """The same options make the same workload."""
     if options.dataset == "sharegpt":
         return await sharegpt.sample(options, client)
     return await _random(options, client)
 
 
-async def _random(options: Options, client: Client) -> Workload:
+async def _random(options: Options, client: Client) -> QuerySet:
     """Random prompts, after a prefix they share if the dataset is `shared-prefix`."""
     shared = options.dataset == "shared-prefix"
     prefix_len = options.prefix_len if shared else 0
@@ -47,7 +47,7 @@ async def _random(options: Options, client: Client) -> Workload:
             for index, (prompt, length, output) in enumerate(zip(prompts, inputs, outputs, strict=True))
         ]
 
-    return Workload(make(options.requests), make(options.warmup), [note])
+    return QuerySet(make(options.requests), make(options.warmup), [note])
 
 
 def _lengths(rng: np.random.Generator, longest: int, ratio: float, count: int) -> list[int]:

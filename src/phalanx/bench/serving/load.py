@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from phalanx.bench.serving.client import Client, Query, clock
-from phalanx.bench.serving.measure import Trace
+from phalanx.bench.serving.measure import RequestTrace
 
 
-class Load:
+class LoadRun:
     """One run of queries. What is `finished` and `running` may be read at any time, also after a cancelled run."""
 
     def __init__(self, client: Client, max_concurrency: int | None) -> None:
-        self.finished: list[Trace] = []
-        self.running: set[Trace] = set()
+        self.finished: list[RequestTrace] = []
+        self.running: set[RequestTrace] = set()
         self._client = client
         self._slot: AbstractAsyncContextManager[object] = (
             nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -45,7 +45,7 @@ class Load:
 
     async def _send(self, query: Query, due: float) -> None:
         """Locks and semaphores serve in the order of asking, so requests of an agent and of all keep their order."""
-        trace = Trace(due=due, taken=clock())
+        trace = RequestTrace(due=due, taken=clock())
         turn = nullcontext() if query.agent is None else self._turns[query.agent]
         async with turn, self._slot:
             self.running.add(trace)

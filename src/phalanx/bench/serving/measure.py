@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(slots=True, eq=False)
-class Trace:
+class RequestTrace:
     """One request as the client saw it. All times are seconds of one clock."""
 
     due: float
@@ -108,12 +108,14 @@ class Summary:
         return count / self.duration if self.duration > 0 else 0.0
 
 
-def gaps(traces: Iterable[Trace]) -> np.ndarray:
+def gaps(traces: Iterable[RequestTrace]) -> np.ndarray:
     """Seconds between one chunk with text and the next of the same answer, of all answers together."""
     return np.concatenate([np.empty(0), *(np.diff(trace.text_at) for trace in traces)])
 
 
-def summarise(traces: Sequence[Trace], duration: float, bounds: Mapping[str, float], ranks: Sequence[float]) -> Summary:
+def summarise(
+    traces: Sequence[RequestTrace], duration: float, bounds: Mapping[str, float], ranks: Sequence[float]
+) -> Summary:
     done = [trace for trace in traces if trace.error is None]
     told = [trace.cached_tokens for trace in done if trace.cached_tokens is not None]
     seconds: dict[str, Sequence[float] | np.ndarray] = {

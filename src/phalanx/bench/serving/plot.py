@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from phalanx.bench.serving.measure import Trace, gaps
+from phalanx.bench.serving.measure import RequestTrace, gaps
 
 
-def save_plot(traces: Sequence[Trace], title: str, path: Path) -> None:
+def save_plot(traces: Sequence[RequestTrace], title: str, path: Path) -> None:
     """The share of requests (TTFT, TPOT) and of gaps between chunks (ITL) that took at most so long."""
     done = [trace for trace in traces if trace.error is None]
     figure = Figure(figsize=(8, 3.2), layout="constrained")

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phalanx.bench.serving.load import Load
+from phalanx.bench.serving.load import LoadRun
 
 _EVERY = 0.5
 
 
 @asynccontextmanager
-async def progress_of(load: Load, title: str, total: int, console: Console) -> AsyncIterator[None]:
+async def progress_of(load: LoadRun, title: str, total: int, console: Console) -> AsyncIterator[None]:
     """A bar that looks at the load twice a second; nothing where the output is no terminal."""
     if not console.is_terminal:
         yield
@@ -36,7 +36,7 @@ async def progress_of(load: Load, title: str, total: int, console: Console) -> A
             watcher.cancel()
 
 
-def _rates(load: Load) -> str:
+def _rates(load: LoadRun) -> str:
     """Failures, and tokens a second: as counted by the server when an answer is finished, until then by its chunks."""
     tokens = sum(trace.tokens for trace in (*load.finished, *load.running))
     failed = sum(trace.error is not None for trace in load.finished)

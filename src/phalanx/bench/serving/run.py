@@ -13,22 +13,22 @@ from rich.console import Console
 from phalanx.bench.serving.arrivals import arrival_times
 from phalanx.bench.serving.client import Client, connect
 from phalanx.bench.serving.datasets import make_workload
-from phalanx.bench.serving.load import Load
-from phalanx.bench.serving.measure import Summary, Trace, summarise
+from phalanx.bench.serving.load import LoadRun
+from phalanx.bench.serving.measure import RequestTrace, Summary, summarise
 from phalanx.bench.serving.options import Options
 from phalanx.bench.serving.progress import progress_of
 from phalanx.bench.serving.report import record, tables
-from phalanx.bench.serving.workload import Workload
+from phalanx.bench.serving.workload import QuerySet
 
 _OTHER_FILES = 100
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """What a run saw, and what a reader must know about it."""
 
     model: str
-    traces: Sequence[Trace]
+    traces: Sequence[RequestTrace]
     duration: float
     notes: list[str]
 
@@ -53,25 +53,25 @@ def run(options: Options) -> Summary:
     return summary
 
 
-async def _measure(options: Options, console: Console) -> Outcome:
+async def _measure(options: Options, console: Console) -> LoadOutcome:
     async with connect(options) as client:
         workload = await make_workload(options, client)
         notes = workload.notes + await _warm_up(options, client, workload, console)
-        load = Load(client, options.max_concurrency)
+        load = LoadRun(client, options.max_concurrency)
         times = arrival_times(options.requests, options.request_rate, options.gap_shape, options.seed)
         try:
             async with progress_of(load, client.model, options.requests, console):
                 await load.run(workload.queries, times)
         except asyncio.CancelledError:
             notes.append(f"Interrupted: {len(load.finished)} of {options.requests} requests were finished and count.")
-    return Outcome(client.model, load.finished, load.duration, notes)
+    return LoadOutcome(client.model, load.finished, load.duration, notes)
 
 
-async def _warm_up(options: Options, client: Client, workload: Workload, console: Console) -> list[str]:
+async def _warm_up(options: Options, client: Client, workload: QuerySet, console: Console) -> list[str]:
     """A note on what failed, if anything did."""
     if not workload.warmup:
         return []
-    load = Load(client, options.max_concurrency)
+    load = LoadRun(client, options.max_concurrency)
     async with progress_of(load, "warm-up", options.warmup, console):
         await load.run(workload.warmup, [0.0] * options.warmup)
     errors = [trace.error for trace in load.finished if trace.error is not None]

@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.bench.serving.client import Client, Query
 from phalanx.bench.serving.options import Options
-from phalanx.bench.serving.workload import PROBE, Workload, in_json, load_tokenizer
+from phalanx.bench.serving.workload import PROBE, QuerySet, in_json, load_tokenizer
 from phalanx.errors import ConfigError
 
 CountTokens = Callable[[list[str]], Awaitable[list[int]]]
@@ -41,7 +41,7 @@ class _Conversation(msgspec.Struct):
         return None if question is None or answer is None else (question, answer)
 
 
-async def sample(options: Options, client: Client) -> Workload:
+async def sample(options: Options, client: Client) -> QuerySet:
     """Conversations in random order, those too short or too long left out, until there are as many as needed."""
     exchanges = _exchanges(options)
     count_tokens, source = await _counter(options, client)
@@ -67,7 +67,7 @@ async def sample(options: Options, client: Client) -> Workload:
     )
     if len(queries) < needed:
         raise ConfigError("short_dataset", f"{note} {needed} are needed.", "Lower --num-prompts or --warmup.")
-    return Workload(queries[: options.requests], queries[options.requests : needed], [note])
+    return QuerySet(queries[: options.requests], queries[options.requests : needed], [note])
 
 
 def _exchanges(options: Options) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.bench.serving.measure import Trace
+from phalanx.bench.serving.measure import RequestTrace
 
 _LONGEST_MESSAGE = 300
 
@@ -92,10 +92,10 @@ class Frames:
                 yield event
 
 
-class Answer:
+class TraceWriter:
     """Fills a request's trace from the pieces of its answer."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: RequestTrace) -> None:
         self._trace = trace
         self._frames = Frames()
         self._complete = False

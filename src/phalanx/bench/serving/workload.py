@@ -20,7 +20,7 @@ déjà vu Привет мир 你好世界 こんにちは 안녕하세요 مر�
 
 
 @dataclass(frozen=True)
-class Workload:
+class QuerySet:
     """Warm-up has prompts (and a shared prefix) of its own: what is measured was never seen by the server."""
 
     queries: list[Query]

@@ -12,7 +12,7 @@ from phalanx.doctor.checks.links import islands_of, pairs_of, takes_bridges
 from phalanx.doctor.checks.products import gib, is_spark, machine_of, product, whose
 from phalanx.doctor.checks.software import version
 from phalanx.doctor.checks.toll import toll_of
-from phalanx.doctor.facts import Facts, Gpu
+from phalanx.doctor.facts import Facts, GpuFacts
 from phalanx.doctor.finding import Finding
 from phalanx.plan.choose import choose
 from phalanx.plan.engines import ENGINES, PHALANX_CAPABILITY, EngineTraits
@@ -106,7 +106,7 @@ def gpu_count(facts: Facts, deployment: Deployment) -> Finding | None:
     )
 
 
-def is_too_old(gpu: Gpu) -> bool:
+def is_too_old(gpu: GpuFacts) -> bool:
     """Whether Phalanx has no kernels for it. A card that does not tell its capability is given the chance."""
     has = version(gpu.capability)
     return bool(has) and has < PHALANX_CAPABILITY

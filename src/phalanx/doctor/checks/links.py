@@ -8,7 +8,7 @@ from itertools import combinations
 
 from phalanx.doctor.checks.products import is_geforce, needs_switch, product, which, whose
 from phalanx.doctor.checks.toll import toll
-from phalanx.doctor.facts import Facts, Gpu, GpuPath
+from phalanx.doctor.facts import Facts, GpuFacts, GpuPath
 from phalanx.doctor.finding import Finding, Level
 
 WORST_LAST = ("self", "nvlink", "pix", "pxb", "phb", "node", "sys")
@@ -19,10 +19,10 @@ _PATHS = {
     "node": "host bridges of one NUMA node",
     "sys": "the link between sockets",
 }
-Pairs = dict[tuple[int, int], GpuPath]
+PairPaths = dict[tuple[int, int], GpuPath]
 
 
-def _active(gpu: Gpu) -> int:
+def _active(gpu: GpuFacts) -> int:
     return sum(link.active for link in gpu.links or ())
 
 
@@ -96,9 +96,9 @@ def nvlink_errors(facts: Facts) -> Finding | None:
     return None
 
 
-def pairs_of(facts: Facts) -> Pairs:
+def pairs_of(facts: Facts) -> PairPaths:
     """Every pair that was told of, by its two indices in order; where two entries differ, the worse one."""
-    pairs: Pairs = {}
+    pairs: PairPaths = {}
     for path in facts.paths:
         key = (min(path.a, path.b), max(path.a, path.b))
         if path.a != path.b and (key not in pairs or _badness(path) > _badness(pairs[key])):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.doctor.checks.products import GIB, is_geforce, whose
-from phalanx.doctor.facts import Facts, Gpu
+from phalanx.doctor.facts import Facts, GpuFacts
 from phalanx.doctor.finding import Finding
 
 _USED_MIB = 1024
@@ -76,7 +76,7 @@ def remapped_rows(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "remapped_rows", "Memory rows", f"{rows} replaced, none waiting")
 
 
-def _waits(gpu: Gpu) -> bool:
+def _waits(gpu: GpuFacts) -> bool:
     """Whether rows, or pages on older cards, wait for a reset to be replaced."""
     return bool((gpu.remapped and gpu.remapped.pending) or (gpu.retired and gpu.retired.pending))
 

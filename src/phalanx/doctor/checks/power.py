@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.doctor.checks.products import machine_of, whose
-from phalanx.doctor.facts import Facts, Gpu, Throttle
+from phalanx.doctor.facts import Facts, GpuFacts, Throttle
 from phalanx.doctor.finding import Finding
 from phalanx.plan.price import power
 
@@ -57,7 +57,7 @@ def throttle(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "throttle", "Clocks", "not held down")
 
 
-def _held_by(facts: Facts, *reasons: Throttle) -> list[Gpu]:
+def _held_by(facts: Facts, *reasons: Throttle) -> list[GpuFacts]:
     return [gpu for gpu in facts.gpus if any(reason in reasons for reason in gpu.throttle or ())]
 
 
@@ -87,7 +87,7 @@ def temperature(facts: Facts) -> Finding | None:
     )
 
 
-def _is_slowed(gpu: Gpu) -> bool:
+def _is_slowed(gpu: GpuFacts) -> bool:
     return any(reason in _HEAT for reason in gpu.throttle or ())
 
 

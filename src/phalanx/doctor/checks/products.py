@@ -6,18 +6,17 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import groupby
 
-from phalanx.doctor.facts import Facts, Gpu
-from phalanx.spec.machine import Gpu as Product
-from phalanx.spec.machine import Machine, MachineError
+from phalanx.doctor.facts import Facts, GpuFacts
+from phalanx.spec.machine import Gpu, Machine, MachineError
 
 MIB = 2**20
 GIB = 2**30
 
 
-def product(gpu: Gpu) -> Product | None:
+def product(gpu: GpuFacts) -> Gpu | None:
     """The catalogue's entry of the name the driver gives; None where there is none."""
     try:
-        return Product.named(gpu.name)
+        return Gpu.named(gpu.name)
     except MachineError:
         return None
 
@@ -27,11 +26,11 @@ def is_spark(facts: Facts) -> bool:
     return any("GB10" in gpu.name for gpu in facts.gpus)
 
 
-def is_geforce(gpu: Gpu) -> bool:
+def is_geforce(gpu: GpuFacts) -> bool:
     return "GeForce" in gpu.name
 
 
-def needs_switch(gpu: Gpu) -> bool:
+def needs_switch(gpu: GpuFacts) -> bool:
     """Whether the product only exists on boards that join all of its NVLinks."""
     known = product(gpu)
     return known is not None and known.link.kind == "nvswitch"
@@ -44,7 +43,7 @@ def machine_of(facts: Facts) -> Machine | None:
     return Machine(known) if known and len(known) == len(found) else None
 
 
-def _with_memory(gpu: Gpu, facts: Facts) -> Product | None:
+def _with_memory(gpu: GpuFacts, facts: Facts) -> Gpu | None:
     known = product(gpu)
     if known is None:
         return None
@@ -62,7 +61,7 @@ def which(indices: Iterable[int]) -> str:
     return f"{'GPU' if len(ordered) == 1 else 'GPUs'} {', '.join(words)}"
 
 
-def whose(gpus: Iterable[Gpu]) -> str:
+def whose(gpus: Iterable[GpuFacts]) -> str:
     return which(gpu.index for gpu in gpus)
 
 

@@ -6,8 +6,7 @@ from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.doctor.checks.products import product
 from phalanx.doctor.facts import Facts
 from phalanx.models import catalog
-from phalanx.spec.machine import Gpu as Product
-from phalanx.spec.machine import Link
+from phalanx.spec.machine import Gpu, Link
 from phalanx.spec.model import ModelSpec
 
 USUAL_MODEL = "Llama-3.3-70B"
@@ -31,7 +30,7 @@ def pcie_of(facts: Facts) -> Link:
 
 def switch() -> Link:
     """What others are compared with: eight H100 on NVSwitch."""
-    return Product.named("H100-SXM").link
+    return Gpu.named("H100-SXM").link
 
 
 def toll(facts: Facts) -> str:

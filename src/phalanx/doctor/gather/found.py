@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.doctor.facts import Gpu, GpuPath
-from phalanx.spec.machine import Gpu as CatalogueGpu
-from phalanx.spec.machine import MachineError
+from phalanx.doctor.facts import GpuFacts, GpuPath
+from phalanx.spec.machine import Gpu, MachineError
 
 
 @dataclass(frozen=True)
 class FoundGpus:
     """The GPUs of a machine, how they reach each other, and the driver."""
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     lost: tuple[int, ...] = ()
     paths: tuple[GpuPath, ...] = ()
     driver: str | None = None
@@ -23,6 +22,6 @@ class FoundGpus:
 def has_unified_memory(name: str) -> bool:
     """Whether the GPU's memory is the machine's, so that what the driver says of it cannot be trusted."""
     try:
-        return CatalogueGpu.named(name).unified_memory
+        return Gpu.named(name).unified_memory
     except MachineError:
         return "GB10" in name

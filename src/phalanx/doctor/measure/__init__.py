@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.cost.allreduce import all_reduce_seconds
-from phalanx.doctor.facts import AllReduce, Corruption, Facts, Measured, Rate
-from phalanx.doctor.facts import Gpu as GpuFacts
+from phalanx.doctor.facts import AllReduce, Corruption, Facts, GpuFacts, Measured, Rate
 from phalanx.doctor.measure.calibration import save_calibration
-from phalanx.doctor.measure.messages import Checked, Device, Rated, Timed
+from phalanx.doctor.measure.messages import Checked, DeviceKind, Rated, Timed
 from phalanx.doctor.measure.ranks import RankProblem, Ranks
 from phalanx.errors import ConfigError
 from phalanx.spec.machine import Gpu, Machine, MachineError
@@ -58,7 +57,7 @@ class _Found:
     """What ranks have reported so far; it stays when one of them fails later."""
 
     facts: Facts
-    device: Device
+    device: DeviceKind
     rated: dict[int, Rated] = field(default_factory=dict)
     times: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     checks: defaultdict[tuple[int, int], dict[int, Checked]] = field(default_factory=lambda: defaultdict(dict))

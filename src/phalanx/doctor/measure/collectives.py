@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.doctor.measure.messages import Began, Checked, MeasureAssignment, Report, Timed, written
+from phalanx.doctor.measure.messages import Began, Checked, MeasureAssignment, MeasureReport, Timed, written
 from phalanx.fabric.group import GlooGroup, open_store
 
 _KIB, _MIB = 2**10, 2**20
@@ -31,7 +31,7 @@ _WARM = 2
 _NCCL_TIMEOUT = timedelta(minutes=5)
 
 
-class Peers(Protocol):
+class Collective(Protocol):
     device: torch.device
 
     def all_reduce(self, tensor: Tensor) -> object: ...
@@ -101,11 +101,11 @@ class NcclPeers:
             yield start.elapsed_time(end) / 1e3 / calls
 
 
-def all_reduces(assignment: MeasureAssignment) -> Iterator[Report]:
+def all_reduces(assignment: MeasureAssignment) -> Iterator[MeasureReport]:
     """Meet the other ranks, time every size, check every sum."""
     rank, ranks, on_gpu = assignment.rank, assignment.ranks, assignment.device == "cuda"
     yield Began(f"meeting {ranks} ranks")
-    peers: Peers = (NcclPeers if on_gpu else GlooPeers)(rank, ranks, Path(assignment.folder))
+    peers: Collective = (NcclPeers if on_gpu else GlooPeers)(rank, ranks, Path(assignment.folder))
     for size in _GPU_SIZES if on_gpu else _CPU_SIZES:
         yield Began(f"an all-reduce of {written(size)} over {ranks} ranks")
         yield Timed(size, time_one(peers, size) * 1e6)
@@ -116,7 +116,7 @@ def all_reduces(assignment: MeasureAssignment) -> Iterator[Report]:
         yield check_one(peers, assignment, size, dtype, number)
 
 
-def time_one(peers: Peers, size: int) -> float:
+def time_one(peers: Collective, size: int) -> float:
     """The median. Sums grow with every call, so the buffer is filled again before they leave the number format."""
     dtype = torch.bfloat16 if peers.device.type == "cuda" else torch.float32
     source = torch.rand(size // dtype.itemsize, device=peers.device, dtype=dtype)
@@ -124,7 +124,7 @@ def time_one(peers: Peers, size: int) -> float:
     return median([next(samples) for _ in range(_WARM + _SAMPLES)][_WARM:])
 
 
-def check_one(peers: Peers, assignment: MeasureAssignment, size: int, dtype: torch.dtype, number: int) -> Checked:
+def check_one(peers: Collective, assignment: MeasureAssignment, size: int, dtype: torch.dtype, number: int) -> Checked:
     """One sum of random whole numbers, held against the sum that every rank can tell beforehand, on the CPU."""
     count, bound = size // dtype.itemsize, _EXACT[dtype] // assignment.ranks
     seeds = [((assignment.seed + number) << 16) + rank for rank in range(assignment.ranks)]

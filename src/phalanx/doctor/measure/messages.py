@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-Device = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
 Task = Literal["rates", "all-reduce"]
 
 
@@ -15,7 +15,7 @@ class MeasureAssignment(Struct, frozen=True):
     """One rank's work. Ranks meet in `folder`; `seed` is the same for all, `threads` None leaves torch's choice."""
 
     task: Task
-    device: Device
+    device: DeviceKind
     rank: int
     ranks: int
     folder: str
@@ -70,8 +70,8 @@ class Finished(Struct, frozen=True, tag=True):
     """This rank has done its work and waits to be let go."""
 
 
-Report = Alive | Began | Rated | Timed | Checked | Failed | Finished
-report_decoder = msgspec.json.Decoder(Report)
+MeasureReport = Alive | Began | Rated | Timed | Checked | Failed | Finished
+report_decoder = msgspec.json.Decoder(MeasureReport)
 
 
 def written(size: int) -> str:

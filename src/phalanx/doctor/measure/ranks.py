@@ -21,11 +21,11 @@ import msgspec
 from phalanx.doctor.measure.messages import (
     Alive,
     Began,
-    Device,
+    DeviceKind,
     Failed,
     Finished,
     MeasureAssignment,
-    Report,
+    MeasureReport,
     Task,
     report_decoder,
 )
@@ -59,7 +59,7 @@ class _Rank:
     closed: bool = False
     finished: bool = False
 
-    def hear(self, report: Report | None) -> None:
+    def hear(self, report: MeasureReport | None) -> None:
         """None is the end of its reports."""
         self.last_alive = time.monotonic()
         if isinstance(report, Alive):
@@ -84,13 +84,13 @@ class Ranks:
     """Processes that do one task together. Leaving the block ends them."""
 
     task: Task
-    device: Device
+    device: DeviceKind
     count: int
     _ranks: list[_Rank] = field(default_factory=list)
 
     def __enter__(self) -> Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-measure-"))
-        self._heard: queue.SimpleQueue[tuple[int, Report | None]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[int, MeasureReport | None]] = queue.SimpleQueue()
         seed = secrets.randbits(31)
         threads = max(1, (os.cpu_count() or 1) // self.count) if self.count > 1 else None
         try:
@@ -128,7 +128,7 @@ class Ranks:
             self._heard.put((rank, report_decoder.decode(line)))
         self._heard.put((rank, None))
 
-    def reports(self) -> Iterator[tuple[int, Report]]:
+    def reports(self) -> Iterator[tuple[int, MeasureReport]]:
         """What ranks report, until all have finished. One that dies, raises or hangs raises RankProblem."""
         while not all(rank.finished for rank in self._ranks):
             heard = self._next(_POLL_S)
@@ -140,7 +140,7 @@ class Ranks:
             if any(rank.is_stuck(time.monotonic()) for rank in self._ranks):
                 raise RankProblem(self._who_hangs())
 
-    def _next(self, timeout: float) -> tuple[int, Report | None] | None:
+    def _next(self, timeout: float) -> tuple[int, MeasureReport | None] | None:
         try:
             rank, report = self._heard.get(timeout=timeout)
         except queue.Empty:

@@ -28,8 +28,8 @@ _SHARE_OF_FREE = 8
 """A copy takes twice its size; one this part of what is free leaves room for whoever else uses the GPU."""
 _FP8_SINCE = (8, 9)
 
-Measured = Callable[[], object]
-Timer = Callable[[Measured], float]
+Measurable = Callable[[], object]
+Timer = Callable[[Measurable], float]
 
 
 def rate_cpu() -> Rated:
@@ -79,7 +79,7 @@ def fp8_product(width: int, device: torch.device, best: Timer) -> float:
     return 2 * width**3 / seconds / 1e12
 
 
-def _gpu_best(work: Measured) -> float:
+def _gpu_best(work: Measurable) -> float:
     """Seconds of the fastest repeat, by events on the GPU's own stream."""
     _warm_up(work, torch.cuda.synchronize)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
@@ -91,7 +91,7 @@ def _gpu_best(work: Measured) -> float:
     return min(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
-def _cpu_best(work: Measured) -> float:
+def _cpu_best(work: Measurable) -> float:
     _warm_up(work, lambda: None)
     seconds = []
     for _ in range(_CPU_REPEATS):
@@ -101,7 +101,7 @@ def _cpu_best(work: Measured) -> float:
     return min(seconds)
 
 
-def _warm_up(work: Measured, wait: Callable[[], object]) -> None:
+def _warm_up(work: Measurable, wait: Callable[[], object]) -> None:
     until = time.monotonic() + _WARM_S
     while True:
         work()

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from phalanx.doctor.measure.collectives import all_reduces
-from phalanx.doctor.measure.messages import Alive, Began, Failed, Finished, MeasureAssignment, Report
+from phalanx.doctor.measure.messages import Alive, Began, Failed, Finished, MeasureAssignment, MeasureReport
 from phalanx.doctor.measure.rates import rate_cpu, rate_gpu
 from phalanx.fabric.group import FabricError
 from phalanx.runtime.pulse import every_beat
@@ -26,7 +26,7 @@ class _Reports:
         self._file = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
 
-    def send(self, report: Report) -> None:
+    def send(self, report: MeasureReport) -> None:
         with self._lock:
             self._file.write(msgspec.json.encode(report) + b"\n")
             self._file.flush()
@@ -54,7 +54,7 @@ def _work(assignment: MeasureAssignment, reports: _Reports) -> None:
         reports.send(Failed(f"{type(error).__name__}: {error}", isinstance(error, FabricError)))
 
 
-def _measure(assignment: MeasureAssignment) -> Iterator[Report]:
+def _measure(assignment: MeasureAssignment) -> Iterator[MeasureReport]:
     if assignment.task == "all-reduce":
         yield from all_reduces(assignment)
         return

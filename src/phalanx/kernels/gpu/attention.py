@@ -43,7 +43,7 @@ def _widened(values, queries):
 
 @triton.jit
 def _decode(
-    q, cache, table, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
+    q, cache, tables, slots, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -58,6 +58,7 @@ def _decode(
     queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
     queries = _to_meet(queries, cache)
     last = tl.load(positions + row)
+    table = tables + tl.load(slots + row) * table_width
     first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     share = tl.cdiv(tl.cdiv(last + 1 - first, TOKENS), SPLITS) * TOKENS
     start = first + split * share
@@ -68,7 +69,7 @@ def _decode(
     for at in range(start, stop, TOKENS):
         position = at + tl.arange(0, TOKENS)
         seen = position < stop
-        page = tl.load(table + row * table_width + position // PAGE, mask=seen, other=0)
+        page = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
@@ -120,14 +121,14 @@ def decode_attention(
 ) -> None:
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
-    table, splits = decode.block_table, splits_of(rows, kv_heads, decode.uneven)
+    tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
     tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
-        q, cache, table, decode.positions, out, partial, peaks, totals, q.stride(0), table.stride(0), window or 0,
-        scale, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        q, cache, tables, decode.slots, decode.positions, out, partial, peaks, totals, q.stride(0), tables.stride(0),
+        window or 0, scale, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
         num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip
@@ -172,7 +173,7 @@ def _attend_cached(
     for at in range(lowest, highest, KEYS):
         position = at + tl.arange(0, KEYS)
         exists = position < highest
-        page = tl.load(table + position // PAGE, mask=exists, other=0)
+        page = tl.load(table + position // PAGE, mask=exists, other=0).to(tl.int64)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
         values = tl.load(cache + (entry + KV_HEADS)[:, None] * HEAD_DIM + d, mask=exists[:, None] & inside, other=0.0)

@@ -58,9 +58,8 @@ class Attention(Stateless):
     def products(self) -> Iterator[Product]:
         yield from (linear.product for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)

@@ -13,7 +13,7 @@ from phalanx.server.fairness import Shares, Turns
 from phalanx.server.forked import Lane
 from phalanx.server.forked_client import Forked, Lost
 from phalanx.server.grammar.constraint import Constraint
-from phalanx.server.grammar.messages import CompilerAssignment, Proven, Ready, Refused, decode_reply, encode
+from phalanx.server.grammar.messages import CompilerAssignment, CompilerReady, NoGrammar, Proven, decode_reply, encode
 
 WORKER_MODULE = "phalanx.server.grammar.worker"
 QUICK, SLOW = 0, 1
@@ -48,7 +48,7 @@ class GrammarCompiler:
         self._started: asyncio.Task[None] | None = None
         self._turns = Turns(), Turns()
         self._places = Shares(_MOST_WAITING, shared)
-        self._tried: OrderedDict[Constraint, Proven | Refused] = OrderedDict()
+        self._tried: OrderedDict[Constraint, Proven | NoGrammar] = OrderedDict()
         self._tried_bytes = 0
         self._trials: dict[Constraint, _Trial] = {}
 
@@ -64,10 +64,10 @@ class GrammarCompiler:
 
     async def _start(self) -> None:
         ready = decode_reply(await self._processes.start(encode(self._assignment)))
-        if isinstance(ready, Refused):
+        if isinstance(ready, NoGrammar):
             await self._processes.close()
             raise ConfigError(ready.code, ready.found, ready.fix)
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, CompilerReady)
 
     async def compile(self, constraint: Constraint, client: str = "") -> bytes:
         """The grammar for `Grammars.matcher` in the engine. RequestError if the constraint is no good."""
@@ -75,7 +75,7 @@ class GrammarCompiler:
         verdict = self._remembered(constraint)
         if verdict is None:
             verdict = await self._trial(constraint, client).verdict()
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, NoGrammar):
             raise RequestError(verdict.code, verdict.found, verdict.fix)
         return verdict.grammar
 
@@ -102,7 +102,7 @@ class GrammarCompiler:
         del self._trials[constraint]
         self._places.give(client, 1)
 
-    async def _try(self, constraint: Constraint, client: str) -> Proven | Refused:
+    async def _try(self, constraint: Constraint, client: str) -> Proven | NoGrammar:
         await self.start()
         try:
             reply = await self._ask(QUICK, constraint, client)
@@ -114,18 +114,18 @@ class GrammarCompiler:
         self._remember(constraint, reply)
         return reply
 
-    async def _ask(self, lane: int, constraint: Constraint, client: str) -> Proven | Refused:
+    async def _ask(self, lane: int, constraint: Constraint, client: str) -> Proven | NoGrammar:
         async with self._turns[lane].turn(client):
             reply = decode_reply(await self._processes.ask(lane, encode(constraint)))
-        assert not isinstance(reply, Ready)
+        assert not isinstance(reply, CompilerReady)
         return reply
 
-    def _remembered(self, constraint: Constraint) -> Proven | Refused | None:
+    def _remembered(self, constraint: Constraint) -> Proven | NoGrammar | None:
         if constraint in self._tried:
             self._tried.move_to_end(constraint)
         return self._tried.get(constraint)
 
-    def _remember(self, constraint: Constraint, reply: Proven | Refused) -> None:
+    def _remember(self, constraint: Constraint, reply: Proven | NoGrammar) -> None:
         """Keep the last ones, refusals too: a bad grammar costs its time once."""
         self._tried[constraint] = reply
         self._tried_bytes += _size(constraint, reply)
@@ -136,11 +136,11 @@ class GrammarCompiler:
 class _Trial:
     """Goes on while someone waits for it."""
 
-    def __init__(self, work: asyncio.Task[Proven | Refused]) -> None:
+    def __init__(self, work: asyncio.Task[Proven | NoGrammar]) -> None:
         self.work = work
         self._waiting = 0
 
-    async def verdict(self) -> Proven | Refused:
+    async def verdict(self) -> Proven | NoGrammar:
         self._waiting += 1
         try:
             return await asyncio.shield(self.work)
@@ -150,13 +150,13 @@ class _Trial:
                 self.work.cancel()
 
 
-def _too_complex(time_limit_s: float) -> Refused:
-    return Refused(
+def _too_complex(time_limit_s: float) -> NoGrammar:
+    return NoGrammar(
         "grammar_too_complex",
         f"The grammar takes more than {time_limit_s:g} s or {_MEMORY_BYTES >> 20} MiB to compile.",
         "Write it with fewer alternatives, smaller repetitions and less nesting.",
     )
 
 
-def _size(constraint: Constraint, reply: Proven | Refused) -> int:
+def _size(constraint: Constraint, reply: Proven | NoGrammar) -> int:
     return len(constraint.source) + (len(reply.grammar) if isinstance(reply, Proven) else len(reply.found))

@@ -16,8 +16,8 @@ from phalanx.server.markup import END_THINK
 MOST_BYTES = 64 * 2**10
 _MOST_WHITESPACE = 20
 
-Format = dict[str, Any]
-Kind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag", "choice"]
+TagFormat = dict[str, Any]
+ConstraintKind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag", "choice"]
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Constraint(msgspec.Struct, frozen=True):
     Keywords of schemas that cannot be enforced are refused, or ignored if `tolerant`.
     """
 
-    kind: Kind
+    kind: ConstraintKind
     source: str = ""
     tolerant: bool = False
 
@@ -51,21 +51,21 @@ def to_xgrammar(constraint: Constraint) -> str:
 def after_thinking(constraint: Constraint) -> Constraint:
     """For a model that is thinking when its answer begins: any text to the end of its thoughts, then the constraint."""
     constraint.check_size()
-    thoughts: Format = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
+    thoughts: TagFormat = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
     gap = {"type": "regex", "pattern": r"\n{0,2}"}
     return sequence([thoughts, gap, _format_of(constraint)], constraint.tolerant)
 
 
-def sequence(elements: list[Format], tolerant: bool) -> Constraint:
+def sequence(elements: list[TagFormat], tolerant: bool) -> Constraint:
     """One format of xgrammar after the other."""
     return Constraint("structural_tag", _tag({"type": "sequence", "elements": elements}), tolerant)
 
 
-def _tag(content: Format) -> str:
+def _tag(content: TagFormat) -> str:
     return msgspec.json.encode({"type": "structural_tag", "format": content}).decode()
 
 
-def _format_of(constraint: Constraint) -> Format:
+def _format_of(constraint: Constraint) -> TagFormat:
     source = constraint.source
     if constraint.kind == "json_object":
         return {"type": "json_schema", "json_schema": {"type": "object"}}
@@ -119,14 +119,14 @@ def _checked(part: Any, tolerant: bool, depth: int) -> Any:
     return {key: _checked(value, tolerant, depth + 1) for key, value in part.items()}
 
 
-def _pythonic_calls(part: Format) -> PythonicCalls:
+def _pythonic_calls(part: TagFormat) -> PythonicCalls:
     try:
         return msgspec.convert(part, PythonicCalls)
     except msgspec.ValidationError as error:
         raise RequestError("bad_grammar", f"The structural tag is wrong: {error}.", "Correct it.") from None
 
 
-def _checked_schema(part: Format, tolerant: bool) -> Format:
+def _checked_schema(part: TagFormat, tolerant: bool) -> TagFormat:
     if part.get("any_order"):
         raise RequestError("bad_grammar", "any_order leaves required properties unchecked.", "Leave it out.")
     schema = schema_to_xgrammar(part.get("json_schema"), tolerant, part.get("style", "json"))

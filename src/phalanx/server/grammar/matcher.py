@@ -151,6 +151,24 @@ class GrammarMatcher:
     def mask(self) -> bytes:
         return self._allowed.tobytes()
 
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        started, allowed, masks, walked = time.thread_time(), self._allowed.copy(), [self.mask()], 0
+        for draft in drafts:
+            if not masks[-1][draft // 8] >> draft % 8 & 1 or not self._matcher.accept_token(draft):
+                break
+            walked += 1
+            try:
+                self._look_ahead(draft)
+            except RequestError:
+                break
+            if self.finished:
+                break
+            masks.append(self.mask())
+        self._matcher.rollback(walked)
+        self._allowed, self.finished = allowed, False
+        self._left_s -= time.thread_time() - started
+        return masks
+
     def accept(self, token: int) -> None:
         started = time.thread_time()
         if not self._matcher.accept_token(token):

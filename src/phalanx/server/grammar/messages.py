@@ -17,7 +17,7 @@ class CompilerAssignment(msgspec.Struct, frozen=True):
     lanes: list[Lane]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class CompilerReady(msgspec.Struct, frozen=True, tag=True):
     """The compiler knows the tokenizer and waits for constraints."""
 
 
@@ -27,7 +27,7 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
     grammar: bytes
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class NoGrammar(msgspec.Struct, frozen=True, tag=True):
     """Why there is no grammar: the fields of a PhalanxError."""
 
     code: str
@@ -35,9 +35,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fix: str
 
 
-Reply = Ready | Proven | Refused
+CompilerReply = CompilerReady | Proven | NoGrammar
 
 encode = msgspec.msgpack.encode
 decode_assignment = msgspec.msgpack.Decoder(CompilerAssignment).decode
 decode_constraint = msgspec.msgpack.Decoder(Constraint).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_reply = msgspec.msgpack.Decoder(CompilerReply).decode

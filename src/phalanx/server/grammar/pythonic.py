@@ -31,7 +31,7 @@ _RULES = {"array": "list", "object": "dict"} | {
 }
 
 
-class Function(msgspec.Struct, frozen=True):
+class CallableFunction(msgspec.Struct, frozen=True):
     name: str
     parameters: Schema
 
@@ -39,7 +39,7 @@ class Function(msgspec.Struct, frozen=True):
 class PythonicCalls(msgspec.Struct, frozen=True):
     """A part of a structural tag: a list of calls of these functions, or of one call."""
 
-    functions: list[Function]
+    functions: list[CallableFunction]
     only_one: bool
 
     def to_ebnf(self) -> str:
@@ -62,7 +62,7 @@ class _Rules:
         self.lines.append(f"r{len(self.lines)} ::= {expression}")
         return f"r{len(self.lines) - 1}"
 
-    def call(self, function: Function) -> str:
+    def call(self, function: CallableFunction) -> str:
         _check_name(function.name, function.name.split("."))
         node = to_xgrammar(function.parameters, tolerant=True)
         self._definitions, self._numbers = node.get("$defs", {}), {}

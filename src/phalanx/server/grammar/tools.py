@@ -8,15 +8,15 @@ from typing import Any
 
 from phalanx.errors import RequestError
 from phalanx.server import markup
-from phalanx.server.grammar.constraint import Constraint, Format, sequence
+from phalanx.server.grammar.constraint import Constraint, TagFormat, sequence
 
 TOOL_FORMATS = ("hermes", "qwen3_xml", "llama3_json", "llama4_pythonic", "deepseek_v31")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-Tool = Mapping[str, Any]
+OfferedTool = Mapping[str, Any]
 
 
-def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
+def tools_constraint(tools: Sequence[OfferedTool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
     """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
 
     A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Not
@@ -33,7 +33,7 @@ def tools_constraint(tools: Sequence[Tool], choice: str, tool_format: str, paral
     return sequence(_calls(chosen, tool_format, only_one=choice != "required" or not parallel), tolerant=True)
 
 
-def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Format]:
+def _calls(tools: Sequence[OfferedTool], tool_format: str, only_one: bool) -> list[TagFormat]:
     if tool_format == "hermes":
         begin, end = markup.CALL + '\n{"name": "%s", "arguments": ', "}\n" + markup.END_CALL
         return [_tags(tools, begin, end, "\n", only_one, {"excludes": [markup.END_CALL]})]
@@ -57,7 +57,9 @@ def _calls(tools: Sequence[Tool], tool_format: str, only_one: bool) -> list[Form
     )
 
 
-def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one: bool, options: Format) -> Format:
+def _tags(
+    tools: Sequence[OfferedTool], begin: str, end: str, separator: str, only_one: bool, options: TagFormat
+) -> TagFormat:
     """Calls that stand between a beginning, with the tool's name in it, and an end."""
     tags = [
         {
@@ -68,15 +70,15 @@ def _tags(tools: Sequence[Tool], begin: str, end: str, separator: str, only_one:
         }
         for tool in tools
     ]
-    calls: Format = {"type": "tags_with_separator", "tags": tags, "separator": separator}
+    calls: TagFormat = {"type": "tags_with_separator", "tags": tags, "separator": separator}
     return calls | {"at_least_one": True, "stop_after_first": only_one}
 
 
-def _constant(text: str) -> Format:
+def _constant(text: str) -> TagFormat:
     return {"type": "const_string", "value": text}
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def _parameters(tool: OfferedTool) -> dict[str, Any]:
     """Its schema, which describes an object whatever else it says."""
     parameters = tool.get("parameters")
     return {**parameters, "type": "object"} if isinstance(parameters, dict) else {"type": "object"}

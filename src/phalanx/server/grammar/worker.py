@@ -14,9 +14,9 @@ from phalanx.server.grammar.constraint import Constraint, to_xgrammar
 from phalanx.server.grammar.matcher import Grammars
 from phalanx.server.grammar.messages import (
     CompilerAssignment,
+    CompilerReady,
+    NoGrammar,
     Proven,
-    Ready,
-    Refused,
     decode_assignment,
     decode_constraint,
     encode,
@@ -33,9 +33,9 @@ def main() -> None:
     try:
         grammars = _prepare(assignment)
     except PhalanxError as error:
-        forked.say_ready(encode(Refused(**error.to_dict())))
+        forked.say_ready(encode(NoGrammar(**error.to_dict())))
         return
-    forked.say_ready(encode(Ready()))
+    forked.say_ready(encode(CompilerReady()))
     ends = assignment.eos_token_ids
     forked.serve(sockets, assignment.lanes, lambda body: encode(_answer(grammars, decode_constraint(body), ends)))
 
@@ -47,16 +47,16 @@ def _prepare(assignment: CompilerAssignment) -> Grammars:
     return Grammars(tokenizer, assignment.vocab, assignment.eos_token_ids)
 
 
-def _answer(grammars: Grammars, constraint: Constraint, ends: Sequence[int]) -> Proven | Refused:
+def _answer(grammars: Grammars, constraint: Constraint, ends: Sequence[int]) -> Proven | NoGrammar:
     try:
         grammar = grammars.pack(to_xgrammar(constraint))
         walk(grammars, grammar, ends)
         return Proven(grammar)
     except RequestError as error:
-        return Refused(**error.to_dict())
+        return NoGrammar(**error.to_dict())
     except (MemoryError, RecursionError) as error:
         found = f"The grammar takes too much to compile ({type(error).__name__})."
-        return Refused("grammar_too_complex", found, "Write it with fewer alternatives and smaller repetitions.")
+        return NoGrammar("grammar_too_complex", found, "Write it with fewer alternatives and smaller repetitions.")
 
 
 def walk(grammars: Grammars, grammar: bytes, ends: Sequence[int]) -> None:

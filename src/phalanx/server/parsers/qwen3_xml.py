@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.server.markup import CALL, END_CALL, END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from phalanx.server.parsers.json_text import parse_json, to_json
-from phalanx.server.parsers.state_machine import State, Tags, ToolParser, name_at, word_at
+from phalanx.server.parsers.state_machine import ParserState, Tags, ToolParser, name_at, word_at
 
 _OUTSIDE = Tags(CALL, FUNCTION, END_CALL)
 _IN_FUNCTION = Tags(PARAMETER, END_FUNCTION, END_CALL, CALL, FUNCTION)
@@ -48,7 +48,7 @@ class Qwen3Xml(ToolParser):
             self._give_up(self._outside)
         return at + len(tag)
 
-    def _read_name(self, text: str, at: int, final: bool, otherwise: State) -> tuple[int, str]:
+    def _read_name(self, text: str, at: int, final: bool, otherwise: ParserState) -> tuple[int, str]:
         """The name up to `>`; "" while it is unfinished, and when it is none: then `otherwise` is next."""
         end, name = name_at(text, at, _END_OF_NAME, final)
         if name and text[end] == ">":

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from phalanx.server.parsers.delta import ToolSchema, Writer
 
-State = Callable[[str, int, bool], int]
+ParserState = Callable[[str, int, bool], int]
 """(text, at, final) -> how far it read. `final` says that nothing follows the text."""
 
 MAX_NAME = 256
@@ -70,7 +70,7 @@ class StateMachine:
     bounds the held text and keeps the work linear; with `final` it leaves nothing.
     """
 
-    def __init__(self, start: State) -> None:
+    def __init__(self, start: ParserState) -> None:
         self._state = start
         self._held = ""
 
@@ -119,7 +119,7 @@ class ToolParser(StateMachine, ABC):
         self._writer.say(text[at:end])
         return end + len(tag), tag
 
-    def _open(self, tag: str, next_state: State) -> None:
+    def _open(self, tag: str, next_state: ParserState) -> None:
         """A tag that may begin a call."""
         self._gathered.append(tag)
         self._end_tag_due = False
@@ -142,7 +142,7 @@ class ToolParser(StateMachine, ABC):
         self._gathered.clear()
         return gathered
 
-    def _give_up(self, next_state: State) -> None:
+    def _give_up(self, next_state: ParserState) -> None:
         """What was gathered is no call."""
         self._writer.say(self._take_gathered())
         self._state = next_state

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
-from phalanx.doctor.facts import Fabric, FabricState, Gpu, GpuProcess, RemappedRows, Throttle
+from phalanx.doctor.facts import Fabric, FabricState, GpuFacts, GpuProcess, Health, RemappedRows, Throttle
 from phalanx.doctor.gather.found import FoundGpus, has_unified_memory
 from phalanx.doctor.gather.nvml.device import LOST, Device, as_text
 from phalanx.doctor.gather.nvml.links import LinkEnd, Station, address_of, read_links, read_paths
@@ -19,7 +19,6 @@ _MIB = 2**20
 _UNCORRECTED, _SINCE_BOOT = 1, 0
 _TEMPERATURE_OF_GPU = 0
 _STATES: dict[int, FabricState] = {0: "not-supported", 1: "not-started", 2: "in-progress", 3: "completed"}
-Health = Literal["healthy", "unhealthy", "limited"]
 _HEALTHS: dict[int, Health] = {1: "healthy", 2: "unhealthy", 3: "limited"}
 
 
@@ -77,7 +76,7 @@ def _read(nvml: Any, unread: list[str]) -> FoundGpus:
 
 
 def _read_all(nvml: Any, count: int, unread: list[str]) -> FoundGpus:
-    gpus: list[Gpu] = []
+    gpus: list[GpuFacts] = []
     lost: list[int] = []
     stations: dict[int, Station] = {}
     for index in range(count):
@@ -105,7 +104,7 @@ def _read_all(nvml: Any, count: int, unread: list[str]) -> FoundGpus:
     return FoundGpus(tuple(gpus), tuple(lost), paths, version, spelled)
 
 
-def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | None) -> Gpu | None:
+def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | None) -> GpuFacts | None:
     """The GPU, or nothing where the driver has lost it."""
     name = as_text(device.ask("its name", "nvmlDeviceGetName"))
     if name is None:
@@ -117,7 +116,7 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
     ecc = device.ask("ECC mode", "nvmlDeviceGetEccMode")
     rows = device.ask("remapped rows", "nvmlDeviceGetRemappedRows")
     persistence = device.ask("persistence mode", "nvmlDeviceGetPersistenceMode")
-    gpu = Gpu(
+    gpu = GpuFacts(
         index=index,
         name=name,
         uuid=as_text(device.ask("its UUID", "nvmlDeviceGetUUID")),

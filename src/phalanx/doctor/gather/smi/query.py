@@ -23,11 +23,11 @@ THROTTLES: dict[int, Throttle] = {
     0x40: "hw-thermal",
     0x80: "power-brake",
 }
-Row = dict[str, str | None]
+QueryRow = dict[str, str | None]
 """By field asked for: the cell, without its unit. `None` where the driver has no value, or the cell makes no sense."""
 
 
-def parse_query(text: str, fields: Sequence[str]) -> list[Row]:
+def parse_query(text: str, fields: Sequence[str]) -> list[QueryRow]:
     """Reads a table with a header, asked for as `fields` in this order; only the last field may hold commas.
 
     Columns go by position, because drivers rename some. A column whose title is no name of the field is not taken.

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.doctor.facts import Gpu, GpuPath
+from phalanx.doctor.facts import GpuFacts, GpuPath
 from phalanx.doctor.gather.found import FoundGpus, has_unified_memory
 from phalanx.doctor.gather.host import CommandError, Host
 from phalanx.doctor.gather.smi import query
 from phalanx.doctor.gather.smi.nvlink import parse_link_errors, parse_links, parse_listing
-from phalanx.doctor.gather.smi.report import Report, parse_report
+from phalanx.doctor.gather.smi.report import SmiReport, parse_report
 from phalanx.doctor.gather.smi.text import ParseError
 from phalanx.doctor.gather.smi.topology import Topology, parse_peers, parse_topology
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 def read_smi(host: Host) -> FoundGpus:
     """Raises where not even the table of GPUs can be read; all else that fails goes to `host.unread`."""
     rows = _query_gpus(host)
-    report = _ask(host, parse_report, "-q") or Report(None, None)
+    report = _ask(host, parse_report, "-q") or SmiReport(None, None)
     gpus = _with_lists(host, [gpu_of(row) for row in rows], report)
     topology = _topology(host, len(gpus))
     if topology is not None:
@@ -55,7 +55,7 @@ def read_smi(host: Host) -> FoundGpus:
     return FoundGpus(tuple(gpus), (), paths, driver, report.cuda)
 
 
-def _query_gpus(host: Host) -> list[query.Row]:
+def _query_gpus(host: Host) -> list[query.QueryRow]:
     """The table of GPUs, less the fields that this driver does not know by any name."""
     fields = list(FIELDS)
     while True:
@@ -71,13 +71,13 @@ def _query_gpus(host: Host) -> list[query.Row]:
         return query.parse_query(text, fields)
 
 
-def gpu_of(row: query.Row) -> Gpu:
+def gpu_of(row: query.QueryRow) -> GpuFacts:
     """A GPU from its row. Only its index and name must be there."""
     index, name = query.whole(row.get("index")), row.get("name")
     if index is None or name is None:
         raise ParseError("nvidia-smi --query-gpu", "a GPU has no index or no name")
     unified = has_unified_memory(name)
-    return Gpu(
+    return GpuFacts(
         index=index,
         name=name,
         uuid=row.get("uuid"),
@@ -100,7 +100,7 @@ def gpu_of(row: query.Row) -> Gpu:
     )
 
 
-def _with_lists(host: Host, gpus: list[Gpu], report: Report) -> list[Gpu]:
+def _with_lists(host: Host, gpus: list[GpuFacts], report: SmiReport) -> list[GpuFacts]:
     """Adds what other commands tell of each GPU: links, slices, processes, fabric and memory rows."""
     if len({gpu.index for gpu in gpus}) < len(gpus):
         raise ParseError("nvidia-smi --query-gpu", "two GPUs have the same index")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
-from phalanx.doctor.facts import Fabric, FabricState, RemappedRows, RetiredPages
+from phalanx.doctor.facts import Fabric, FabricState, Health, RemappedRows, RetiredPages
 from phalanx.doctor.gather.smi.text import ParseError, lines_of, whole_number
 
 _REPORT = "nvidia-smi -q"
@@ -18,7 +17,6 @@ _STATES: dict[str, FabricState] = {
     "N/A": "not-supported",
     "Not Supported": "not-supported",
 }
-Health = Literal["healthy", "unhealthy", "limited"]
 _HEALTHS: dict[str, Health] = {"Healthy": "healthy", "Unhealthy": "unhealthy", "Limited Capacity": "limited"}
 _YES = {"Yes": True, "No": False}
 
@@ -34,13 +32,13 @@ class ReportedGpu:
 
 
 @dataclass(frozen=True)
-class Report:
+class SmiReport:
     driver: str | None
     cuda: str | None
     gpus: list[ReportedGpu] = field(default_factory=list)
 
 
-def parse_report(text: str) -> Report:
+def parse_report(text: str) -> SmiReport:
     """Reads `nvidia-smi -q`, whole or with `-d` for a part of it."""
     lines = [line.rstrip() for line in lines_of(_REPORT, text) if line.strip()]
     if not lines or "NVSMI LOG" not in lines[0]:
@@ -53,7 +51,7 @@ def parse_report(text: str) -> Report:
     gpus = [_gpu(lines[start:end]) for start, end in zip(starts, [*starts[1:], len(lines)], strict=True)]
     if len({gpu.bus_id for gpu in gpus}) < len(gpus):
         raise ParseError(_REPORT, "two GPUs have the same bus address")
-    return Report(head.get(("Driver Version",)), head.get(("CUDA Version",)), gpus)
+    return SmiReport(head.get(("Driver Version",)), head.get(("CUDA Version",)), gpus)
 
 
 def _gpu(lines: list[str]) -> ReportedGpu:

@@ -1,0 +1,154 @@
+"""Speculation: how many tokens of an answer are guessed ahead, and what became of the guesses.
+
+A guess changes no answer: tokens are drawn by seed and position, and only a draft that equals the token drawn is kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from phalanx.engine.request import Request
+
+TRUSTED = 2.0
+"""How many drafts that came true a request has to its credit before its first, and half as many that did not."""
+MEMORY = 0.9
+"""What is left of a request's record with each further row of drafts."""
+FORGIVENESS = 0.995
+"""What is left of it with each token that was made without: in time a failed drafter gets another chance."""
+STEP_MEMORY = 0.98
+CHEAP = 0.02
+"""The share of a step that one more row takes, as long as nothing is measured."""
+
+
+class Drafter(Protocol):
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Tokens that may follow those that are known of a request."""
+        ...
+
+    def forget(self, request: Request) -> None: ...
+
+
+class SpeculationTotals(msgspec.Struct, array_like=True):
+    """Rows of drafts, their drafts, those of them that came true, and these by their place in the row."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = msgspec.field(default_factory=list)
+
+
+class StepLine:
+    """What a step without prompts takes, as a line over its tokens, by the steps of late."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self._weight, self._tokens, self._seconds, self._squares, self._products = (
+            STEP_MEMORY * old + new
+            for old, new in zip(
+                (self._weight, self._tokens, self._seconds, self._squares, self._products),
+                (1.0, tokens, seconds, tokens * tokens, tokens * seconds),
+                strict=True,
+            )
+        )
+
+    def share_of_one_more(self, tokens: int) -> float:
+        """What one token more takes, to a step of so many."""
+        spread = self._weight * self._squares - self._tokens**2
+        if spread <= 1e-3 * self._tokens**2:
+            return CHEAP
+        slope = (self._weight * self._products - self._tokens * self._seconds) / spread
+        base = (self._seconds - slope * self._tokens) / self._weight
+        time = base + slope * tokens
+        return min(max(slope / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
+
+
+@dataclass
+class _Record:
+    """Of one request: drafts that came true, and those that did not."""
+
+    right: float = TRUSTED
+    wrong: float = TRUSTED / 2
+
+    @property
+    def chance(self) -> float:
+        return self.right / (self.right + self.wrong)
+
+
+class Speculation:
+    """Drafts for requests whose tokens are all known, as long as what they bring is worth the longer step.
+
+    A draft is worth computing if, to the tokens that the step makes anyway, its chance is more than the time it adds is
+    to the step's.
+    """
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        self.most = most
+        self.totals = SpeculationTotals(accepted_by_position=[0] * most)
+        self._drafter = drafter
+        self._line = StepLine()
+        self._records: dict[int, _Record] = {}
+
+    def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
+        """Drafts by request, in a step of so many rows that has room for as many tokens more."""
+        share = self._line.share_of_one_more(rows)
+        if room <= 0 or rows * share >= 1:
+            return {}
+        hopeful = [(self._record(request).chance, request) for request in requests]
+        proposed = {
+            request.id: (chance, drafts)
+            for chance, request in hopeful
+            if chance > rows * share and (drafts := self._drafter.propose(request, self.most))
+        }
+        taken = dict.fromkeys(proposed, 0)
+        queue = [(-chance, id) for id, (chance, _) in proposed.items()]
+        heapq.heapify(queue)
+        made, tokens = float(rows), rows
+        while queue and room > 0:
+            worth, id = heapq.heappop(queue)
+            if -worth <= made * self._line.share_of_one_more(tokens):
+                break
+            made, tokens, room = made - worth, tokens + 1, room - 1
+            taken[id] += 1
+            chance, drafts = proposed[id]
+            if taken[id] < len(drafts):
+                heapq.heappush(queue, (worth * chance, id))
+        return {id: proposed[id][1][:count] for id, count in taken.items() if count}
+
+    def waits_for(self, request: Request, rows: int) -> bool:
+        """Whether a token on its way is better read before the next: it may be the first of some that come true."""
+        worth = self._record(request).chance > rows * self._line.share_of_one_more(rows)
+        return worth and len(self._drafter.propose(request, 2)) > 1
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        record, totals = self._record(request), self.totals
+        record.right = MEMORY * record.right + accepted
+        record.wrong = MEMORY * record.wrong + (accepted < drafted)
+        totals.drafts += 1
+        totals.draft_tokens += drafted
+        totals.accepted_tokens += accepted
+        for position in range(accepted):
+            totals.accepted_by_position[position] += 1
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """What a step without prompts took."""
+        self._line.observe(tokens, seconds)
+        for record in self._records.values():
+            record.right = TRUSTED + (record.right - TRUSTED) * FORGIVENESS
+            record.wrong = TRUSTED / 2 + (record.wrong - TRUSTED / 2) * FORGIVENESS
+
+    def forget(self, request: Request) -> None:
+        self._records.pop(request.id, None)
+        self._drafter.forget(request)
+
+    def _record(self, request: Request) -> _Record:
+        record = self._records.get(request.id)
+        if record is None:
+            record = self._records[request.id] = _Record()
+        return record

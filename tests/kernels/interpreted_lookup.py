@@ -1,0 +1,41 @@
+"""Tokens looked up and kept by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.kernels import lookup
+from phalanx.kernels.gpu import lookup as gpu
+from phalanx.kernels.lookup import TokenPool
+
+PAGE, SLOTS, WIDTH = 4, 9, 6
+
+
+def check(groups: int, rows: int) -> None:
+    """Rows at places of their own, some of which hold the latest token of their slot, and several rows of one slot."""
+    tables = torch.stack([torch.randperm(SLOTS * WIDTH).view(SLOTS, WIDTH) for _ in range(groups)]).int()
+    spots = torch.randperm(SLOTS * WIDTH * PAGE)[:rows]
+    slots, positions = spots // (WIDTH * PAGE), spots % (WIDTH * PAGE)
+    pool = TokenPool.of(SLOTS * WIDTH * PAGE, SLOTS, torch.device("cpu"))
+    pool.kept.copy_(torch.randint(1000, pool.kept.shape))
+    pool.latest.copy_(torch.randint(1000, 2000, pool.latest.shape))
+    pool.latest_at[slots[::2]] = positions[::2]
+    same = TokenPool(pool.kept.clone(), pool.latest.clone(), pool.latest_at.clone())
+    tokens, places = lookup.look_up(pool, tables, slots, positions, PAGE)
+    assert rows == 1 or {*(tokens >= 1000).tolist()} == {True, False}
+    found, found_places = gpu.look_up(same.kept, same.latest, same.latest_at, tables, slots, positions, PAGE)
+    assert torch.equal(found, tokens)
+    assert torch.equal(found_places, places)
+    assert torch.equal(same.kept, pool.kept)
+    some = torch.randperm(SLOTS)[: min(rows, SLOTS)]
+    chosen, after = torch.randint(3000, some.shape, dtype=torch.int32), torch.randint(99, some.shape)
+    lookup.keep_sampled(pool, some, after, chosen)
+    gpu.keep_sampled(same.latest, same.latest_at, some, after, chosen)
+    assert torch.equal(same.latest, pool.latest)
+    assert torch.equal(same.latest_at, pool.latest_at)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for groups, rows in ((1, 1), (1, 127), (3, 128), (2, 129), (1, 200)):
+        check(groups, rows)
