@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.quick import leave_out_slow
+from tests.quick import changed_files, is_of, leave_out
 
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", max_examples=1000)
@@ -241,7 +241,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GPUs are only seen by the tests marked `cuda`, run by `pytest -m cuda`: all others mean the CPU.
+    """GPUs are only seen by the tests marked `cuda`, which only `pytest -m cuda` runs: all others mean the CPU.
 
     A process has one thread to compute with: models are tiny, and on cores that others use too, threads that wait for
     each other take twenty times as long.
@@ -257,8 +257,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow ones come first, so that at the end no worker waits for the other.
     """
+    if config.option.markexpr != "cuda":
+        leave_out(config, items, lambda item: item.get_closest_marker("cuda") is not None)
     if config.option.quick:
-        leave_out_slow(config, items)
+        changed = changed_files()
+        leave_out(config, items, lambda item: item.get_closest_marker("slow") and not is_of(item.path, changed))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -320,12 +323,11 @@ class Reference:
         return bool((scores.amax(-1) - chosen <= LOGIT_NOISE).all())
 
 
-def make_checkpoint(name: str, folder: Path) -> Any:
-    """A tiny model with no inert part: norms, biases and routers are random too, so that a wrong one shows."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The configuration of a family's tiny model, as transformers has it."""
+    from transformers import AutoConfig
 
-    overrides = dict(FAMILIES[name])
+    overrides = FAMILIES[name] | changes
     common = {
         "vocab_size": VOCAB,
         "hidden_size": 144,
@@ -338,7 +340,15 @@ def make_checkpoint(name: str, folder: Path) -> Any:
         "pad_token_id": 0,
         "dtype": "float32",
     }
-    config = AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
+    return AutoConfig.for_model(overrides.pop("model_type", name), **(common | overrides))
+
+
+def make_checkpoint(name: str, folder: Path) -> Any:
+    """A tiny model with no inert part: norms, biases and routers are random too, so that a wrong one shows."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(name)
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
     for key, tensor in model.state_dict().items():

@@ -37,7 +37,7 @@ def runner(reference: Reference) -> TorchRunner:
 def logits(runner: TorchRunner, slot: int, tokens: list[int], start: int, stop: int, admit: bool) -> Tensor:
     """Of some positions of a sequence, whose keys and values are in BLOCKS whichever slot it is in."""
     admissions = [Admission(slot, len(tokens), tokens, 0, SamplingParams())] if admit else []
-    plan = StepPlan(1, admissions, [slot], [start], [stop - start], [False], [(slot, BLOCKS)] if admit else [])
+    plan = StepPlan(1, admissions, [slot], [start], [stop - start], [0], [(slot, BLOCKS)] if admit else [])
     with torch.inference_mode():
         inputs = runner.batch.prepare(plan)
         return runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention))

@@ -110,7 +110,7 @@ def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> R
     """What one device does at least, in the formats it holds. Ranks on CPUs share one, those on GPUs have their own."""
     on_gpu, dtype = device.type == "cuda", pick_dtype(config, spec, device)
     plain = DTYPE_NAMES[str(dtype).removeprefix("torch.")]
-    held = spec.number_format if on_gpu and spec.stored_fp8 is not None else plain
+    held = spec.number_format if on_gpu and spec.quantization is not None else plain
     cached = "fp8" if config.kv_cache_dtype == "fp8" else plain
     return count_work(spec, config.tp if on_gpu else 1, held, cached)
 

@@ -13,10 +13,9 @@ from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround, HyperEnds
-from phalanx.layers.linear import Part
 from phalanx.layers.mixers import build_mixer
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Around, Ends, Stream

@@ -21,7 +21,7 @@ from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
-from phalanx.weights.load import Progress, load_weights
+from phalanx.weights.load import Progress, check_tensors, load_weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
@@ -118,11 +118,12 @@ def load_model(
         if fp8_cache:
             _check_fp8(device)
         torch.cuda.set_device(device)
-    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu, fp8_cache=fp8_cache)
-    model = Decoder(place)
+    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache)
     reader = checkpoint.open_reader(device)
     try:
-        load_weights(model, reader, progress)
+        check_tensors(place.layout, reader, group.rank)
+        model = Decoder(place)
+        load_weights(model, reader, progress, checked=True)
     finally:
         reader.close()
     if on_gpu:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
 from phalanx.spec.ffn import Moe
-from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
+from phalanx.spec.formats import FORMATS, PLAIN, NumberFormat
 from phalanx.spec.hyper import Hyper
 from phalanx.spec.layer import Layer, Norms
 from phalanx.spec.rope import Rope
+from phalanx.spec.schemes import DEFAULTS, Quantization, Scheme
 from phalanx.spec.tensors import Spelling, Tensor
 
 
@@ -59,11 +60,6 @@ class ModelSpec:
     refusal: Refusal | None = None
 
     @property
-    def stored_fp8(self) -> Quantization | None:
-        """The quantization if it is one the runtime loads: e4m3 with a scale per square block or per output channel."""
-        return self.quantization if self.quantization and self.quantization.format.name in FP8_FORMATS else None
-
-    @property
     def number_format(self) -> str:
         """The format of the linear layers."""
         return self.quantization.format.name if self.quantization else self.dtype
@@ -83,7 +79,7 @@ class ModelSpec:
     def _convert(self, number_format: str) -> ModelSpec:
         if number_format in PLAIN:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
-        return dataclasses.replace(self, quantization=Quantization(FORMATS[number_format]))
+        return dataclasses.replace(self, quantization=Quantization.usual(number_format))
 
     @cached_property
     def _attending(self) -> tuple[Layer, ...]:
@@ -236,11 +232,17 @@ class ModelSpec:
             return prod(shape) * FORMATS[number_format].bits // 8
         if not self.is_quantised(tensor):
             return prod(shape) * 2
-        return self._format(number_format).bytes(*shape)
+        return self._format(tensor, number_format).bytes(*shape)
 
-    def _format(self, name: str) -> NumberFormat:
-        own = self.quantization
-        return own.format if own is not None and own.format.name == name else FORMATS[name]
+    def _format(self, tensor: Tensor, name: str) -> NumberFormat:
+        own = self.quantization if self.number_format == name else None
+        return FORMATS[name] if own is None else own.scheme_for(tensor.expert).format
+
+    def scheme_of(self, tensor: Tensor) -> Scheme | None:
+        """How a checkpoint keeps a matrix if it keeps it quantised; block FP8 where the configuration says nothing."""
+        if not tensor.is_linear:
+            return None
+        return DEFAULTS["fp8"] if self.quantization is None else self.quantization.scheme_for(tensor.expert)
 
     def is_quantised(self, tensor: Tensor) -> bool:
         return tensor.is_linear and not (

@@ -29,9 +29,9 @@ from phalanx.kernels.compressed import (
 )
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.compressed import Compressed
 from phalanx.spec.latent import Indexer

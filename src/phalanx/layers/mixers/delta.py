@@ -12,8 +12,8 @@ from torch import Tensor
 from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, unit_length
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from phalanx.layers.place import Place
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.delta import DeltaNet
 
