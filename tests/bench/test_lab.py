@@ -130,12 +130,15 @@ def point(tp: int, tpot: float, context: int, waits: float = 0.1) -> Point:
 
 def test_each_use_has_its_own_winner_and_the_number_that_decides() -> None:
     points = [point(1, 10, 1000), point(2, 6, 9000), point(4, 4, 30000), point(8, 3.9, 30000, waits=0.4)]
-    told = verdicts(points)
+    told = verdicts(points, on_gpus=True)
     assert told["chat"].startswith("TP=4: 4.00 ms a token")
     assert told["chat"].endswith("TP=8 has 3.90, with 40% of a step in collectives.")
     assert told["long context"] == ("TP=4: 30,000 tokens for each request of this batch; TP=2 has room for 9,000.")
     assert told["offline"].startswith("TP=1: 3,200.0 tokens/s a GPU, 0.20 USD a million")
     assert "8 replicas of it make 25,600 tokens/s on 8 GPUs, one of TP=8 makes 8,205" in told["offline"]
+    assert verdicts(points[::3], on_gpus=False)["offline"] == (
+        "TP=8: 8,205.1 tokens/s; TP=1 makes 3,200.0, on the same cores."
+    )
 
 
 def test_figures_that_the_clocks_do_not_confirm_are_said(tiny_llama: Path) -> None:

@@ -51,7 +51,7 @@ def lab(
         with console.status("Looking") as status:
             found = run_lab(asked, status.update)
         console.print(table(found))
-        for use, told in verdicts(found.points).items():
+        for use, told in verdicts(found.points, found.on_gpus).items():
             console.print(f"{use}: {told}", highlight=False)
         for remark in remarks(found):
             console.print(remark, highlight=False)

@@ -64,6 +64,7 @@ class Lab:
     random_weights: bool
     ceilings: Ceilings
     points: list[Point]
+    on_gpus: bool
 
 
 def run_lab(asked: Asked, tell: Tell) -> Lab:
@@ -100,6 +101,7 @@ def run_lab(asked: Asked, tell: Tell) -> Lab:
             random_weights=config.load_format == "dummy",
             ceilings=bench.ceilings,
             points=points,
+            on_gpus=device.type == "cuda",
         )
 
 

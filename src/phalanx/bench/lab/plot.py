@@ -17,7 +17,7 @@ def save_plot(lab: Lab, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     ideal = [base.tok_s_per_gpu * tp for tp in degrees]
-    axes.plot(degrees, ideal, "--", color="0.6", label=f"replicas of TP={base.tp} on as many GPUs")
+    axes.plot(degrees, ideal, "--", color="0.6", label=f"replicas of TP={base.tp}, each on its own")
     axes.plot(degrees, [point.tok_s for point in points], "o-", color="tab:blue", label="measured")
     planned = [(p.tp, p.tok_s * p.tpot_ms / p.planned_tpot_ms) for p in points if p.planned_tpot_ms]
     if planned:

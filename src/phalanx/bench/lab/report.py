@@ -78,11 +78,11 @@ def markdown(lab: Lab, picture: str) -> str:
     titles = ["", *(f"TP={point.tp}" for point in lab.points)]
     rows = [titles, ["---", *["--:"] * len(lab.points)], *([name, *map(cell, lab.points)] for name, cell in _ROWS)]
     lines = [f"# {heading(lab)}", "", *(f"| {' | '.join(row)} |" for row in rows), "", _source(lab), ""]
-    lines += [f"- **{use}**: {told}" for use, told in verdicts(lab.points).items()]
+    lines += [f"- **{use}**: {told}" for use, told in verdicts(lab.points, lab.on_gpus).items()]
     lines += [f"- {remark}" for remark in remarks(lab)]
     return "\n".join([*lines, "", f"![Scaling]({picture})", ""])
 
 
 def record(lab: Lab) -> dict[str, object]:
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": date, "phalanx": __version__, **asdict(lab), "verdicts": verdicts(lab.points)}
+    return {"date": date, "phalanx": __version__, **asdict(lab), "verdicts": verdicts(lab.points, lab.on_gpus)}

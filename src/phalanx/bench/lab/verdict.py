@@ -10,9 +10,13 @@ _WORTH = 0.05
 """Twice the ranks have to gain more than this: less is noise, or not worth a GPU."""
 
 
-def verdicts(points: Sequence[Point]) -> dict[str, str]:
-    """By use: chat wants the least time between tokens, long context the most room, offline work the most for a GPU."""
-    return {"chat": _chat(points), "long context": _long_context(points), "offline": _offline(points)}
+def verdicts(points: Sequence[Point], on_gpus: bool) -> dict[str, str]:
+    """By use: chat wants the least time between tokens, long context the most room, offline work the most for a GPU.
+
+    Ranks on CPUs share their cores: there the most is simply the most, and replicas would share them too.
+    """
+    offline = _offline(points) if on_gpus else _offline_on_cpus(points)
+    return {"chat": _chat(points), "long context": _long_context(points), "offline": offline}
 
 
 def _first_near_best(points: Sequence[Point], value: Callable[[Point], float]) -> Point:
@@ -57,3 +61,9 @@ def _offline(points: Sequence[Point]) -> str:
         )
         told += f", one of TP={last.tp} makes {last.tok_s:,.0f} ({last.efficiency:.0%} efficient)"
     return told + "."
+
+
+def _offline_on_cpus(points: Sequence[Point]) -> str:
+    chosen = _first_near_best(points, lambda point: point.tok_s)
+    others = (f"TP={point.tp} makes {point.tok_s:,.1f}" for point in points if point is not chosen)
+    return "; ".join([f"TP={chosen.tp}: {chosen.tok_s:,.1f} tokens/s", *others]) + ", on the same cores."
