@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.compressed import Rows, closing, far, line, near, remember, room, sources, tiles, together
-from phalanx.kernels.tiling import DecodeRows
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
 WIDTH = 3
 
@@ -72,11 +72,21 @@ def test_entries_are_found_where_they_were_put_and_made_of_their_tokens(
 
 
 def test_rows_of_one_token_look_at_their_own_window_and_no_further() -> None:
-    positions, slots = torch.tensor([0, 2, 9]), torch.tensor([4, 1, 0])
-    batch = AttentionBatch(torch.empty(0), DecodeRows(torch.zeros(3, 1, dtype=torch.int64), positions, slots=slots), [])
+    tables, slots, positions = torch.zeros(5, 1, dtype=torch.int64), torch.tensor([4, 1, 0]), torch.tensor([0, 2, 9])
+    batch = AttentionBatch(torch.empty(0), DecodeRows(tables, slots, positions), [])
     ((_, _, rows),) = tiles(together(batch, 16))
     assert near(rows, 4)[:, 0].tolist() == [
         [False, False, False, True],
         [False, True, True, True],
         [True, True, True, True],
     ]
+
+
+def test_prompts_cut_into_tiles_for_a_gpu_are_the_same_rows_in_the_same_places() -> None:
+    tables = torch.arange(40).view(4, 10)
+    prompts = [PrefillRow(0, 130, 3, tables[2, :9], 2), PrefillRow(130, 7, 0, tables[1, :1], 1)]
+    cut = [tile for row in prompts for tile in tile_prompt(row.slot, row.first, row.count, row.start)]
+    on_gpu = AttentionBatch(torch.empty(0), None, [], PrefillTiles(tables, torch.tensor(cut), resumed=True))
+    wanted = together(AttentionBatch(torch.empty(0), None, prompts), 16)
+    for found, rows in zip(together(on_gpu, 16), wanted, strict=True):
+        assert [torch.as_tensor(part).tolist() for part in found] == [torch.as_tensor(part).tolist() for part in rows]

@@ -7,11 +7,13 @@ from phalanx.server.prepare import RequestReader
 from phalanx.server.prepared import (
     Asked,
     Assignment,
+    Continues,
     DetokenizedText,
     Prepared,
     Problem,
     RequestKind,
     TokenizedText,
+    decode_asked,
     decode_outcome,
     encode,
 )
@@ -23,8 +25,11 @@ class InlinePreparer:
     async def start(self, assignment: Assignment) -> None:
         self.reader = RequestReader(assignment)
 
-    async def prepare(self, kind: RequestKind, body: bytes, client: str) -> Prepared | TokenizedText | DetokenizedText:
-        outcome = decode_outcome(encode(self.reader.outcome(Asked(kind, body))))
+    async def prepare(
+        self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None
+    ) -> Prepared | TokenizedText | DetokenizedText | Continues:
+        asked = decode_asked(encode(Asked(kind, body, earlier)))
+        outcome = decode_outcome(encode(self.reader.outcome(asked)))
         if isinstance(outcome, Problem):
             assert not outcome.trace, outcome.trace
             raise ApiError(outcome.status, outcome.message, outcome.code, param=outcome.param)

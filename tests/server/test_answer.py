@@ -16,7 +16,7 @@ from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
 from phalanx.server.parsers import OutputParser, ToolSchema
-from phalanx.server.prompts import thinking_in
+from phalanx.server.templates import thinking_in
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
 
@@ -244,7 +244,8 @@ def test_a_mailbox_tells_what_closed_it_first() -> None:
 
 def test_the_role_comes_once_with_the_first_piece_of_each_choice(tokenizer: Tokenizer) -> None:
     format = ChatFormat("id", 0, "model", tokenizer)
-    roles = [format.chunk(Piece(choice, "x")).choices[0].delta.role for choice in (0, 0, 1, 1)]
+    answer = Answer([Question([1], SamplingParams(n=2))], tokenizer, [END], Silent())
+    roles = [format.chunk(Piece(choice, "x"), answer, None).choices[0].delta.role for choice in (0, 0, 1, 1)]
     assert roles == ["assistant", None, "assistant", None]
 
 

@@ -17,7 +17,9 @@ from tests.server.running import Server
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HELLO = [{"role": "user", "content": "hi"}]
+TEXT_BLOCK = {"type": "text", "text": "x"}
 
 
 def deep(levels: int) -> dict:
@@ -94,6 +96,48 @@ CORPUS: dict[str, tuple[str, object]] = {
     "a text for a body": (COMPLETIONS, '"prompt"'),
     "no body": (COMPLETIONS, b""),
     "half a JSON": (COMPLETIONS, b'{"prompt": "a"'),
+    "template switches with structure": (CHAT, {"messages": HELLO, "chat_template_kwargs": {"thinking": {"a": []}}}),
+    "more switches than there are": (
+        CHAT,
+        {"messages": HELLO, "chat_template_kwargs": {f"s{index}": 1 for index in range(100)}},
+    ),
+    "a million allowed tokens": (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1] * (2**20 + 1)}),
+    "allowed tokens beyond the vocabulary": (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [10**6]}),
+    "a thousand bad words": (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 1000}),
+    "a prompt cut to nothing": (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}),
+    "blocks that are none": (
+        MESSAGES,
+        {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [{}]}]},
+    ),
+    "too many blocks": (
+        MESSAGES,
+        {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [TEXT_BLOCK] * 5000}]},
+    ),
+    "blocks without any text": (
+        MESSAGES,
+        {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": []}]},
+    ),
+    "a call with input of endless size": (
+        MESSAGES,
+        {
+            "model": "tiny",
+            "max_tokens": 1,
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": [0] * 20_000}}],
+                }
+            ],
+        },
+    ),
+    "no tokens to count": ("/v1/messages/count_tokens", {"model": "tiny"}),
+    "an item of no kind": (RESPONSES, {"input": [{"type": "x" * 100_000}]}),
+    "an item that is none": (RESPONSES, {"input": [1]}),
+    "too many items": (RESPONSES, {"input": HELLO * 5000}),
+    "a damaged seal": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "phalanx:!"}, *HELLO]}),
+    "a response that is not there": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
+    "too much metadata": (RESPONSES, {"input": "a", "metadata": {str(index): "x" for index in range(17)}}),
+    "an answer in the background": (RESPONSES, {"input": "a", "background": True}),
     "tokens that are none": ("/detokenize", {"tokens": [10**7]}),
     "neither prompt nor messages": ("/tokenize", {}),
 }

@@ -31,7 +31,7 @@ def assignment(template: str | None = None) -> Assignment:
     assert tokenizer is not None
     backend: PreTrainedTokenizerFast = tokenizer.backend
     return Assignment(
-        name="tiny",
+        names=["tiny"],
         tokenizer=backend.backend_tokenizer.to_str(),
         templates={"default": template} if template is not None else tokenizer.chat_templates,
         special_tokens=backend.special_tokens_map,
@@ -106,10 +106,10 @@ def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
             ("chat", {"messages": [{"role": "user", "content": text}]}),
         ):
             problem = outcome(reader, kind, body)
-            assert (problem.status, problem.code) == (400, "prompt_too_long")
+            assert (problem.status, problem.code) == (400, "context_length_exceeded")
     assert max(lengths) <= 8 * CONTEXT
     assert isinstance(outcome(reader, "tokenize", {"prompt": "word " * 1000}), TokenizedText)
-    assert outcome(reader, "detokenize", {"tokens": [1] * (CONTEXT + 1)}).code == "prompt_too_long"
+    assert outcome(reader, "detokenize", {"tokens": [1] * (CONTEXT + 1)}).code == "context_length_exceeded"
 
 
 WRONG = {

@@ -14,6 +14,7 @@ import pytest
 from starlette.types import Message
 
 from phalanx.server.answer import Piece
+from phalanx.server.chunks import Chunks
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.reply import Reply
@@ -42,10 +43,10 @@ class Spoken:
         return {"completion_tokens": len(self.words)}
 
 
-class Plain:
+class Plain(Chunks):
     """The simplest format there is."""
 
-    def chunk(self, piece: Piece) -> object:
+    def chunk(self, piece: Piece, answer: object, usage: object) -> object:
         return piece.content
 
     def usage_chunk(self, usage: dict[str, object]) -> object:
@@ -120,9 +121,8 @@ def exchange(
         sent = Reply(
             told,
             engine,
-            format or Plain(),
+            format or Plain(include_usage),
             stream,
-            include_usage,
             10.0,
             {"x-request-id": "mine"},
             lambda _, error: ends.append(error),
@@ -273,7 +273,7 @@ def test_nothing_of_a_client_that_left_is_kept() -> None:
         answer = Spoken(then_waits=True)
         told: Any = answer
         to = Client(leaves_after=0)
-        sent = Reply(told, given, Plain(), True, False, 10, {}, lambda *_: None)  # type: ignore[arg-type]
+        sent = Reply(told, given, Plain(), True, 10, {}, lambda *_: None)  # type: ignore[arg-type]
         await sent({"extensions": {}}, to.receive, to.send)
         return weakref.ref(answer)
 

@@ -33,6 +33,7 @@ ROUTES = [
     "/version",
     "/v1/models",
     "/v1/models/tiny",
+    "/v1/responses/resp_1",
     "/openapi.json",
     "/nothing",
     "/cockpit/about",
@@ -40,7 +41,15 @@ ROUTES = [
 ]
 OPEN = ["/live", "/", "/cockpit.js", "/cockpit.css"]
 """None of these tells anything about the server."""
-POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+POSTS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+]
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:

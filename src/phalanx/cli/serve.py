@@ -34,7 +34,9 @@ def serve(
         list[str] | None, typer.Option(help="A key clients must send; may be repeated. Better: a file.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for. Default: MODEL.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name clients ask for; may be repeated. Default: MODEL.")
+    ] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
@@ -64,6 +66,9 @@ def serve(
     ] = None,
     share_prefixes: Annotated[bool, typer.Option(help="Let all keys share cached prefixes.")] = False,
     vllm_metrics: Annotated[bool, typer.Option(help="Expose metrics under vLLM's names too.")] = False,
+    response_store: Annotated[
+        Path | None, typer.Option(help="A file for what /v1/responses keeps. Default: memory.")
+    ] = None,
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
@@ -98,7 +103,7 @@ def serve(
             host=host,
             port=port,
             api_keys=_api_keys(api_key or [], api_key_file),
-            served_name=served_model_name,
+            served_names=tuple(served_model_name or ()),
             reasoning_parser=reasoning_parser,
             tool_parser=tool_call_parser,
             max_queued_requests=max_queued_requests,
@@ -113,6 +118,7 @@ def serve(
             allowed_hosts=tuple(allowed_hosts or ()),
             share_prefixes=share_prefixes,
             vllm_metrics=vllm_metrics,
+            response_store=response_store,
         )
         raise typer.Exit(run(config, options))
 

@@ -72,7 +72,6 @@ def together(batch: AttentionBatch, block_size: int) -> list[Rows]:
     found = []
     if batch.decode is not None:
         tables, positions, places = batch.decode.block_table, batch.decode.positions, batch.decode.slots
-        assert places is not None
         at = torch.arange(len(positions), device=positions.device)
         found.append(Rows(at[:, None], positions[:, None], int(positions.max()) + 1, tables, places))
     for row in spans(batch, block_size):

@@ -113,7 +113,7 @@ def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -
 
 
 class StatePlaces(NamedTuple):
-    """The places of recurrent states behind those of the requests and the one for rows that only fill up a batch.
+    """The places of states behind those of the requests and the one for rows that only fill up a batch.
 
     Those that belong to prefixes, and those for states as they were before drafts, as many of each as requests may run.
     """

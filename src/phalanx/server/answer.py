@@ -10,10 +10,10 @@ from typing import Protocol
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server.engine_client import EngineClient
+from phalanx.server.fields import MAX_TOOLS
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
 from phalanx.server.parsers import OutputParser, ToolCallDelta
-from phalanx.server.protocol import MAX_TOOLS
 from phalanx.text.answer import AnswerText
 from phalanx.text.tokenizer import Tokenizer
 
@@ -22,7 +22,8 @@ from phalanx.text.tokenizer import Tokenizer
 class Question:
     """A prompt and how to answer it. `parser` makes the parser of one choice; without one, text stays as it is.
 
-    Of the tool calls a model makes at once, `most_calls` are passed on.
+    Of the tool calls a model makes at once, `most_calls` are passed on. `keep_special` and `keep_stop` leave special
+    tokens and the stop string in the text.
     """
 
     prompt: list[int]
@@ -31,11 +32,14 @@ class Question:
     grammar: bytes | None = None
     parser: Callable[[], OutputParser] | None = None
     most_calls: int = MAX_TOOLS
+    keep_special: bool = False
+    keep_stop: bool = False
+    tell_tokens: bool = False
 
 
 @dataclass
 class Piece:
-    """What is new in a choice since the piece before."""
+    """What is new in a choice since the piece before, and by which tokens where the question asks for them."""
 
     choice: int
     content: str = ""
@@ -43,9 +47,11 @@ class Piece:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
+    tokens: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason)
+        told = self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason or self.tokens
+        return bool(told)
 
 
 class Listener(Protocol):
@@ -63,6 +69,7 @@ class GrowingChoice:
         self.index = index
         self.question = question
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.output_tokens = 0
         self.reasoning_tokens = 0
         self.cached_tokens = 0
@@ -74,7 +81,8 @@ class GrowingChoice:
             tokenizer,
             question.params.stop,
             ends=(*stop_tokens, *question.params.stop_token_ids),
-            keep_special=self._parser is not None and self._parser.needs_special_tokens,
+            keep_special=question.keep_special or (self._parser is not None and self._parser.needs_special_tokens),
+            keep_stop=question.keep_stop,
         )
         self._called = False
 
@@ -86,7 +94,12 @@ class GrowingChoice:
             self.reasoning_tokens += 1
         if token.logprobs is not None:
             piece.logprobs.append((token.token, token.logprobs))
+        if self.question.tell_tokens:
+            piece.tokens.append(token.token)
         text, self.finish_reason = self._text.add(token.token, token.finish_reason)
+        if self.finish_reason == "stop":
+            asked_for = token.token in self.question.params.stop_token_ids
+            self.stop_reason = self._text.met or (token.token if asked_for else None)
         self._tell(text, piece)
 
     def _tell(self, text: str, piece: Piece) -> None:
@@ -95,7 +108,7 @@ class GrowingChoice:
         else:
             deltas = [self._parser.feed(text)]
             if self.finish_reason is not None:
-                deltas.append(self._parser.finish())
+                deltas.append(self._parser.finish(cut=self.finish_reason == "length"))
             for delta in deltas:
                 piece.content += delta.content
                 piece.reasoning += delta.reasoning

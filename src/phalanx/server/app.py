@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from typing import Any, Protocol
 
 import msgspec
@@ -13,12 +11,25 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 
+from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
-from phalanx.server.incoming import client_of, json_body, while_connected
-from phalanx.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.fields import Body
+from phalanx.server.incoming import client_of, json_body, request_id, while_connected
+from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
 from phalanx.server.supervisor import condition
 from phalanx.version import __version__
+
+_BODIES: tuple[type[Body], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountRequest,
+    ResponsesRequest,
+)
 
 
 class Cockpit(Protocol):
@@ -33,6 +44,7 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     _add_openai_routes(app, service)
+    _add_agent_routes(app, service)
     _add_operator_routes(app, service)
     if cockpit is not None:
         cockpit.mount(app)
@@ -50,7 +62,7 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop("422", None)
             operation["responses"]["4XX"] = {"description": "The request cannot be served.", "content": body}
     _, bodies = models_json_schema(
-        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in _BODIES],
         ref_template="#/components/schemas/{model}",
     )
     schema["components"] = {"schemas": bodies["$defs"]}
@@ -60,48 +72,79 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        asked = service.chat(await json_body(request), client_of(request), _headers(request))
+        asked = service.chat(await json_body(request), client_of(request), request_id(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        asked = service.complete(await json_body(request), client_of(request), _headers(request))
+        asked = service.complete(await json_body(request), client_of(request), request_id(request))
         return await while_connected(request, asked)
 
     created = int(time.time())
 
-    def model() -> dict[str, Any]:
+    def model(name: str) -> dict[str, Any]:
         started = service.supervisor.client.started
-        length = started.max_model_len if started else None
         return {
-            "id": service.name,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "phalanx",
-            "max_model_len": length,
+            "root": service.name,
+            "max_model_len": started.max_model_len if started else None,
+            "tools": None if service.tool_parser is None else "words" if service.tools_in_words else "template",
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return model()
+        return model(name)
 
     @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        asked = service.tokenize(await json_body(request), client_of(request))
-        tokens = await while_connected(request, asked)
+        asked = service.tokenize("tokenize", await json_body(request), client_of(request))
+        found = await while_connected(request, asked)
         started = service.supervisor.client.started
         length = started.max_model_len if started else None
-        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        words = {"token_strs": found.words} if found.words is not None else {}
+        return _json({"count": len(found.tokens), "max_model_len": length, "tokens": found.tokens, **words})
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         asked = service.detokenize(await json_body(request), client_of(request))
         return _json({"prompt": await while_connected(request, asked)})
+
+
+def _add_agent_routes(app: FastAPI, service: Service) -> None:
+    """Anthropic's messages and OpenAI's responses."""
+
+    @app.post("/v1/messages", openapi_extra=_takes(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        asked = service.message(await json_body(request), client_of(request), request_id(request))
+        return await while_connected(request, asked)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_takes(CountRequest))
+    async def count_tokens(request: Request) -> Response:
+        asked = service.tokenize("message_tokens", await json_body(request), client_of(request))
+        return _json({"input_tokens": len((await while_connected(request, asked)).tokens)})
+
+    @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        asked = service.respond(await json_body(request), client_of(request), request_id(request))
+        return await while_connected(request, asked)
+
+    @app.get("/v1/responses/{id}")
+    async def kept_response(id: str, request: Request) -> Response:
+        return Response(service.response(id, client_of(request)).response, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}")
+    async def forget_response(id: str, request: Request) -> dict[str, Any]:
+        service.response(id, client_of(request))
+        service.responses.delete(client_of(request), id)
+        return {"id": id, "object": "response", "deleted": True}
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
@@ -158,9 +201,3 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
-
-
-def _headers(request: Request) -> dict[str, str]:
-    """Of the answer: the client's own request id or a new one."""
-    given = request.headers.get("x-request-id", "")
-    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}

@@ -9,6 +9,7 @@ import msgspec
 
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, Piece
+from phalanx.server.chunks import Chunks, Usage
 from phalanx.server.parsers import ToolCallDelta
 from phalanx.text.tokenizer import Tokenizer
 
@@ -38,6 +39,8 @@ class ChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: dict[str, Any] | None
     finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Chunk(msgspec.Struct):
@@ -46,19 +49,23 @@ class Chunk(msgspec.Struct):
     model: str
     choices: list[ChunkChoice]
     usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion.chunk"
 
 
-class ChatFormat:
+class ChatFormat(Chunks):
     """Writes chat completions. The role comes with the first token of a choice, not before."""
 
-    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer, **usage: bool) -> None:
+        super().__init__(**usage)
         self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._greeted: set[int] = set()
 
-    def chunk(self, piece: Piece) -> Chunk:
+    def chunk(self, piece: Piece, answer: Answer, usage: Usage | None) -> Chunk:
         role = None if piece.choice in self._greeted else "assistant"
+        choice = answer.choices[piece.choice]
+        tell_prompt = choice.question.tell_tokens and not self._greeted
         self._greeted.add(piece.choice)
         delta = ChatDelta(
             role,
@@ -67,9 +74,16 @@ class ChatFormat:
             piece.reasoning or None,
             [_tool_delta(call) for call in piece.tool_calls] or None,
         )
-        return Chunk(
-            **self._head, choices=[ChunkChoice(piece.choice, delta, self._logprobs([piece]), piece.finish_reason)]
+        told = ChunkChoice(
+            piece.choice,
+            delta,
+            self._logprobs([piece]),
+            piece.finish_reason,
+            choice.stop_reason if piece.finish_reason else None,
+            piece.tokens or msgspec.UNSET,
         )
+        prompt = choice.question.prompt if tell_prompt else msgspec.UNSET
+        return Chunk(**self._head, choices=[told], usage=usage or msgspec.UNSET, prompt_token_ids=prompt)
 
     def usage_chunk(self, usage: dict[str, object]) -> Chunk:
         return Chunk(**self._head, choices=[], usage=usage)
@@ -78,6 +92,7 @@ class ChatFormat:
         by_choice: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
             by_choice[piece.choice].append(piece)
+        (question,) = answer.questions
         return {
             **self._head,
             "object": "chat.completion",
@@ -87,15 +102,24 @@ class ChatFormat:
                     "message": _message(by_choice[choice.index]),
                     "logprobs": self._logprobs(by_choice[choice.index]),
                     "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
                 }
+                | told_tokens(by_choice[choice.index])
                 for choice in answer.choices
             ],
             "usage": answer.usage(),
+            **({"prompt_token_ids": question.prompt} if question.tell_tokens else {}),
         }
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         tokens = [token for piece in pieces for token in piece.logprobs]
         return logprobs.for_chat(tokens, self._tokenizer) if tokens else None
+
+
+def told_tokens(pieces: list[Piece]) -> dict[str, Any]:
+    """A choice's tokens, where it was asked for them."""
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return {"token_ids": tokens} if tokens else {}
 
 
 def _tool_delta(call: ToolCallDelta) -> ToolDelta:

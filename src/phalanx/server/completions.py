@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server import logprobs
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, GrowingChoice, Piece
+from phalanx.server.chunks import Chunks, Usage
 from phalanx.text.tokenizer import Tokenizer
 
 
@@ -17,6 +17,9 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -30,38 +33,45 @@ class Completion(msgspec.Struct):
     object: str = "text_completion"
 
 
-class CompletionFormat:
+class CompletionFormat(Chunks):
     """Writes text completions. `echoes` is what goes before the text of each choice."""
 
-    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer, echoes: list[str]) -> None:
+    def __init__(
+        self, id: str, created: int, model: str, tokenizer: Tokenizer, echoes: list[str], **usage: bool
+    ) -> None:
+        super().__init__(**usage)
         self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._echoes = dict(enumerate(echoes))
         self._lengths = [len(echo) for echo in echoes]
 
-    def chunk(self, piece: Piece) -> Completion:
-        return self._completion([self._choice(piece.choice, piece.content, piece.logprobs, piece.finish_reason)])
+    def chunk(self, piece: Piece, answer: Answer, usage: Usage | None) -> Completion:
+        return self._completion([self._choice([piece], answer.choices[piece.choice])], usage or msgspec.UNSET)
 
-    def usage_chunk(self, usage: dict[str, object]) -> Completion:
+    def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
     def body(self, pieces: list[Piece], answer: Answer) -> Completion:
-        choices = []
-        for choice in answer.choices:
-            own = [piece for piece in pieces if piece.choice == choice.index]
-            text = "".join(piece.content for piece in own)
-            tokens = [token for piece in own for token in piece.logprobs]
-            choices.append(self._choice(choice.index, text, tokens, choice.finish_reason))
-        return self._completion(choices, answer.usage())
+        of_choice = [[piece for piece in pieces if piece.choice == choice.index] for choice in answer.choices]
+        return self._completion(list(map(self._choice, of_choice, answer.choices)), answer.usage())
 
-    def _choice(
-        self, index: int, text: str, tokens: list[tuple[int, TokenLogprobs]], finish_reason: str | None
-    ) -> CompletionChoice:
-        written = None
+    def _choice(self, pieces: list[Piece], choice: GrowingChoice) -> CompletionChoice:
+        index, written = choice.index, None
+        is_first = index in self._echoes
+        tokens = [token for piece in pieces for token in piece.logprobs]
         if tokens:
             written = logprobs.for_completion(tokens, self._tokenizer, self._lengths[index])
             self._lengths[index] += sum(map(len, written["tokens"]))
-        return CompletionChoice(index, self._echoes.pop(index, "") + text, written, finish_reason)
+        reason = pieces[-1].finish_reason if pieces else choice.finish_reason
+        return CompletionChoice(
+            index,
+            "".join([self._echoes.pop(index, ""), *(piece.content for piece in pieces)]),
+            written,
+            reason,
+            choice.stop_reason if reason else None,
+            [token for piece in pieces for token in piece.tokens] or msgspec.UNSET,
+            choice.question.prompt if is_first and choice.question.tell_tokens else msgspec.UNSET,
+        )
 
     def _completion(
         self, choices: list[CompletionChoice], usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET

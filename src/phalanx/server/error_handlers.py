@@ -8,36 +8,38 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from phalanx.errors import PhalanxError
-from phalanx.server.errors import ApiError, bad_request
+from phalanx.server.errors import ApiError, bad_request, body_for
+from phalanx.server.incoming import request_id
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Tell every error of this application in one shape."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _told(_as_api_error(error))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _told(request, _as_api_error(error))
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
-            return _told(error)
+            return _told(request, error)
         message, code = error.detail, "bad_request"
         if error.status_code in (404, 405):
             message, code = f"{request.method} {request.url.path} is not served here.", "not_found"
-        return _told(ApiError(error.status_code, message, code, headers=dict(error.headers or {})))
+        return _told(request, ApiError(error.status_code, message, code, headers=dict(error.headers or {})))
 
     @app.exception_handler(PhalanxError)
-    async def wrong(_: Request, error: PhalanxError) -> Response:
-        return _told(ApiError.of(error))
+    async def wrong(request: Request, error: PhalanxError) -> Response:
+        return _told(request, ApiError.of(error))
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return _told(ApiError(500, "The server made a mistake; its log has the details.", "internal_error"))
+    async def broken(request: Request, error: Exception) -> Response:
+        return _told(request, ApiError(500, "The server made a mistake; its log has the details.", "internal_error"))
 
 
-def _told(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status_code, headers=dict(error.headers or {}))
+def _told(request: Request, error: ApiError) -> Response:
+    headers = request_id(request) | dict(error.headers or {})
+    return JSONResponse(body_for(request.url.path, error), error.status_code, headers=headers)
 
 
 def _as_api_error(error: RequestValidationError) -> ApiError:

@@ -10,6 +10,9 @@ from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 
 _REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503}
 """Requests that are refused for no fault of their own."""
+OVERFLOW = "context_length_exceeded"
+"""What clients look for before they shorten a conversation, in OpenAI's word and in Anthropic's ("too long")."""
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class ApiError(HTTPException):
@@ -35,6 +38,8 @@ class ApiError(HTTPException):
         status = _REFUSALS.get(error.code, 400) if isinstance(error, RequestError) else 500
         if isinstance(error, EngineDeadError):
             return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
+        if error.code == "prompt_too_long":
+            return cls(status, f"The prompt is too long for the maximum context length: {error}", OVERFLOW)
         return cls(status, str(error), error.code)
 
 
@@ -52,6 +57,22 @@ def queue_full(why: str) -> ApiError:
 
 def model_not_found(asked: str, served: str) -> ApiError:
     return ApiError(404, f"The model {asked!r} is not served here; {served!r} is.", "model_not_found", param="model")
+
+
+def response_not_found(id: str) -> ApiError:
+    return ApiError(404, f"No response {id[:100]!r} is kept here for this key.", "response_not_found")
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kinds = {413: "request_too_large", 503: "overloaded_error"}
+    status = error.status_code
+    kind = kinds.get(status, _kind(status).replace("server_error", "api_error"))
+    return {"type": "error", "error": error.body["error"] | {"type": kind}}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """An error in the shape that the clients of a path read."""
+    return anthropic_error(error) if path.startswith(ANTHROPIC_PATH) else error.body
 
 
 def _kind(status: int) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hmac import compare_digest
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx.server.errors import ApiError
+from phalanx.server.errors import ApiError, body_for
 from phalanx.server.fairness import Shares
 from phalanx.server.incoming import BODY_DONE, CLIENT
 
@@ -42,11 +42,11 @@ class Guard:
             return
         try:
             headers = dict(scope["headers"])
-            scope[CLIENT] = self._client(scope, headers.get(b"authorization", b""))
+            scope[CLIENT] = self._client(scope, headers)
             most = min(self._max_body, MAX_COCKPIT_BODY) if scope["path"].startswith("/cockpit/") else self._max_body
             _check_length(headers.get(b"content-length"), most)
         except ApiError as error:
-            await refuse(error, send)
+            await refuse(error, scope["path"], send)
             return
         body = _Body(scope[CLIENT], receive, most, self._bodies)
         scope[BODY_DONE] = body.done
@@ -55,11 +55,14 @@ class Guard:
         finally:
             body.done()
 
-    def _client(self, scope: Scope, authorization: bytes) -> str:
-        """Who asks, as far as keys tell."""
+    def _client(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+        """Who asks, as far as keys tell. Anthropic's clients have a header of their own for them."""
         if not self._keys:
             self._check_host(scope)
             return ""
+        authorization = headers.get(b"authorization", b"")
+        if not authorization and b"x-api-key" in headers:
+            authorization = b"Bearer " + headers[b"x-api-key"]
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         matches = [compare_digest(given, known) for known in self._keys]
@@ -70,7 +73,7 @@ class Guard:
         what = "No API key was given." if not authorization else "The API key is wrong."
         raise ApiError(
             401,
-            f"{what} Send it as 'Authorization: Bearer KEY'.",
+            f"{what} Send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'.",
             "invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
@@ -147,8 +150,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def refuse(error: ApiError, send: Send) -> None:
-    body = msgspec.json.encode(error.body)
+async def refuse(error: ApiError, path: str, send: Send) -> None:
+    body = msgspec.json.encode(body_for(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))} | dict(error.headers or {})
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status_code, "headers": raw})

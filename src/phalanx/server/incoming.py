@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -24,6 +26,12 @@ T = TypeVar("T")
 
 def client_of(request: Request) -> str:
     return str(request.scope.get(CLIENT, ""))
+
+
+def request_id(request: Request) -> dict[str, str]:
+    """The header of the answer: the client's own id of its request, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}
 
 
 async def json_body(request: Request) -> bytes:

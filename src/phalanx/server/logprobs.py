@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.engine.step_plan import TokenLogprobs
@@ -9,8 +10,10 @@ from phalanx.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 
+SampledTokens = Sequence[tuple[int, TokenLogprobs]]
 
-def for_chat(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> dict[str, Any]:
+
+def for_chat(tokens: SampledTokens, tokenizer: Tokenizer) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
@@ -22,7 +25,7 @@ def for_chat(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> d
     return {"content": content, "refusal": None}
 
 
-def for_completion(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+def for_completion(tokens: SampledTokens, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
     """`offset` is where the first of these tokens begins in the text."""
     words, offsets = [], []
     for token, _ in tokens:
@@ -34,8 +37,11 @@ def for_completion(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer
         "tokens": words,
         "token_logprobs": [max(logprobs.sampled, _LOWEST) for _, logprobs in tokens],
         "top_logprobs": [
-            {_word(token, tokenizer): max(logprob, _LOWEST) for token, logprob in logprobs.top}
-            for _, logprobs in tokens
+            {
+                _word(each, tokenizer): max(logprob, _LOWEST)
+                for each, logprob in ((token, logprobs.sampled), *logprobs.top)
+            }
+            for token, logprobs in tokens
         ],
         "text_offset": offsets,
     }

@@ -15,7 +15,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    served_name: str | None = None
+    served_names: tuple[str, ...] = ()
     reasoning_parser: str | None = None
     tool_parser: str | None = None
     max_queued_requests: int = 256
@@ -30,6 +30,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     share_prefixes: bool = False
     vllm_metrics: bool = False
+    response_store: Path | None = None
 
 
 def default_name(model: str | None) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from tokenizers import Tokenizer
@@ -15,40 +15,49 @@ from phalanx.engine.core import check_request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import PhalanxError, RequestError
 from phalanx.server import forked
+from phalanx.server.anthropic.translate import to_chat
+from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
+from phalanx.server.complaints import complaint_of, problem_of
 from phalanx.server.errors import ApiError, bad_request, model_not_found
+from phalanx.server.fields import MAX_TOOLS, MAX_UNKNOWN_FIELDS, Body
+from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.request import constraint_of
+from phalanx.server.offer import Offer, offer_of
 from phalanx.server.parsers import ToolSchema
 from phalanx.server.prepared import (
     LANES,
     QUICK,
     Asked,
     Assignment,
+    Continues,
     DetokenizedText,
     Prepared,
     Problem,
     ReaderReady,
     ReadRequest,
+    ResponseRecord,
     TokenizedText,
     decode_asked,
     decode_assignment,
     encode,
 )
-from phalanx.server.prompts import ChatTemplates, Encoder, characters_of, echoes_of, prompts_of, thinking_in
+from phalanx.server.prompts import Encoder, characters_of, echoes_of, prompts_of, token_rules
 from phalanx.server.protocol import (
-    MAX_TOOLS,
-    MAX_UNKNOWN_FIELDS,
-    Body,
     ChatRequest,
     CompletionRequest,
+    Constrained,
     DetokenizeRequest,
+    Message,
+    Rendering,
     TokenizeRequest,
+    Tool,
 )
+from phalanx.server.refused import check_fields
+from phalanx.server.responses.translate import items_of, record_of
+from phalanx.server.responses.translate import to_chat as response_to_chat
+from phalanx.server.responses.wire import ResponsesRequest
+from phalanx.server.templates import ChatTemplates, thinking_in
 
-_REFUSED = {
-    "chat_template": "A chat template in a request would run on the server; it uses the model's own.",
-    "suffix": "Text after the answer cannot be given; these models only continue a prompt.",
-    "best_of": "Use n: all answers are returned.",
-}
 B = TypeVar("B", bound=Body)
 
 
@@ -56,107 +65,163 @@ class RequestReader:
     """Reads requests for one model."""
 
     def __init__(self, assignment: Assignment) -> None:
-        self._name = assignment.name
+        self._names = assignment.names
         self._vocab = assignment.vocab
+        self._context = assignment.context
         self._tool_parser = assignment.tool_parser
         self._encoder = Encoder(Tokenizer.from_str(assignment.tokenizer), assignment.context)
-        self.templates = ChatTemplates(assignment.templates, assignment.special_tokens)
+        self.templates = ChatTemplates(assignment.templates, assignment.special_tokens, assignment.tools_in_words)
         self.bad_template: str | None = None
 
     def outcome(self, asked: Asked) -> ReadRequest:
         """What a request comes to, or what is wrong with it."""
         readers: dict[str, Callable[[bytes], ReadRequest]] = {
-            "chat": self._chat,
+            "chat": lambda body: self._answer(*self._read(ChatRequest, body)),
             "completion": self._completion,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "message": lambda body: self._answer(*self._message(MessagesRequest, body)),
+            "message_tokens": self._message_tokens,
+            "response": lambda body: self._response(body, asked.earlier),
         }
         try:
             return readers[asked.kind](asked.body)
         except PhalanxError as error:
-            return _problem(ApiError.of(error))
+            return problem_of(ApiError.of(error))
         except ApiError as error:
-            return _problem(error)
+            return problem_of(error)
         except MemoryError:
             return Problem(400, "The request takes more memory to read than there is for one.", "request_too_complex")
         except Exception:
             told = "The server made a mistake; its log has the details."
             return Problem(500, told, "internal_error", trace=traceback.format_exc(limit=-8))
 
-    def _chat(self, body: bytes) -> Prepared:
-        request = self._read(ChatRequest, body)
-        self._check_tools(request)
+    def _answer(self, request: ChatRequest, unknown: list[str], record: ResponseRecord | None = None) -> Prepared:
+        """What a chat comes to, by whatever API it came."""
+        offer = self._offer(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", param="top_logprobs")
         params = request.to_params(
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=request.top_logprobs or 0 if request.logprobs else None,
         )
-        tools = [] if request.tool_choice == "none" else request.tools or []
-        constraint = constraint_of(request, self._tool_parser)
-        self._check_template()
-        self._encoder.check_size(characters_of(request.messages))
-        text = self.templates.render(request.messages, tools, request.chat_template_kwargs)
-        return Prepared(
-            prompts=[self._encoder.encode(text, special_tokens=False)],
-            params=params,
-            stream=bool(request.stream),
-            include_usage=request.stream_options is not None and request.stream_options.include_usage,
-            salt=request.cache_salt,
-            constraint=constraint,
-            tools=[ToolSchema(tool.function.name, tool.function.parameters) for tool in tools],
-            most_calls=1 if request.parallel_tool_calls is False else MAX_TOOLS,
+        constraint = constraint_of(request, offer, self._tool_parser)
+        text, heeded = self._text(request.messages, offer.tools, request, request.reasoning_effort)
+        return self._prepared(
+            request,
+            [self._encoder.encode(text, special_tokens=False)],
+            params,
+            constraint,
+            unknown=unknown if heeded else [*unknown, "reasoning_effort"],
+            tools=[ToolSchema(tool.function.name, tool.function.parameters) for tool in offer.tools],
+            most_calls=1 if offer.one else MAX_TOOLS,
             thinking=thinking_in(text),
             echoes=[""],
-            unknown=_unknown(request),
+            record=record,
         )
 
-    def _completion(self, body: bytes) -> Prepared:
-        request = self._read(CompletionRequest, body)
-        params = request.to_params(request.max_tokens, request.logprobs)
-        prompts = prompts_of(request, self._encoder)
+    def _prepared(
+        self,
+        request: Constrained,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        **more: Any,
+    ) -> Prepared:
+        """What chats and plain prompts have in common."""
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise bad_request("stream_options are for streams: set stream to true.", param="stream_options")
         return Prepared(
-            prompts=prompts,
+            model=request.model or self._names[0],
+            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
             params=params,
             stream=bool(request.stream),
-            include_usage=request.stream_options is not None and request.stream_options.include_usage,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
             salt=request.cache_salt,
-            constraint=constraint_of(request, self._tool_parser),
-            tools=[],
-            most_calls=MAX_TOOLS,
-            thinking=None,
-            echoes=echoes_of(request, prompts, self._encoder),
-            unknown=_unknown(request),
+            constraint=constraint,
+            rules=token_rules(request, self._encoder, self._vocab),
+            keep_special=not request.skip_special_tokens,
+            keep_stop=request.include_stop_str_in_output,
+            tell_tokens=bool(request.return_token_ids),
+            **more,
         )
 
+    def _truncated(self, prompt: list[int], request: Constrained, params: SamplingParams) -> list[int]:
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == 0:
+            raise bad_request("truncate_prompt_tokens leaves no prompt.", param="truncate_prompt_tokens")
+        return prompt[-(most if most > 0 else max(1, self._context - (params.max_tokens or 1))) :]
+
+    def _text(
+        self, messages: list[Message], tools: list[Tool], how: Rendering, effort: str | None = None
+    ) -> tuple[str, bool]:
+        """The prompt of a chat, and whether its wish for an effort, if it has one, is part of it."""
+        self._check_template()
+        self._encoder.check_size(characters_of(messages))
+        switches, heeded = self.templates.switches(how.chat_template_kwargs or {}, effort)
+        return self.templates.render(messages, tools, how, switches), heeded or effort is None
+
+    def _completion(self, body: bytes) -> Prepared:
+        request, unknown = self._read(CompletionRequest, body)
+        prompts = prompts_of(request, self._encoder)
+        return self._prepared(
+            request,
+            prompts,
+            request.to_params(request.max_tokens, request.logprobs),
+            constraint_of(request, Offer([], False, False), None),
+            unknown=unknown,
+            echoes=echoes_of(request, prompts, self._encoder),
+        )
+
+    def _message(self, kind: type[CountRequest], body: bytes) -> tuple[ChatRequest, list[str]]:
+        request, unknown = self._read(kind, body)
+        return to_chat(request), unknown
+
+    def _response(self, body: bytes, earlier: bytes | None) -> Prepared | Continues:
+        request, unknown = self._read(ResponsesRequest, body)
+        if request.previous_response_id is not None and earlier is None:
+            return Continues(request.previous_response_id)
+        items = items_of(request, earlier)
+        record = record_of(request, items, request.model or self._names[0])
+        return self._answer(response_to_chat(request, items), unknown, record)
+
+    def _message_tokens(self, body: bytes) -> TokenizedText:
+        request, _ = self._message(CountRequest, body)
+        text, _ = self._text(request.messages, self._offer(request).tools, request, request.reasoning_effort)
+        return TokenizedText(self._encoder.encode(text, special_tokens=False))
+
     def _tokenize(self, body: bytes) -> TokenizedText:
-        request = self._read(TokenizeRequest, body)
+        request, _ = self._read(TokenizeRequest, body)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("Give either prompt or messages.")
         if request.messages is None:
-            return TokenizedText(self._encoder.encode(request.prompt or "", request.add_special_tokens))
-        self._check_template()
-        self._encoder.check_size(characters_of(request.messages))
-        return TokenizedText(self._encoder.encode(self.templates.render(request.messages), special_tokens=False))
+            tokens = self._encoder.encode(request.prompt or "", request.add_special_tokens)
+        else:
+            text, _ = self._text(request.messages, request.tools or [], request)
+            tokens = self._encoder.encode(text, special_tokens=False)
+        return TokenizedText(tokens, self._encoder.words(tokens) if request.return_token_strs else None)
 
     def _detokenize(self, body: bytes) -> DetokenizedText:
-        request = self._read(DetokenizeRequest, body)
+        request, _ = self._read(DetokenizeRequest, body)
         if request.tokens:
             check_request(request.tokens, SamplingParams(), self._vocab, len(request.tokens) + 1)
         return DetokenizedText(self._encoder.decode(request.tokens, keep_special=True))
 
-    def _read(self, kind: type[B], body: bytes) -> B:
+    def _read(self, kind: type[B], body: bytes) -> tuple[B, list[str]]:
+        """A request, and the names of its fields that nobody reads."""
         try:
             request = kind.model_validate_json(body)
         except ValidationError as error:
-            raise _complaint(error) from None
-        for field, why in _REFUSED.items():
-            if (request.model_extra or {}).get(field) is not None:
-                raise bad_request(f"{field} is not accepted. {why}", param=field)
+            raise complaint_of(error) from None
+        check_fields(request.model_extra or {})
         asked = getattr(request, "model", None)
-        if asked is not None and asked != self._name:
-            raise model_not_found(asked, self._name)
-        return request
+        if asked is not None and asked not in self._names:
+            raise model_not_found(asked, self._names[0])
+        return request, list(islice(request.unknown_fields(), MAX_UNKNOWN_FIELDS))
 
     def _check_template(self) -> None:
         if self.bad_template is not None:
@@ -166,41 +231,13 @@ class RequestReader:
                 "Use a plain prompt, or give the model another template.",
             )
 
-    def _check_tools(self, request: ChatRequest) -> None:
-        choice = request.tool_choice
-        names = [tool.function.name for tool in request.tools or []]
-        if not names and choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice asks for a call, but tools is empty.", param="tool_choice")
-        if names and choice != "none" and self._tool_parser is None:
+    def _offer(self, request: ChatRequest) -> Offer:
+        offer = offer_of(request)
+        if offer.tools and self._tool_parser is None:
             raise bad_request(
-                "This model has no known format for tool calls: start the server with --tool-call-parser.",
-                param="tools",
+                "Calls of tools are turned off: start the server without --tool-call-parser none.", param="tools"
             )
-        if choice is not None and not isinstance(choice, str) and choice.function.name not in names:
-            raise bad_request(
-                f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
-            )
-
-
-def _problem(error: ApiError) -> Problem:
-    told = error.body["error"]
-    return Problem(error.status_code, told["message"], told["code"], told["param"])
-
-
-def _unknown(request: Body) -> list[str]:
-    return list(islice(request.unknown_fields(), MAX_UNKNOWN_FIELDS))
-
-
-def _complaint(error: ValidationError) -> ApiError:
-    """The first complaint by name; a union's many complaints are about one field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
-    if first["type"] == "json_invalid":
-        return bad_request(f"The body is not JSON: {first['ctx']['error']}.", "bad_json")
-    if first["type"] == "model_type" and not path:
-        return bad_request("The body must be a JSON object, sent as 'content-type: application/json'.", "bad_body")
-    where = ".".join(path)[:200] or "body"
-    return bad_request(f"{where}: {first['msg']}.", "bad_parameter", param=path[0][:64] if path else None)
+        return offer
 
 
 def main() -> None:

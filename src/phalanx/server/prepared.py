@@ -7,27 +7,33 @@ from typing import Literal
 import msgspec
 
 from phalanx.engine.sampling import SamplingParams
+from phalanx.server.fields import MAX_TOOLS
 from phalanx.server.forked import Lane
 from phalanx.server.grammar.constraint import Constraint
+from phalanx.server.grammar.rules import TokenRules
 from phalanx.server.parsers import ToolSchema
 
 QUICK, LARGE = 0, 1
 LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=5))
 """Small requests do not wait for large ones."""
 
-RequestKind = Literal["chat", "completion", "tokenize", "detokenize"]
+RequestKind = Literal["chat", "completion", "tokenize", "detokenize", "message", "message_tokens", "response"]
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The model whose requests are read. `templates` are its chat templates by name, as transformers has them."""
+    """The model whose requests are read, by its names. `templates` are its chat templates, as transformers has them.
 
-    name: str
+    With `tools_in_words` they know no tools, which are told to the model in plain words.
+    """
+
+    names: list[str]
     tokenizer: str
     templates: dict[str, str]
     special_tokens: dict[str, str | list[str]]
     vocab: int
     context: int
     tool_parser: str | None
+    tools_in_words: bool = False
 
 
 class ReaderReady(msgspec.Struct, frozen=True):
@@ -37,33 +43,64 @@ class ReaderReady(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request's body, as it came."""
+    """A request's body, as it came; and what came before it, if it goes on with an answer that was kept."""
 
     kind: RequestKind
     body: bytes
+    earlier: bytes | None = None
+
+
+class ResponseRecord(msgspec.Struct, frozen=True):
+    """What an answer by /v1/responses says of its request, and what is kept of it if it is to be kept.
+
+    `echo` has fields of the answer as JSON, `items` the conversation so far as a JSON list.
+    """
+
+    echo: bytes
+    items: bytes
+    store: bool
+    logprobs: bool
+    sealed_reasoning: bool
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """What a request for an answer comes to. `thinking` is whether its prompt ends within a thought, or after one.
 
-    `echoes` has what goes before the answers to each prompt; `unknown` are fields nobody reads.
+    `model` is the name it was asked by; `echoes` has what goes before the answers to each prompt; `unknown` are fields
+    nobody reads.
     """
 
+    model: str
     prompts: list[list[int]]
     params: SamplingParams
     stream: bool
     include_usage: bool
     salt: str | None
     constraint: Constraint | None
-    tools: list[ToolSchema]
-    most_calls: int
-    thinking: bool | None
-    echoes: list[str]
     unknown: list[str]
+    rules: TokenRules | None = None
+    tools: list[ToolSchema] = []
+    most_calls: int = MAX_TOOLS
+    thinking: bool | None = None
+    echoes: list[str] = []
+    continuous_usage: bool = False
+    keep_special: bool = False
+    keep_stop: bool = False
+    tell_tokens: bool = False
+    record: ResponseRecord | None = None
 
 
 class TokenizedText(msgspec.Struct, frozen=True, tag=True):
+    """`words` are the tokens as text, where that was asked for."""
+
     tokens: list[int]
+    words: list[str] | None = None
+
+
+class Continues(msgspec.Struct, frozen=True, tag=True):
+    """The request goes on with an answer that was kept: it is to be read again, with what came before."""
+
+    response: str
 
 
 class DetokenizedText(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +117,7 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-ReadRequest = Prepared | TokenizedText | DetokenizedText | Problem
+ReadRequest = Prepared | TokenizedText | DetokenizedText | Continues | Problem
 
 encode = msgspec.msgpack.encode
 decode_assignment = msgspec.msgpack.Decoder(Assignment).decode

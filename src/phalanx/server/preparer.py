@@ -13,6 +13,7 @@ from phalanx.server.prepared import (
     QUICK,
     Asked,
     Assignment,
+    Continues,
     DetokenizedText,
     Prepared,
     Problem,
@@ -45,12 +46,14 @@ class Preparer:
         if ready.bad_template is not None:
             log.warning("the model's chat template is not used: %s", ready.bad_template)
 
-    async def prepare(self, kind: RequestKind, body: bytes, client: str) -> Prepared | TokenizedText | DetokenizedText:
+    async def prepare(
+        self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None
+    ) -> Prepared | TokenizedText | DetokenizedText | Continues:
         """What a request comes to. ApiError if something is wrong with it."""
-        lane = QUICK if len(body) <= QUICK_BYTES else LARGE
+        lane = QUICK if len(body) + len(earlier or b"") <= QUICK_BYTES else LARGE
         try:
             async with self._turns[lane].turn(client):
-                outcome = decode_outcome(await self._processes.ask(lane, encode(Asked(kind, body))))
+                outcome = decode_outcome(await self._processes.ask(lane, encode(Asked(kind, body, earlier))))
         except Lost as lost:
             raise ApiError(
                 400,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from phalanx.errors import RequestError
-from phalanx.server import markup
 from phalanx.server.errors import bad_request
-from phalanx.server.protocol import CompletionRequest, Message, TemplateOptions, Tool
+from phalanx.server.grammar.rules import TokenRules
+from phalanx.server.protocol import CompletionRequest, Message, Sampling
 
 _PROBED = 8
 _SURELY = 2
@@ -49,6 +45,10 @@ class Encoder:
             raise self._too_long(f"{len(tokens)} tokens")
         return self._tokenizer.decode(tokens, skip_special_tokens=not keep_special)
 
+    def words(self, tokens: Sequence[int]) -> list[str]:
+        """As the vocabulary has them."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
     def _too_long(self, found: str) -> RequestError:
         return RequestError(
             "prompt_too_long",
@@ -57,99 +57,26 @@ class Encoder:
         )
 
 
-class ChatTemplates:
-    """A model's chat templates, which came with it and are not trusted: for a process with limits."""
-
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        self._templates = templates
-        self._special_tokens = special_tokens
-
-    def try_out(self) -> None:
-        """Every template, in all of its parts that are read before it is run. What it says of a greeting is its own."""
-        for name in self._templates:
-            try:
-                self._render(name, [{"role": "user", "content": "Hello"}], [], {})
-            except RequestError:
-                continue
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TemplateOptions | None = None
-    ) -> str:
-        """The prompt's text, up to where the answer begins."""
-        if not self._templates:
-            raise RequestError(
-                "no_chat_template", "This model's tokenizer has no chat template.", "Use a plain prompt instead."
-            )
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        shown = [tool.model_dump(exclude_none=True) for tool in tools]
-        switches = options.model_dump(exclude_none=True) if options is not None else {}
-        return self._render(name, [_plain(message) for message in messages], shown, switches)
-
-    def _render(
-        self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], switches: dict[str, Any]
-    ) -> str:
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools or None,
-                chat_template=self._templates[name],
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **switches,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
-            raise RequestError(
-                "bad_conversation",
-                f"The model's chat template refuses this conversation: {str(error)[:400]}.",
-                "Templates usually want roles to alternate and contents to be text.",
-            ) from error
-        return str(texts[0])
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, arguments of calls as objects."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    plain: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return plain
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_request("A tool call's arguments are not the JSON text of an object.", param="messages")
-    return arguments
+def token_rules(request: Sampling, encoder: Encoder, vocab: int) -> TokenRules | None:
+    """What `allowed_token_ids` and `bad_words` come to. A word is meant at the start of a text and behind a space."""
+    allowed = request.allowed_token_ids
+    if allowed is None and not request.bad_words:
+        return None
+    if allowed is not None and max(allowed) >= vocab:
+        raise bad_request(
+            f"allowed_token_ids has {max(allowed)}; the vocabulary has {vocab}.", param="allowed_token_ids"
+        )
+    banned: list[list[int]] = []
+    for word in request.bad_words or []:
+        at_start, behind_space = (encoder.encode(before + word.lstrip(), False) for before in ("", " "))
+        banned += [words for words in (at_start, behind_space) if words and words not in banned]
+    return TokenRules(allowed, banned)
 
 
 def characters_of(messages: Sequence[Message]) -> int:
     """Of the texts in messages: what is surely part of the prompt."""
     contents = (message.content or "" for message in messages)
     return sum(len(text) if isinstance(text, str) else sum(len(part.text) for part in text) for text in contents)
-
-
-def thinking_in(prompt: str) -> bool | None:
-    """Whether the template has opened a thought for the model to continue, closed one, or neither."""
-    end = prompt.rstrip()
-    return True if end.endswith(markup.THINK) else False if end.endswith(markup.END_THINK) else None
 
 
 def prompts_of(request: CompletionRequest, encoder: Encoder) -> list[list[int]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from phalanx.engine.sampling import (
     COUNT_LIMIT,
     MAX_CHOICES,
-    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
@@ -18,88 +16,35 @@ from phalanx.engine.sampling import (
     SamplingParams,
 )
 from phalanx.server.errors import bad_request
-
-MAX_MESSAGES = 2048
-MAX_PROMPTS = 128
-MAX_TOKENS = 2**20
-MAX_TOOLS = 128
-MAX_STOP_LENGTH = 1024
-MAX_UNKNOWN_FIELDS = 256
-MAX_OBJECT_PARTS = 16_384
-
-
-def _clean(text: str) -> str:
-    """Text that every part of the way can carry. Half a surrogate pair is no JSON and does not come here."""
-    if "\x00" in text:
-        raise ValueError("it holds a NUL character")
-    return text
-
-
-def _of_bounded_size(value: Any) -> Any:
-    """An object of any form, with so many members and items in all."""
-    parts, left = 0, [value]
-    while left:
-        part = left.pop()
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        parts += len(inner)
-        if parts > MAX_OBJECT_PARTS:
-            raise ValueError(f"it has more than {MAX_OBJECT_PARTS} members and items")
-        left += inner
-    return value
-
-
-def _biases(bias: dict[str, Any]) -> dict[str, Any]:
-    for key, value in bias.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise ValueError(f"the bias of {key[:40]!r} is no number from -100 to 100")
-    return bias
-
-
-Text = Annotated[str, AfterValidator(_clean)]
-Object = Annotated[dict[str, Any], AfterValidator(_of_bounded_size)]
-Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_clean)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_clean)]
-TokenId = Annotated[int, Field(ge=0, lt=COUNT_LIMIT)]
-Count = Annotated[int, Field(ge=1, le=COUNT_LIMIT)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Bias = Annotated[dict[str, Any], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_biases)]
-Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
-
-
-class Body(BaseModel):
-    """Types are taken as they are written: no number in quotes, no 1 for true. Unknown fields are kept to be named.
-
-    Every list and map has a bound, and the first wrong item of a list ends its check.
-    """
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    @model_validator(mode="after")
-    def _few_unknown_fields(self) -> Self:
-        if len(self.model_extra or {}) > MAX_UNKNOWN_FIELDS:
-            raise ValueError(f"there are more than {MAX_UNKNOWN_FIELDS} unknown fields")
-        return self
-
-    def unknown_fields(self, path: str = "") -> Iterator[str]:
-        """Names of fields nobody reads, as `messages.0.colour`."""
-        for name in self.model_extra or {}:
-            yield path + name
-        for name in self.model_fields_set:
-            value = getattr(self, name, None)
-            for index, item in enumerate(value) if isinstance(value, list) else [("", value)]:
-                if isinstance(item, Body):
-                    yield from item.unknown_fields(f"{path}{name}.{index}.".replace("..", "."))
+from phalanx.server.fields import (
+    MAX_BAD_WORDS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TEMPLATE_SWITCHES,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    Bias,
+    Body,
+    Count,
+    Name,
+    Number,
+    Object,
+    StopString,
+    Text,
+    TokenId,
+    Tokens,
+    ToolName,
+)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Sampling(Body):
-    """The fields that chat and plain completions share."""
+    """How an answer's tokens are chosen and told: what every request for one may say, whatever API it comes by."""
 
-    model: Name | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: Number | None = Field(None, ge=0, le=100)
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=COUNT_LIMIT)
@@ -109,15 +54,28 @@ class Sampling(Body):
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     logit_bias: Bias | None = None
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = Field([])
     min_tokens: int = Field(0, ge=0, le=COUNT_LIMIT)
     ignore_eos: bool = False
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=COUNT_LIMIT, description="-1: to what fits.")
+    return_token_ids: bool | None = None
+    priority: int = Field(0, ge=-COUNT_LIMIT, le=COUNT_LIMIT, description="Lower numbers are served first.")
+    cache_salt: Name | None = Field(None, description="Cached prefixes are shared only with the same salt.")
+
+
+class Asking(Sampling):
+    """The fields that chat and plain completions share."""
+
+    model: Name | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
-    priority: int = Field(0, ge=-COUNT_LIMIT, le=COUNT_LIMIT, description="Lower numbers are served first.")
-    cache_salt: Name | None = Field(None, description="Cached prefixes are shared only with the same salt.")
 
     def to_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(
@@ -169,14 +127,15 @@ class Message(Body):
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
 
 
 class Function(Body):
-    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.\-]+$")
+    name: ToolName
     description: Text | None = None
-    parameters: Object = {}
+    parameters: Object = Field({})
     strict: bool | None = None
 
 
@@ -194,6 +153,16 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class SomeTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class JsonSchema(Body):
     model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
 
@@ -209,40 +178,57 @@ class ResponseFormat(Body):
     format: Object | None = None
 
 
+Choices = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
 class StructuredOutputs(Body):
     """Exactly one of these."""
 
     json_: Object | Text | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    choice: Choices | None = None
     grammar: Text | None = None
     structural_tag: Text | None = None
 
 
-class Constrained(Sampling):
+class Constrained(Asking):
+    """The form of an answer, under the names that OpenAI, vLLM (of two generations) and SGLang have for it."""
+
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Object | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    grammar: Text | None = None
 
 
-class TemplateOptions(Body):
-    """Chat templates run on the server: only switches that are known to be harmless pass."""
+Switch = bool | int | Number | Annotated[Text, Field(max_length=1024)] | None
+"""What may be handed to a chat template, which runs on the server: nothing that it could walk through."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatRequest(Constrained):
+class Rendering(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[Name, Switch], Field(max_length=MAX_TEMPLATE_SWITCHES)] | None = None
+
+
+class ChatRequest(Constrained, Rendering):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Effort | None = None
 
 
 class CompletionRequest(Constrained):
@@ -257,11 +243,13 @@ class CompletionRequest(Constrained):
     echo: bool | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -19,17 +19,22 @@ from phalanx.server.errors import ApiError, client_gone
 log = logging.getLogger("phalanx.server")
 
 LAST_WORD_S = 5.0
-_DONE = b"data: [DONE]\n\n"
 
 
 class Format(Protocol):
     """How an endpoint writes an answer."""
 
-    def chunk(self, piece: Piece) -> object:
-        """A piece as the object of one event."""
+    def events(self, piece: Piece, answer: Answer) -> bytes:
+        """A piece as events of a stream."""
         ...
 
-    def usage_chunk(self, usage: dict[str, object]) -> object: ...
+    def last_events(self, answer: Answer) -> bytes: ...
+
+    def last_error(self, error: ApiError, answer: Answer) -> bytes:
+        """The end of a stream that has begun and cannot go on."""
+        ...
+
+    def error(self, error: ApiError) -> object: ...
 
     def body(self, pieces: list[Piece], answer: Answer) -> object:
         """The whole answer, from all its pieces."""
@@ -45,7 +50,6 @@ class Reply(Response):
         engine: Callable[[], Awaitable[EngineClient]],
         format: Format,
         stream: bool,
-        include_usage: bool,
         timeout_s: float,
         headers: dict[str, str],
         on_finish: Callable[[Answer, ApiError | None], None],
@@ -56,7 +60,6 @@ class Reply(Response):
         self._engine = engine
         self._format = format
         self._stream = stream
-        self._include_usage = include_usage
         self._timeout_s = timeout_s
         self._own_headers = headers
         self._on_finish = on_finish
@@ -122,11 +125,10 @@ class Reply(Response):
     async def _send_stream(self) -> None:
         async with aclosing(self.answer.pieces(await self._entered())) as batches:
             async for pieces in batches:
-                events = b"".join(event(self._format.chunk(piece)) for piece in pieces)
+                events = b"".join([self._format.events(piece, self.answer) for piece in pieces])
                 if events:
                     await self._write(events)
-        last = event(self._format.usage_chunk(self.answer.usage())) if self._include_usage else b""
-        await self._write(last + _DONE, more=False)
+        await self._write(self._format.last_events(self.answer), more=False)
 
     async def _send_whole(self) -> None:
         pieces: list[Piece] = []
@@ -138,9 +140,9 @@ class Reply(Response):
     async def _tell(self, error: ApiError) -> None:
         """As a status where nothing has been sent yet, else as a last event."""
         if self._begun:
-            await self._write(event(error.body) + _DONE, more=False)
+            await self._write(self._format.last_error(error, self.answer), more=False)
         else:
-            await self._send_json(error.status_code, error.body, dict(error.headers or {}))
+            await self._send_json(error.status_code, self._format.error(error), dict(error.headers or {}))
 
     async def _write(self, body: bytes, more: bool = True) -> None:
         if not self._begun:
@@ -162,7 +164,3 @@ class Reply(Response):
         self._writing = True
         await self._send(message)
         self._writing = False
-
-
-def event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"

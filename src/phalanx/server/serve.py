@@ -90,7 +90,7 @@ class ApiServer:
     ) -> None:
         self._config = config
         self._options = options
-        self._name = options.served_name or default_name(config.model)
+        self._name = options.served_names[0] if options.served_names else default_name(config.model)
         self._metrics = Metrics(self._name, options.vllm_metrics)
         launch = EngineLaunch(config, options.step_timeout_s, engine_module)
         self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)

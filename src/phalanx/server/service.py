@@ -7,41 +7,50 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.engine.core import check_request
 from phalanx.errors import ConfigError
 from phalanx.models.parsers import parsers_for
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.answer import Answer, Question
+from phalanx.server.anthropic.events import MessageFormat
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat
 from phalanx.server.engine_client import EngineClient
-from phalanx.server.errors import ApiError, model_not_found
+from phalanx.server.errors import ApiError, model_not_found, response_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint, after_thinking
+from phalanx.server.grammar.rules import with_rules
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
 from phalanx.server.places import Places, RequestPlace
-from phalanx.server.prepared import Assignment, DetokenizedText, Prepared, TokenizedText
+from phalanx.server.prepared import Assignment, Continues, DetokenizedText, Prepared, RequestKind, TokenizedText
 from phalanx.server.preparer import Preparer
 from phalanx.server.reply import Format, Reply
+from phalanx.server.responses.events import ResponsesFormat
+from phalanx.server.responses.store import Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
+from phalanx.server.tool_prompt import PARSER, templates_know_tools
 from phalanx.spec import ModelSpec
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 
-log = logging.getLogger("phalanx.request")
+request_log = logging.getLogger("phalanx.request")
+log = logging.getLogger("phalanx.server")
 
 _MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
 class Service:
-    """The model being served, under its name, with the parsers its outputs need."""
+    """The model being served, under its name and perhaps others, with the parsers its outputs need.
+
+    With `tools_in_words` its chat template knows no tools: they are told in plain words.
+    """
 
     name: str
     spec: ModelSpec
@@ -56,38 +65,65 @@ class Service:
     tool_parser: str | None
     request_timeout_s: float
     share_prefixes: bool = False
+    aliases: tuple[str, ...] = ()
+    tools_in_words: bool = False
+    responses: ResponseStore = field(default_factory=ResponseStore)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *self.aliases]
 
     @property
     def assignment(self) -> Assignment:
         """What those who read requests need to know of the model."""
         return Assignment(
-            name=self.name,
+            names=self.names,
             tokenizer=self.tokenizer.backend.backend_tokenizer.to_str(),
             templates=self.tokenizer.chat_templates,
             special_tokens=self.tokenizer.backend.special_tokens_map,
             vocab=self.spec.vocab,
             context=self.context,
             tool_parser=self.tool_parser,
+            tools_in_words=self.tools_in_words,
         )
 
     async def chat(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("chat", body, client)
-        parser, constraint = self._parser(asked), asked.constraint
-        if constraint is not None and parser is not None and parser().in_reasoning:
-            constraint = after_thinking(constraint)
-        format = ChatFormat(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), self.name, self.tokenizer)
-        return self._reply(asked, await self._questions(asked, constraint, parser, client), format, client, headers)
+        format = ChatFormat(f"chatcmpl-{_new()}", _now(), asked.model, self.tokenizer, **_usage_of(asked))
+        return await self._parsed_reply(asked, format, client, headers)
 
     async def complete(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("completion", body, client)
         echoes = [echo for echo in asked.echoes for _ in range(asked.params.n)]
-        format = CompletionFormat(f"cmpl-{uuid.uuid4().hex}", int(time.time()), self.name, self.tokenizer, echoes)
+        format = CompletionFormat(f"cmpl-{_new()}", _now(), asked.model, self.tokenizer, echoes, **_usage_of(asked))
         return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
 
-    async def tokenize(self, body: bytes, client: str) -> list[int]:
-        outcome = await self.preparer.prepare("tokenize", body, client)
+    async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("message", body, client)
+        return await self._parsed_reply(asked, MessageFormat(f"msg_{_new()}", asked.model), client, headers)
+
+    async def respond(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("response", body, client)
+        record, id = asked.record, f"resp_{_new()}"
+        assert record is not None
+
+        def keep(response: bytes, output: list[dict[str, Any]]) -> None:
+            self.responses.put(client, id, Kept(response, appended(record.items, output)))
+
+        format = ResponsesFormat(id, _now(), record, self.tokenizer, keep)
+        return await self._parsed_reply(asked, format, client, headers)
+
+    def response(self, id: str, client: str) -> Kept:
+        """One that was kept for this client."""
+        kept = self.responses.get(client, id)
+        if kept is None:
+            raise response_not_found(id)
+        return kept
+
+    async def tokenize(self, kind: Literal["tokenize", "message_tokens"], body: bytes, client: str) -> TokenizedText:
+        outcome = await self.preparer.prepare(kind, body, client)
         assert isinstance(outcome, TokenizedText)
-        return outcome.tokens
+        return outcome
 
     async def detokenize(self, body: bytes, client: str) -> str:
         outcome = await self.preparer.prepare("detokenize", body, client)
@@ -95,17 +131,27 @@ class Service:
         return outcome.text
 
     def check_model(self, asked: str) -> None:
-        if asked != self.name:
+        if asked not in self.names:
             raise model_not_found(asked, self.name)
 
-    async def _prepared(self, kind: Literal["chat", "completion"], body: bytes, client: str) -> Prepared:
+    async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
+        if isinstance(outcome, Continues):
+            earlier = self.response(outcome.response, client).items
+            outcome = await self.preparer.prepare(kind, body, client, earlier)
         assert isinstance(outcome, Prepared)
         started = self.supervisor.client.started
         if started is not None:
             for prompt in outcome.prompts:
                 check_request(prompt, outcome.params, started.vocab, started.max_model_len)
         return outcome
+
+    async def _parsed_reply(self, asked: Prepared, format: Format, client: str, headers: dict[str, str]) -> Reply:
+        """An answer in which thoughts and calls are told apart."""
+        parser, constraint = self._parser(asked), asked.constraint
+        if constraint is not None and parser is not None and parser().in_reasoning:
+            constraint = after_thinking(constraint)
+        return self._reply(asked, await self._questions(asked, constraint, parser, client), format, client, headers)
 
     async def _questions(
         self,
@@ -115,8 +161,22 @@ class Service:
         client: str,
     ) -> list[Question]:
         grammar = await self.grammars.compile(constraint, client) if constraint is not None else None
-        salt = self._salt(asked.salt, client)
-        return [Question(prompt, asked.params, salt, grammar, parser, asked.most_calls) for prompt in asked.prompts]
+        if asked.rules is not None:
+            grammar = with_rules(asked.rules, grammar)
+        return [
+            Question(
+                prompt,
+                asked.params,
+                self._salt(asked.salt, client),
+                grammar,
+                parser,
+                asked.most_calls,
+                keep_special=asked.keep_special,
+                keep_stop=asked.keep_stop,
+                tell_tokens=asked.tell_tokens,
+            )
+            for prompt in asked.prompts
+        ]
 
     def _salt(self, given: str | None, client: str) -> str | None:
         """What a key's prompts leave in the cache is found by that key alone, unless all share."""
@@ -145,7 +205,6 @@ class Service:
             engine=lambda: visit.enter(client, choices, tokens),
             format=format,
             stream=asked.stream,
-            include_usage=asked.include_usage,
             timeout_s=self.request_timeout_s,
             headers=headers | _warning(asked.unknown),
             on_finish=finished,
@@ -159,7 +218,7 @@ class Service:
         ttft = f"{(min(firsts) - answer.arrived) * 1e3:.1f}" if firsts else "-"
         gaps = answer.output_tokens - len(firsts)
         decode = sum(last - first for first, last in zip(firsts, lasts, strict=True))
-        log.info(
+        request_log.info(
             "%s prompt=%d cached=%d output=%d ttft_ms=%s tpot_ms=%s reason=%s",
             id,
             answer.prompt_tokens,
@@ -196,6 +255,18 @@ class _Visit:
             self._places.leave(self._place)
 
 
+def _new() -> str:
+    return uuid.uuid4().hex
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+def _usage_of(asked: Prepared) -> dict[str, bool]:
+    return {"include_usage": asked.include_usage, "continuous_usage": asked.continuous_usage}
+
+
 def _warning(unknown: list[str]) -> dict[str, str]:
     """A header that names the fields that mean nothing here."""
     if not unknown:
@@ -217,20 +288,27 @@ def build_service(
     path = locate(config.model)
     spec = Checkpoint(path, config.load_format).spec
     reasoning, tools = _parsers(options, spec.model_type, name)
+    tokenizer = _tokenizer(path)
+    in_words = options.tool_parser != "none" and (tools is None or not templates_know_tools(tokenizer.chat_templates))
+    if in_words:
+        log.info("the model's chat template knows no tools: they are told in plain words, and calls read as %s", PARSER)
     return Service(
         name=name,
         spec=spec,
         context=config.max_model_len or spec.max_positions,
-        tokenizer=_tokenizer(path),
+        tokenizer=tokenizer,
         supervisor=supervisor,
         metrics=metrics,
         places=Places(supervisor, shared=len(options.api_keys) > 1),
         preparer=preparer,
         grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids, shared=len(options.api_keys) > 1),
         reasoning_parser=reasoning,
-        tool_parser=tools,
+        tool_parser=PARSER if in_words else tools,
         request_timeout_s=options.request_timeout_s,
         share_prefixes=options.share_prefixes,
+        aliases=options.served_names[1:],
+        tools_in_words=in_words,
+        responses=ResponseStore(options.response_store),
     )
 
 

@@ -9,14 +9,24 @@ from phalanx.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """One answer in the making. The token that ends it is no part of its text, nor is a stop string."""
+    """One answer in the making. The token that ends it is no part of its text, nor is a stop string unless kept."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], ends: Iterable[int] = (), keep_special: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        ends: Iterable[int] = (),
+        keep_special: bool = False,
+        keep_stop: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, keep_special)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, keep_stop)
         self._ends = frozenset(ends)
+
+    @property
+    def met(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.met
 
     def add(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
         """New text, and why the answer ends if it does: the engine's reason, or 'stop' at a stop string, which the

@@ -43,19 +43,25 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a growing text at the stop string that is complete first, and holds back any end that could begin one."""
+    """Cuts a growing text at the stop string that is complete first, and holds back any end that could begin one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    `met` is the stop string that ended it. It is dropped, or with `keep` the last of the text.
+    """
+
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        self.met: str | None = None
         self._stops = stops
+        self._keep = keep
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string was met (it and what follows are dropped)."""
+        """Text that is safe to show, and whether a stop string was met (what follows it is dropped)."""
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start, self.met = min(found)
+            return text[: end if self._keep else start], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

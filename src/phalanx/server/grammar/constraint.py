@@ -26,7 +26,7 @@ class Constraint(msgspec.Struct, frozen=True):
     `source` is, as `kind` says, a JSON schema, a regular expression, an EBNF grammar, a structural tag of xgrammar or a
     JSON list of texts to choose from; it is empty for any JSON object.
 
-    Keywords of schemas that cannot be enforced are refused, or ignored if `tolerant`.
+    Keywords of schemas that cannot be enforced are refused, or ignored if it, or the tag they are in, is `tolerant`.
     """
 
     kind: ConstraintKind
@@ -59,6 +59,13 @@ def after_thinking(constraint: Constraint) -> Constraint:
 def sequence(elements: list[TagFormat], tolerant: bool) -> Constraint:
     """One format of xgrammar after the other."""
     return Constraint("structural_tag", _tag({"type": "sequence", "elements": elements}), tolerant)
+
+
+def sequence_or(elements: list[TagFormat], form: Constraint) -> Constraint:
+    """One format of xgrammar after the other, or else another form."""
+    form.check_size()
+    ways = [{"type": "sequence", "elements": elements}, _format_of(form)]
+    return Constraint("structural_tag", _tag({"type": "or", "elements": ways}), form.tolerant)
 
 
 def _tag(content: TagFormat) -> str:
@@ -129,5 +136,7 @@ def _pythonic_calls(part: TagFormat) -> PythonicCalls:
 def _checked_schema(part: TagFormat, tolerant: bool) -> TagFormat:
     if part.get("any_order"):
         raise RequestError("bad_grammar", "any_order leaves required properties unchecked.", "Leave it out.")
+    tolerant = tolerant or part.get("tolerant") is True
     schema = schema_to_xgrammar(part.get("json_schema"), tolerant, part.get("style", "json"))
-    return {"max_whitespace_cnt": _MOST_WHITESPACE} | part | {"json_schema": schema}
+    rest = {key: value for key, value in part.items() if key != "tolerant"}
+    return {"max_whitespace_cnt": _MOST_WHITESPACE} | rest | {"json_schema": schema}

@@ -6,14 +6,16 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xgrammar
 
+from phalanx.engine.request import Matcher
 from phalanx.errors import RequestError
+from phalanx.server.grammar.rules import RULED, RuledMatcher, rules_in, word_mask
 from phalanx.text.tokenizer import Tokenizer
 
 _CACHE_BYTES = 256 * 2**20
@@ -59,22 +61,16 @@ class Vocabulary:
             if (token in added and added[token].special) or _NO_UTF8.search(piece):
                 pieces[token] = b""
         wrong = {
-            first: _words((token for token, piece in enumerate(pieces) if piece[:1] in seconds), size)
+            first: word_mask((token for token, piece in enumerate(pieces) if piece[:1] in seconds), size)
             for first, seconds in _WRONG_SECONDS.items()
         }
         return cls(
             xgrammar.TokenizerInfo(
                 pieces, vocab_size=size, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
             ),
-            ends=_words(stops, size),
+            ends=word_mask(stops, size),
             misfits={token: wrong[piece[-1:]] for token, piece in enumerate(pieces) if piece[-1:] in wrong},
         )
-
-
-def _words(tokens: Iterable[int], size: int) -> Words:
-    bits = np.zeros(-(-size // 32) * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Grammars:
@@ -102,8 +98,15 @@ class Grammars:
             raise _too_complex(f"takes {len(packed)} bytes when compiled; {_MOST_BYTES} are allowed")
         return packed
 
-    def matcher(self, packed: bytes) -> GrammarMatcher:
+    def matcher(self, packed: bytes) -> Matcher:
         """A matcher at the grammar's beginning; every answer needs its own. RequestError if the grammar is no good."""
+        if not packed.startswith(RULED):
+            return self._grammar_matcher(packed)
+        rules, grammar = rules_in(packed)
+        inner = self._grammar_matcher(grammar) if grammar is not None else None
+        return RuledMatcher(rules, self._vocabulary.info.vocab_size, inner)
+
+    def _grammar_matcher(self, packed: bytes) -> GrammarMatcher:
         with self._lock:
             compiled = self._kept.get(packed)
         if compiled is None:

@@ -9,28 +9,31 @@ from typing import Any
 from phalanx.server.errors import bad_request
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.tools import tools_constraint
-from phalanx.server.protocol import ChatRequest, Constrained, NamedTool, ResponseFormat, StructuredOutputs
+from phalanx.server.offer import Offer
+from phalanx.server.protocol import Constrained, ResponseFormat, StructuredOutputs
 
 
-def constraint_of(request: Constrained, tool_parser: str | None) -> Constraint | None:
-    """At most one: two descriptions of the same answer could contradict each other."""
-    asked = [
+def constraint_of(request: Constrained, offer: Offer, tool_parser: str | None) -> Constraint | None:
+    """At most one form: two descriptions of the same answer could contradict each other. It is that of an answer which
+    is no call of a tool.
+    """
+    forms = [
         *_of_response_format(request.response_format or ResponseFormat(type="text")),
         *_of_structured_outputs(request.structured_outputs or StructuredOutputs()),
-        *(_of_tools(request, tool_parser) if isinstance(request, ChatRequest) else ()),
+        *_of_other_names(request),
     ]
-    if len(asked) > 1:
+    if len(forms) > 1:
         raise bad_request(
-            "The form of the answer is described more than once: use one of response_format, the fields of "
-            "structured_outputs, and a tool_choice that forces a call."
+            "The form of the answer is described more than once: use one of response_format and the fields of "
+            "structured_outputs."
         )
-    may_call = isinstance(request, ChatRequest) and request.tools and request.tool_choice in (None, "auto")
-    if asked and may_call:
-        raise bad_request(
-            "An answer of a given form leaves no room for tool calls: set tool_choice to none, or leave out tools.",
-            param="tool_choice",
-        )
-    return asked[0] if asked else None
+    form = forms[0] if forms else None
+    if not offer.tools or not (form or offer.must):
+        return form
+    assert tool_parser is not None
+    tool_format = "qwen3_xml" if tool_parser == "qwen3_coder" else tool_parser
+    tools = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in offer.tools]
+    return tools_constraint(tools, "required", tool_format, not offer.one, or_form=None if offer.must else form)
 
 
 def _of_response_format(wanted: ResponseFormat) -> Iterator[Constraint]:
@@ -59,15 +62,17 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Iterator[Constraint]:
         yield Constraint("structural_tag", wanted.structural_tag)
 
 
-def _of_tools(request: ChatRequest, tool_parser: str | None) -> Iterator[Constraint]:
-    choice = request.tool_choice
-    if choice != "required" and not isinstance(choice, NamedTool):
-        return
-    assert tool_parser is not None
-    tool_format = "qwen3_xml" if tool_parser == "qwen3_coder" else tool_parser
-    tools = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in request.tools or []]
-    name = choice if isinstance(choice, str) else choice.function.name
-    yield tools_constraint(tools, name, tool_format, parallel=request.parallel_tool_calls is not False)
+def _of_other_names(request: Constrained) -> Iterator[Constraint]:
+    """What vLLM once called `guided_*`, SGLang `regex` and `ebnf`, and llama.cpp `grammar`."""
+    old = StructuredOutputs(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    yield from _of_structured_outputs(old)
+    yield from _of_structured_outputs(StructuredOutputs(regex=request.regex, grammar=request.ebnf))
+    yield from _of_structured_outputs(StructuredOutputs(grammar=request.grammar))
 
 
 def _dumped(value: Any) -> str:

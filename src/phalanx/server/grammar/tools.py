@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import RequestError
 from phalanx.server import markup
-from phalanx.server.grammar.constraint import Constraint, TagFormat, sequence
+from phalanx.server.grammar.constraint import Constraint, TagFormat, sequence, sequence_or
 
 TOOL_FORMATS = ("hermes", "qwen3_xml", "llama3_json", "llama4_pythonic", "deepseek_v31")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -16,11 +16,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OfferedTool = Mapping[str, Any]
 
 
-def tools_constraint(tools: Sequence[OfferedTool], choice: str, tool_format: str, parallel: bool = True) -> Constraint:
+def tools_constraint(
+    tools: Sequence[OfferedTool],
+    choice: str,
+    tool_format: str,
+    parallel: bool = True,
+    or_form: Constraint | None = None,
+) -> Constraint:
     """An answer that calls tools and says nothing else: one or more if `choice` is 'required', else the one it names.
 
     A tool is {"name": ..., "parameters": JSON schema}. What cannot be enforced of its schema is taken as a hint. Not
-    `parallel` means one call alone.
+    `parallel` means one call alone. With `or_form` an answer of that form, which has no calls, is as good.
     """
     chosen = [tool for tool in tools if choice in ("required", tool["name"])]
     if not chosen:
@@ -30,7 +36,8 @@ def tools_constraint(tools: Sequence[OfferedTool], choice: str, tool_format: str
             raise RequestError(
                 "bad_tool", f"A tool is called {tool['name']!r:.100}.", "Use letters, digits, '_', '.' and '-'."
             )
-    return sequence(_calls(chosen, tool_format, only_one=choice != "required" or not parallel), tolerant=True)
+    calls = _calls(chosen, tool_format, only_one=choice != "required" or not parallel)
+    return sequence(calls, tolerant=True) if or_form is None else sequence_or(calls, or_form)
 
 
 def _calls(tools: Sequence[OfferedTool], tool_format: str, only_one: bool) -> list[TagFormat]:
@@ -65,7 +72,7 @@ def _tags(
         {
             "type": "tag",
             "begin": begin % tool["name"],
-            "content": {"type": "json_schema", "json_schema": _parameters(tool)} | options,
+            "content": {"type": "json_schema", "json_schema": _parameters(tool), "tolerant": True} | options,
             "end": end,
         }
         for tool in tools

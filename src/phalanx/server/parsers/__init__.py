@@ -77,11 +77,12 @@ class OutputParser:
         self._feed(text)
         return self._writer.take()
 
-    def finish(self) -> Delta:
-        """The text is over: what was held back."""
-        for parser in (self._thought, self._tools, self._writer):
-            if parser:
+    def finish(self, cut: bool = False) -> Delta:
+        """The text is over: what was held back. Of a text that was cut off, what may be half a tag stays back."""
+        for parser in (self._thought, self._tools):
+            if parser and not cut:
                 parser.finish()
+        self._writer.finish(cut)
         return self._writer.take()
 
 

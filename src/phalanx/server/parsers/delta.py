@@ -135,9 +135,10 @@ class Writer:
         self._clear()
         return delta
 
-    def finish(self) -> None:
+    def finish(self, cut: bool = False) -> None:
         """The text is over: whitespace that waits is content unless it only follows markup."""
-        self._say_what_was_no_tag()
+        if not cut:
+            self._say_what_was_no_tag()
         if not self._num_calls and (self._content_words.begun or not self._thought_end):
             self._content.append(self._content_words.space())
 

@@ -1,0 +1,115 @@
+"""ResponseStore: answers that may be asked for again, or gone on with, by the key that asked for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from phalanx.errors import ConfigError
+
+log = logging.getLogger("phalanx.server")
+
+MOST_BYTES = 64 * 2**20
+_SCHEMA = """
+create table if not exists kept (
+    number integer primary key autoincrement,
+    client text not null, id text not null, response blob not null, items blob not null,
+    unique (client, id)
+)
+"""
+
+
+class Kept(NamedTuple):
+    """A response, and the conversation up to its end, both as JSON."""
+
+    response: bytes
+    items: bytes
+
+
+def appended(items: bytes, more: list[dict[str, Any]]) -> bytes:
+    """A list of JSON with more behind it, without reading what is there."""
+    return items[:-1] + (b"," if more and items != b"[]" else b"") + msgspec.json.encode(more)[1:]
+
+
+class ResponseStore:
+    """Keeps so many bytes, in memory or in a file. Where they are used up, whoever has most there loses the oldest."""
+
+    def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._database = _opened(path)
+        sums = "select client, sum(length(response) + length(items)) from kept group by client"
+        self._bytes: Counter[str] = Counter(dict(self._database.execute(sums)))
+        self._make_room()
+
+    def put(self, client: str, id: str, kept: Kept) -> None:
+        """What cannot be kept, for its size or for want of disk, is not found later; its answer is sent as ever."""
+        if len(kept.response) + len(kept.items) > self._most_bytes:
+            log.warning("%s is not kept: it is larger than the store", id)
+            return
+        try:
+            with self._database:
+                row = (client, id, kept.response, kept.items)
+                self._database.execute("insert into kept (client, id, response, items) values (?, ?, ?, ?)", row)
+                self._bytes[client] += _size(kept)
+                self._make_room()
+        except sqlite3.Error as error:
+            log.warning("%s is not kept: %s", id, error)
+
+    def get(self, client: str, id: str) -> Kept | None:
+        found = self._database.execute("select response, items from kept where client = ? and id = ?", (client, id))
+        row = found.fetchone()
+        return Kept(*row) if row is not None else None
+
+    def delete(self, client: str, id: str) -> bool:
+        kept = self.get(client, id)
+        if kept is None:
+            return False
+        with self._database:
+            self._database.execute("delete from kept where client = ? and id = ?", (client, id))
+        self._forget(client, kept)
+        return True
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _make_room(self) -> None:
+        while self._bytes.total() > self._most_bytes:
+            ((client, _),) = self._bytes.most_common(1)
+            oldest = "select number, response, items from kept where client = ? order by number limit 1"
+            number, *kept = self._database.execute(oldest, (client,)).fetchone()
+            self._database.execute("delete from kept where number = ?", (number,))
+            self._forget(client, Kept(*kept))
+
+    def _forget(self, client: str, kept: Kept) -> None:
+        self._bytes[client] -= _size(kept)
+        if self._bytes[client] <= 0:
+            del self._bytes[client]
+
+
+def _size(kept: Kept) -> int:
+    return len(kept.response) + len(kept.items)
+
+
+def _opened(path: Path | None) -> sqlite3.Connection:
+    """A file only this user can read, and only this process writes. A crash may cost the last answers, no more."""
+    try:
+        if path is not None:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        database = sqlite3.connect(path or ":memory:", timeout=0.0, check_same_thread=False)
+        for setting in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = off", "secure_delete = on"):
+            database.execute(f"pragma {setting}")
+        database.execute(_SCHEMA)
+        database.commit()
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(
+            "bad_option",
+            f"--response-store {path} cannot be used: {error}.",
+            "Give a file for this server alone.",
+        ) from None
+    return database
