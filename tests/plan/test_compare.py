@@ -23,7 +23,7 @@ def test_three_machines_are_told_apart() -> None:
     assert list(rows) == MACHINES.split(",")
     for name, row in rows.items():
         assert row["effective_gib"] == pytest.approx(row["memory_gib"] - sum(row["kept_gib"].values()))
-        assert 0.7 < row["effective_gib"] / row["memory_gib"] < 0.97
+        assert 0.7 < row["effective_gib"] / row["memory_gib"] < 0.99
         best = ask(PlanQuestion("Llama-3.3-70B", name)).best
         assert best is not None
         assert row["tokens_per_s"] == pytest.approx(best.throughput)
