@@ -72,7 +72,7 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
     import torch
 
     spec, dtype = read_config(folder), torch.bfloat16
-    ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.stored_fp8 is not None)
+    ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.number_format.startswith("fp8"))
     tell(
         metric="machine",
         **machine_facts(),

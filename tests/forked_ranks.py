@@ -14,6 +14,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from phalanx.runtime import worker
+from tests.faults import FAULT, commit_fault
 
 _RANK = "phalanx.runtime.worker"
 _context = multiprocessing.get_context("forkserver")
@@ -56,4 +57,6 @@ def _run(reading: Any, variables: dict[str, str]) -> None:
     sys.stdin = os.fdopen(0)
     os.environ.clear()
     os.environ.update(variables)
+    if FAULT in variables:
+        commit_fault(variables[FAULT])
     worker.main()

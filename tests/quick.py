@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,9 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 
-def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    changed = changed_files()
-    slow = [item for item in items if item.get_closest_marker("slow") and not is_of(item.path, changed)]
-    config.hook.pytest_deselected(items=slow)
-    left_out = set(slow)
+def leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], object]) -> None:
+    left_out = {item for item in items if unwanted(item)}
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.scheduler import Limits, Output, Scheduler
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.engine.whereabouts import Whereabouts
 from phalanx.fabric.group import Group
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
@@ -84,6 +85,10 @@ class ThreadedRunner:
     def collect(self) -> StepResult:
         return self._results.pop(0)
 
+    @property
+    def where(self) -> Whereabouts:
+        return self.ranks[0].where
+
     def beats(self) -> list[Beat]:
         return []
 
@@ -106,13 +111,14 @@ class ThreadedEngine:
         runner = ThreadedRunner(folder, tp, config, sizes)
         pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
         bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+        self.outputs: list[Output] = []
         self.engine = Engine(Scheduler(bounds, pool, layout=cache_layout(config, spec)), runner, spec.vocab)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """The requests, run to their end."""
         requests = [self.engine.add(prompt, params) for prompt in prompts]
         while self.engine.has_work:
-            self.engine.step()
+            self.outputs += self.engine.step()
         return requests
 
     def close(self) -> None:

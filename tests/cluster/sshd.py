@@ -26,11 +26,17 @@ def free_port(ip: str = "127.0.0.1") -> int:
         return int(listener.getsockname()[1])
 
 
+def sshd() -> str | None:
+    """The program, where it and what makes its keys are installed."""
+    program = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    return program if shutil.which("ssh-keygen") else None
+
+
 @contextmanager
 def private_sshd(folder: Path) -> Iterator[Path]:
     """Runs it; yields an ssh configuration that logs in to it. Skips where there is none."""
-    program = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-    if program is None or shutil.which("ssh-keygen") is None:
+    program = sshd()
+    if program is None:
         pytest.skip("sshd is not installed")
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)

@@ -19,7 +19,7 @@ import phalanx
 from phalanx.cli import app
 from phalanx.cluster.hosts import Cluster, read_hosts
 from phalanx.cluster.node import processes_of
-from tests.cluster.sshd import NAME, free_port, private_sshd
+from tests.cluster.sshd import NAME, free_port, private_sshd, sshd
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -93,9 +93,10 @@ def box(short_folder: Path) -> Iterator[Place]:
         yield Place(short_folder)
 
 
-@pytest.fixture(params=["local", "ssh"])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Place]:
-    if request.param == "ssh":
+    """The head is started without ssh, the second node too where there is no sshd."""
+    if sshd() is not None:
         found = request.getfixturevalue("box")
     else:
         write_hosts(short_folder, "local")

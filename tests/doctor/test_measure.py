@@ -157,7 +157,7 @@ def test_an_fp8_product_is_a_product() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_is_measured_beside_its_datasheet_and_nccl_sums_are_right() -> None:
     names = tuple(GpuFacts(index, torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count()))
     facts = Facts("", System(os.uname().nodename), Software("3.11", "0", torch_sees_gpus=len(names)), names)

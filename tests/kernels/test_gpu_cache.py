@@ -23,7 +23,7 @@ from tests.kernels.test_gpu import DTYPES, close, randn
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 SCALES = CacheScales(key=0.05, value=3.0)

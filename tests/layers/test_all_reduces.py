@@ -39,12 +39,12 @@ def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(captured: Re
     runner = make_runner(config, model, Sizes(num_blocks=8, max_model_len=64))
     prompt = captured.prompts[2]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams(temperature=0))
-    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [True], [(0, [0, 1])]))
+    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [1], [(0, [0, 1])]))
     spec = model.place.spec
     behind_the_last_attention = [(1, spec.hidden)] * 2
     assert group.reduced == [(len(prompt), spec.hidden)] * (2 * len(spec.layers) - 2) + behind_the_last_attention
     assert group.gathered == 1
-    runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [True], []))
+    runner.launch(StepPlan(2, [], [0], [len(prompt)], [1], [1], []))
     assert len(group.reduced) == 4 * len(spec.layers)
     assert runner.collect().tokens == captured.continuations[2][:1]
     assert runner.collect().tokens == captured.continuations[2][1:2]

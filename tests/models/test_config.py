@@ -80,7 +80,7 @@ def test_the_numbers_of_the_config_become_the_spec(published: dict[str, Config])
     assert (spec.intermediate, spec.max_positions, spec.norm_eps, spec.dtype) == (0, 40960, 1e-6, "bf16")
     assert {(mixer(spec, layer).head_norm, mixer(spec, layer).qkv_bias) for layer in range(48)} == {("each", False)}
     assert not spec.tied_embeddings
-    assert spec.stored_fp8 is None
+    assert spec.quantization is None
     assert spec.moe is not None
     assert (spec.moe.experts, spec.moe.experts_per_token, spec.moe.intermediate) == (128, 8, 768)
     assert spec.moe.router.renormalise
@@ -201,8 +201,8 @@ def test_qwen3_moe_slides_in_every_layer_when_told() -> None:
 @pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
 def test_block_fp8_is_read_with_what_it_leaves_alone(name: str, block_fp8: Config) -> None:
     spec = read_config(TINY | {"quantization_config": block_fp8 | {name: ["lm_head"]}})
-    assert spec.stored_fp8 is not None
-    assert (spec.stored_fp8.block, spec.stored_fp8.skipped) == (128, ("lm_head",))
+    assert spec.quantization is not None
+    assert (spec.quantization.format.tile, spec.quantization.skipped) == ((128, 128), ("lm_head",))
 
 
 def read(spec: ModelSpec, reference: PreTrainedConfig, name: str) -> tuple[Any, Any]:

@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 from phalanx.errors import ModelError
 from phalanx.models import catalog, read_config
-from phalanx.models.config import describe
-from phalanx.spec import Compressed
+from phalanx.spec import Compressed, Layout
 
 PUBLISHED = dict(catalog.entries()["DeepSeek-V4-Flash"].config)
 PLAIN = {key: value for key, value in PUBLISHED.items() if key not in ("quantization_config", "expert_dtype")}
@@ -52,16 +51,21 @@ def test_what_would_change_the_arithmetic_is_refused_by_its_name(change: dict[st
         assert next(iter(change)) in f"{refused.value.found} {refused.value.fix}"
 
 
-def test_the_published_files_are_planned_for_and_refused_for_their_format() -> None:
-    spec = describe(PUBLISHED)
-    assert spec.weight_bytes(spec.number_format) / 1e9 == pytest.approx(161.8, abs=0.1)
-    with pytest.raises(ModelError) as refused:
-        read_config(PUBLISHED)
-    assert refused.value.code == "unsupported_quantization"
-    assert "MXFP4" in refused.value.found
+def test_the_published_files_are_in_two_formats() -> None:
+    spec = read_config(PUBLISHED)
+    assert spec.number_format == "mxfp4"
+    assert spec.weight_bytes(spec.number_format) / 1e9 == pytest.approx(156.1, abs=0.1)
+    formats = {
+        name.partition(".layers.3.")[2]: scheme.format.name
+        for name, tensor in spec.tensors.items()
+        if ".layers.3." in name and spec.is_quantised(tensor) and (scheme := spec.scheme_of(tensor))
+    }
+    assert (formats["self_attn.q_a_proj.weight"], formats["mlp.experts.7.up_proj.weight"]) == ("fp8", "mxfp4")
+    assert formats["mlp.shared_experts.up_proj.weight"] == "fp8"
+    assert not any("compressor" in name for name in formats)
     assert read_config(PLAIN | {"expert_dtype": "fp4"}).number_format == "bf16"
-    with pytest.raises(ModelError, match="quantised as 'fp8'"):
-        read_config(PLAIN | {"quantization_config": PUBLISHED["quantization_config"]})
+    only_fp8 = read_config(PLAIN | {"quantization_config": PUBLISHED["quantization_config"]})
+    assert (only_fp8.number_format, Layout(spec, 2).block(expert=True)) == ("fp8", 32)
 
 
 def test_decodes_read_a_window_the_chosen_entries_and_the_keys_of_all() -> None:

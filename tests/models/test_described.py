@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from phalanx.engine import defaults
 from phalanx.errors import LayoutError, ModelError
 from phalanx.models import catalog, read_config
 from phalanx.models.config import describe
 from phalanx.models.registry import families, served
 from phalanx.spec import Layout
+from phalanx.spec.cache import BLOCK_SIZE
 
 Config = dict[str, Any]
 
@@ -131,21 +133,6 @@ def test_a_flagship_has_the_weights_transformers_builds(name: str) -> None:
     assert entry.spec.parameters == stored_elements(dict(entry.config))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", TINY_MODELS, ids=lambda family: family["model_type"])
-def test_ranks_hold_every_split_weight_once_and_all_others_each(family: Config, tp: int) -> None:
-    spec = describe(TINY | family)
-    layout = Layout(spec, tp)
-    for tensor in spec.stacked_tensors:
-        held = sum(layout.shape(tensor, rank)[tensor.axis] for rank in range(tp))
-        size = tensor.shape[tensor.axis]
-        copies = tp if tensor.split is None else max(tp, spec.kv_heads) // spec.kv_heads if tensor.split == "kv" else 1
-        if tensor.split == "kv" and tp > spec.kv_heads:
-            assert held == tp * size // spec.kv_heads
-        else:
-            assert held == size * copies
-
-
 @pytest.mark.parametrize(
     ("name", "growing", "kinds"),
     [
@@ -153,7 +140,8 @@ def test_ranks_hold_every_split_weight_once_and_all_others_each(family: Config, 
         ("DeepSeek-V3.2", 85_888, {"latent": 61}),
         ("GLM-5", 89_856 + 19_968, {"latent": 78}),
         ("GLM-5.2", 89_856 + 21 * 256, {"latent": 78}),
-        ("DeepSeek-V4-Flash", 2 * (21 * (6 * 512 + 5 * 128) + 20 * 4 * 512), {"latent": 41, "sliding": 2}),
+        ("DeepSeek-V4-Flash", 2 * (21 * (512 + 128) // 4 + 20 * 512 // 16), {"latent": 41, "sliding": 2}),
+        ("DeepSeek-V4-Pro", 2 * (30 * (512 + 128) // 4 + 31 * 512 // 16), {"latent": 61}),
         ("Kimi-K2", 70_272, {"latent": 61}),
         ("Qwen3.5-397B-A17B", 30_720, {"state": 45, "full": 15}),
         ("Qwen3-Next-80B-A3B", 24_576, {"state": 36, "full": 12}),
@@ -177,6 +165,20 @@ def test_windows_stop_growing_and_states_do_not_depend_on_length() -> None:
     assert qwen.cache_bytes(0) / 2**20 == pytest.approx(183.2, abs=0.05)
     assert maverick.cache_bytes(8192) == 8192 * 196_608
     assert maverick.cache_bytes(9192) == 8192 * 196_608 + 1000 * 49_152
+
+
+def test_compressed_attention_keeps_entries_and_what_is_in_reach() -> None:
+    """Of V4-Flash 43 windows, and values and gates of 8 tokens for each of 21 layers and of 128 for each of 20."""
+    assert BLOCK_SIZE == defaults.BLOCK_SIZE
+    flash = catalog.model("DeepSeek-V4-Flash")
+    rings = 43 * 128 * 512 + 21 * 8 * 2 * 2 * (512 + 128) + 20 * 128 * 2 * 512
+    assert flash.cache_bytes(0) == 2 * rings
+    assert flash.kv_bytes_per_token() == 8000
+    assert flash.has_states
+    assert (flash.state_heads, flash.recurrent_bytes) == (0, 0)
+    layout = Layout(flash, 8)
+    assert [sum(layout.cache_bytes(rank, 1000).values()) for rank in range(8)] == [flash.cache_bytes(1000)] * 8
+    assert [sum(layout.state_bytes(cache, rank) for cache in flash.caches) for rank in range(8)] == [2 * rings] * 8
 
 
 def test_a_latent_is_kept_whole_by_every_rank_and_a_state_is_dealt() -> None:
@@ -263,7 +265,7 @@ def test_modules_left_out_of_fp8_are_known_under_the_hub_s_names() -> None:
 
 
 def test_a_served_family_in_a_format_the_runtime_cannot_read_is_planned_but_refused() -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
     config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "quantization_config": awq}
     spec = describe(config)
     assert (spec.number_format, spec.quantization.format.unit) == ("awq", 32)  # type: ignore[union-attr]

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.cost.price import StepCost
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
 
 ALL_REDUCE = 0.002
+HELD_BY_A_REPLICA = 2.0
 
 
 def around(mid: float) -> SimpleNamespace:
@@ -37,7 +39,9 @@ class Predictor:
             requests_ttft=(0.001, 0.002 * workload.concurrency),
             requests_tpot=(step,),
             all_reduce_share=(step - reads) / step,
+            step=StepCost(reads, 0.0, 0.0, step - reads, 0.0),
             preemptions=0,
+            is_held=True,
             cached_share=0.0,
         )
 
@@ -46,5 +50,6 @@ class Predictor:
 def predictor(monkeypatch: pytest.MonkeyPatch) -> Predictor:
     """Stands in for the calibrated prediction wherever plans are made."""
     simple = Predictor()
-    monkeypatch.setattr("phalanx.plan.choose.predict", simple)
+    monkeypatch.setattr("phalanx.plan.search.predict", simple)
+    monkeypatch.setattr("phalanx.plan.search.capacity", lambda *told: HELD_BY_A_REPLICA)
     return simple

@@ -13,7 +13,7 @@ from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.cost.fitted import load_fitted
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
-from phalanx.plan.choose import Plan
+from phalanx.plan.candidates import Plan
 from phalanx.plan.predict import Prediction, predict
 from phalanx.plan.record import to_dict
 from phalanx.spec.calibration import AllReduceTimes, Calibration, CalibrationError, GpuShare

@@ -14,11 +14,13 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.models import catalog, describe
 from phalanx.plan.ask import PlanQuestion, ask
-from phalanx.plan.choose import Plan, choose, per_replica
+from phalanx.plan.candidates import Plan
+from phalanx.plan.choose import choose
 from phalanx.plan.engines import ENGINES, GIB
-from phalanx.plan.explain import advice, explain, gpus_needed
+from phalanx.plan.explain import advice, explain, gpus_needed, verdict
 from phalanx.plan.recipes import command
 from phalanx.plan.record import launch_of
+from phalanx.plan.search import per_replica
 from phalanx.plan.slo import Slo
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -47,6 +49,7 @@ def test_what_meets_the_slo_comes_first_and_then_tokens_a_gpu() -> None:
 def test_every_tp_is_tried_with_as_many_replicas_as_the_machine_holds() -> None:
     plan = planned(engines=[ENGINES["phalanx"]], formats=["bf16"], machine="8xH200")
     assert {(each.tp, each.replicas) for each in plan.candidates} == {
+        (1, 8),
         (2, 4),
         (3, 2),
         (4, 2),
@@ -84,9 +87,24 @@ def test_a_closed_loop_fills_the_machine_and_arrivals_may_need_less() -> None:
     closed = planned(tps=[2], formats=["fp8"])
     by_the_clock = planned(tps=[2], formats=["fp8"], workload=Workload(1024, 256, 32, rate=3.0))
     assert [each.replicas for each in closed.candidates] == [4]
-    assert sorted(each.replicas for each in by_the_clock.candidates) == [1, 2, 4]
-    assert {each.workload.rate for each in by_the_clock.candidates} == {3.0, 1.5, 0.75}
-    assert by_the_clock.side_by_side == by_the_clock.candidates[:1]
+    assert [(each.replicas, each.workload.rate, each.capacity) for each in by_the_clock.candidates] == [(2, 1.5, 4.0)]
+
+
+def test_a_slow_answer_at_a_rate_takes_more_replicas() -> None:
+    """One replica would hold it, a millisecond a client: of 32 clients 32 ms, of 8 clients 8."""
+    plan = planned(tps=[2], formats=["fp8"], workload=Workload(1024, 256, 32, rate=1.5), slo=Slo(ttft=0.010))
+    assert [each.replicas for each in plan.feasible] == [4]
+    assert {each.replicas for each in plan.candidates} == {1, 2, 3, 4}
+
+
+def test_a_rate_that_is_too_high_is_answered_with_what_can_be_held() -> None:
+    plan = planned(tps=[2], formats=["fp8"], workload=Workload(1024, 256, 32, rate=17.0))
+    assert plan.best is not None
+    assert (plan.best.capacity, plan.best.is_held, plan.feasible) == (8.0, False, ())
+    assert plan.best.workload.rate == 2.0
+    assert plan.machines_needed == 3
+    assert "cannot hold 17 requests/s: the most is 8 requests/s" in verdict(plan)
+    assert "3 such machines" in verdict(plan)
 
 
 def test_a_replica_s_share_of_the_traffic() -> None:
@@ -146,7 +164,7 @@ def test_replicas_on_unlike_cards_are_planned_by_the_weakest() -> None:
 
 def test_a_machine_is_paid_whole_and_arrivals_pay_for_what_they_use() -> None:
     told: dict[str, Any] = {"engines": [ENGINES["phalanx"]], "formats": ["bf16"], "tps": [3], "machine": "8xH200"}
-    closed, clock = planned(**told).best, planned(**told, workload=Workload(rate=2.0)).candidates[-1]
+    closed, clock = planned(**told).best, planned(**told, workload=Workload(rate=4.0)).candidates[-1]
     assert closed is not None
     assert (closed.gpus, len(closed.paid), clock.gpus, len(clock.paid)) == (6, 8, 6, 6)
     assert (closed.cost.hourly, clock.cost.hourly) == (8 * 4.0, 6 * 4.0)
@@ -176,11 +194,11 @@ def test_an_slo_that_nothing_meets_is_answered_with_the_nearest_point_and_what_t
 def test_arrivals_that_are_too_many_are_halved_until_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def queue(spec: object, machine: object, tp: int, *, workload: Workload, **told: object) -> SimpleNamespace:
         assert workload.rate is not None
-        return SimpleNamespace(ttft=around(workload.rate), tpot=around(0.01), throughput=around(100.0))
+        return SimpleNamespace(ttft=around(workload.rate), tpot=around(0.01), throughput=around(100.0), is_held=True)
 
-    monkeypatch.setattr("phalanx.plan.choose.predict", queue)
-    plan = planned(formats=["fp8"], tps=[8], slo=Slo(ttft=0.6), workload=Workload(1024, 256, 32, rate=4.0))
-    assert "lower the rate to 0.5 requests/s (this plan: 4)." in advice(plan)
+    monkeypatch.setattr("phalanx.plan.search.predict", queue)
+    plan = planned(formats=["fp8"], tps=[8], slo=Slo(ttft=0.6), workload=Workload(1024, 256, 32, rate=2.0))
+    assert "lower the rate to 0.5 requests/s (this plan: 2)." in advice(plan)
 
 
 def test_an_slo_that_no_concurrency_meets_asks_for_other_gpus() -> None:
@@ -271,10 +289,21 @@ def test_an_slo_is_written_in_milliseconds(text: str, ttft: float | None, tpot: 
     assert Slo.parse(text) == Slo(ttft, tpot)
 
 
+def test_an_slo_may_be_about_percentiles() -> None:
+    slo = Slo.parse("p95-ttft:800, tpot-p99:60,tpot:40")
+    assert slo.goals == {"p95-ttft": 0.8, "p99-tpot": 0.06, "tpot": 0.04}
+    waits = tuple(0.01 * number for number in range(1, 101))  # 10 ms to 1 s
+    seen: Any = SimpleNamespace(tpot=around(0.02), ttft=around(0.5), requests_ttft=waits, requests_tpot=(0.03, 0.05))
+    assert slo.missed(seen) == [("p95-ttft", pytest.approx(0.96), 0.8)]
+    assert slo.excess(seen) == pytest.approx(1.2)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("tfft:800", "Did you mean ttft"),
+        ("p95-tftt:800", "Did you mean ttft"),
+        ("p995-ttft:800", "p95-ttft:800"),
         ("tpot:fast", "tpot:50"),
         ("ttft:-1", "above 0"),
         ("ttft:0", "above 0"),

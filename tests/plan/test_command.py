@@ -30,7 +30,7 @@ def test_a_person_sees_the_ranking_the_sum_the_price_and_the_command() -> None:
         "gpu_memory_utilization 0.9",
         "rent 26.00 $/h",
         "2026-08-22",
-        "kW sustained",
+        "GPUs 5.6 kW",
         "Left out",
         "--tensor-parallel-size",
     ):

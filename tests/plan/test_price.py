@@ -23,7 +23,7 @@ def test_owning_by_hand() -> None:
     tariff = Tariff(usd_per_kwh=0.2, pue=1.5, years=5)
     found = cost(Machine.parse("8xH100-SXM"), tariff)
     purchase = 8 * 32_500 * 1.3
-    kilowatts = 8 * (1730 - 0.2 * 700) / 1000
+    kilowatts = 8 * 700 * (1.5 - 0.2) / 1000
     assert found.purchase == pytest.approx(purchase)
     assert found.owned == pytest.approx(purchase / (5 * 8760) + kilowatts * 1.5 * 0.2)
     assert found.break_even == pytest.approx(found.owned / 26.0)  # type: ignore[operator]
@@ -35,7 +35,7 @@ def test_a_whole_computer_brings_its_host() -> None:
     assert found.purchase == pytest.approx(3999 + 4699)
     assert found.hourly == found.owned
     assert found.basis == "owning"
-    assert power(Machine.parse("2xDGX-Spark")).limit_w == 480
+    assert power(Machine.parse("2xDGX-Spark")).server_w == 480
 
 
 def test_no_price_is_no_price() -> None:
@@ -49,11 +49,38 @@ def test_usd_per_million_tokens() -> None:
     assert usd_per_million(3.6, 0) is None
 
 
-def test_watts_sustained_at_the_limit_and_for_milliseconds() -> None:
-    found = power(Machine.parse("8xH100-SXM"))
-    assert found.limit_w == 8 * 1730
-    assert found.sustained_w == pytest.approx(8 * (1730 - 140))
-    assert found.transient_w == pytest.approx(8 * (1730 + 350))
+def test_watts_of_boards_servers_and_facility_are_apart() -> None:
+    """Four H100 are 2.8 kW of boards in a server of 3.5 to 5 kW."""
+    found = power(Machine.parse("4xH100-SXM"))
+    assert found.gpu_w == 2800
+    assert found.server_w == pytest.approx(2800 * 1.5)
+    assert 3500 < found.server_w < 5000
+    assert found.gpu_sustained_w == pytest.approx(0.8 * 2800)
+    assert found.server_sustained_w == pytest.approx(2800 * 1.3)
+    assert found.server_transient_w == pytest.approx(2800 * 2.0)
+    assert found.facility_w == pytest.approx(2800 * 1.5 * 1.3)
+    assert found.volts * found.amperes == pytest.approx(found.server_w)
+    assert (found.rack_units, found.cooling) == (4, "air with cold aisles, or liquid")
+    assert power(Machine.parse("2x8xH100-SXM")).rack_units == 16
+
+
+def test_break_even_in_hours_and_months_by_hand() -> None:
+    found = cost(Machine.parse("4xH100-SXM"), Tariff())
+    running = 2.8 * 1.3 * 1.3 * 0.12
+    assert found.running == pytest.approx(running)
+    assert found.break_even_hours == pytest.approx(24 * (169_000 / 35_040 + running) / 13.0)
+    assert found.months_to_pay == pytest.approx(169_000 / (13.0 - running) / 730)
+    monthly = found.monthly(peak_share=0.25, peak_hours=8)
+    assert monthly["rent"] == pytest.approx(13.0 * 730)
+    assert monthly["burst"] == pytest.approx(0.75 * monthly["owned"] + 0.25 / 3 * monthly["rent"])
+    assert monthly["colocated"] == pytest.approx((169_000 / 35_040) * 730 + 2.8 * 1.3 * 150)
+    dearer = cost(Machine.parse("4xH100-SXM"), Tariff(staff=7300, residency=730))
+    assert dearer.owned == pytest.approx(found.owned + 11)  # type: ignore[operator]
+
+
+def test_consumer_cards_have_a_price_to_buy() -> None:
+    for name in ("RTX3090", "RTX4090", "RTX5090"):
+        assert Gpu.named(name).price.buy, name
 
 
 @pytest.mark.parametrize(
@@ -61,9 +88,9 @@ def test_watts_sustained_at_the_limit_and_for_milliseconds() -> None:
     [
         ("1xRTX4090", "120 V 15 A"),
         ("2xRTX5090", "120 V 20 A"),
-        ("4xH100-SXM", "208 V 30 A three-phase"),
-        ("8xH100-SXM", "208 V 60 A three-phase"),
-        ("64xH100-SXM", "4 racks"),
+        ("4xH100-SXM", "208 V 30 A circuit"),
+        ("8xH100-SXM", "208 V 30 A three-phase"),
+        ("64xH100-SXM", "2 racks"),
     ],
 )
 def test_the_circuit_carries_the_limit(machine: str, circuit: str) -> None:

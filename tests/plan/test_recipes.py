@@ -174,7 +174,24 @@ def test_replicas_on_machines_of_one_gpu_each_use_their_only_gpu() -> None:
 @pytest.mark.parametrize("engine", ["phalanx", "sglang", "trtllm"])
 def test_ray_is_refused_for_engines_that_do_not_use_it(engine: str) -> None:
     with pytest.raises(ConfigError, match="--engine vllm"):
-        recipe(launch(engine), "ray")
+        recipe(launch(engine, machine=Machine.parse("4xDGX-Spark"), replicas=1), "ray")
+
+
+def test_a_spark_s_container_reaches_the_fabric_and_drops_caches_first() -> None:
+    """The guides' warnings: host network, RDMA devices, memory that may be pinned, and no page cache in the way."""
+    alone = launch(machine=Machine.parse("1xDGX-Spark"), tp=1, replicas=1)
+    service = yaml.safe_load(recipe(alone, "compose")["compose.yaml"])["services"]["replica-0"]
+    assert service["network_mode"] == "host"
+    assert service["devices"] == ["/dev/infiniband"]
+    assert service["ulimits"] == {"memlock": -1}
+    assert "ports" not in service
+    script = recipe(launch(machine=Machine.parse("4xDGX-Spark"), replicas=1), "ray")["replica-0.sh"]
+    assert script.index("drop_caches") < script.index("vllm serve")
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "OMPI_MCA_btl_tcp_if_include"):
+        assert f"export {name}=" in script
+    assert value_of(command(alone), "--gpu-memory-utilization") == "0.85"
+    experts = launch(machine=Machine.parse("4xDGX-Spark"), replicas=1, expert_parallel=True)
+    assert "--enable-expert-parallel" not in command(experts)
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:

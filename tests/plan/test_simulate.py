@@ -6,13 +6,13 @@ from statistics import fmean
 
 import pytest
 
-from phalanx.cost.rules import Admission, Rules
+from phalanx.cost.rules import AdmissionRule, Rules
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan import simulate as simulation
 from phalanx.plan.simulate import Trace, simulate
 from phalanx.spec.workload import Workload
 
-ADMISSIONS: list[Admission] = ["mixed", "whole", "first"]
+ADMISSIONS: list[AdmissionRule] = ["mixed", "whole", "first"]
 LOAD = Workload(input_tokens=300, output_tokens=40, concurrency=6, spread=0.2, requests=30)
 
 
@@ -26,7 +26,7 @@ def no_leaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_every_token_is_computed_once(admission: Admission) -> None:
+def test_every_token_is_computed_once(admission: AdmissionRule) -> None:
     trace = simulate(LOAD, Rules(admission, 512))
     lengths = [(prompt, output) for _, prompt, output in LOAD.lengths()]
     assert [(passage.input_tokens, passage.output_tokens) for passage in trace.passages] == lengths
@@ -38,7 +38,7 @@ def test_every_token_is_computed_once(admission: Admission) -> None:
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_leaps_change_nothing(admission: Admission, request: pytest.FixtureRequest) -> None:
+def test_leaps_change_nothing(admission: AdmissionRule, request: pytest.FixtureRequest) -> None:
     leapt = simulate(LOAD, Rules(admission, 512)).times(price)
     request.getfixturevalue("no_leaps")
     walked_trace = simulate(LOAD, Rules(admission, 512))
@@ -71,7 +71,7 @@ def test_waves_that_are_left_out_are_stood_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_weights_of_steps_give_the_same_means(admission: Admission) -> None:
+def test_weights_of_steps_give_the_same_means(admission: AdmissionRule) -> None:
     trace = simulate(LOAD, Rules(admission, 512))
     ttft, tpot = trace.step_weights()
     times = trace.times(price)
@@ -81,7 +81,7 @@ def test_weights_of_steps_give_the_same_means(admission: Admission) -> None:
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_no_step_is_over_its_budget(admission: Admission) -> None:
+def test_no_step_is_over_its_budget(admission: AdmissionRule) -> None:
     trace = simulate(LOAD, Rules(admission, 400))
     assert max(step.tokens for step in trace.steps) <= 400
 

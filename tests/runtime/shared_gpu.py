@@ -6,10 +6,15 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 
 from phalanx import LLM, SamplingParams
+from phalanx.engine.hang import Seen, name_hang
+from phalanx.engine.whereabouts import read_pages
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.executor import Executor
+from phalanx.runtime.stacks import process_state
 
 PROMPTS = [[7], [3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
 OPTIONS = {"device": "cuda", "dtype": "fp32", "max_model_len": 160, "max_num_seqs": 6, "num_blocks": 60}
@@ -26,6 +31,31 @@ def tokens(model: str) -> dict[str, object]:
                 assert isinstance(llm.engine.runner, Executor)
                 found["graphs"] = llm.engine.runner.runner.graphs is not None
     return found
+
+
+def stopped(model: str) -> dict[str, object]:
+    """Rank 1's process stops between steps: rank 0's kernels wait on the GPU, in a graph, for its flags."""
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with LLM(model, tp=2, progress=False, share_gpus=True, **OPTIONS) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, Executor)
+        request = llm.engine.add(PROMPTS[1], long)
+        for _ in range(8):
+            llm.engine.step()
+        pid = runner.workers.processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        thread = threading.Thread(target=lambda: [llm.engine.step() for _ in range(1000) if llm.engine.has_work])
+        thread.start()
+        time.sleep(2)
+        assert runner.where.look is not None
+        assert runner.workers.pages is not None
+        runner.where.look()
+        pages = read_pages(runner.workers.pages)
+        hang = name_hang({rank: Seen(where, state=process_state(where.pid)) for rank, where in enumerate(pages)})
+        os.kill(pid, signal.SIGCONT)
+        thread.join(60)
+        assert hang is not None
+        return {"code": hang.code, "ranks": hang.ranks, "found": hang.found, "tokens": len(request.output)}
 
 
 def killed(model: str) -> dict[str, object]:
@@ -50,4 +80,4 @@ def killed(model: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"tokens": tokens, "killed": killed}[sys.argv[1]](sys.argv[2])))
+    print(json.dumps({"tokens": tokens, "stopped": stopped, "killed": killed}[sys.argv[1]](sys.argv[2])))

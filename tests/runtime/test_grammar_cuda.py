@@ -10,7 +10,7 @@ from tests.conftest import NEW_TOKENS, VOCAB, Reference
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 

@@ -87,11 +87,16 @@ def test_a_step_with_states_is_reckoned_as_it_is(
     assert 0.9 * taken < step_bytes(config, model, tokens, seats) < 1.7 * taken
 
 
+def with_its_tokens(model: Decoder) -> int:
+    """Bytes of a block, and of the tokens whose keys and values it holds."""
+    return model.block_bytes(CONFIG.block_size) + 4 * CONFIG.block_size
+
+
 def test_states_of_all_sequences_have_their_room_before_keys_and_values(
     delta_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(delta_folder)
-    block, states = model.cache_bytes_per_token * CONFIG.block_size, 33 * model.state_bytes_per_place
+    block, states = with_its_tokens(model), 33 * model.state_bytes_per_place
     step = step_bytes(CONFIG, model, 256, 16)
     give_memory(monkeypatch, step + states + 5 * block)
     assert blocks_that_fit(CONFIG, model) == 5
@@ -114,7 +119,7 @@ def give_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = model.cache_bytes_per_token * CONFIG.block_size
+    block = with_its_tokens(model)
     step = step_bytes(CONFIG, model, 256, 16)
     give_memory(monkeypatch, 400 * block)
     assert 300 * block > step
@@ -128,7 +133,7 @@ def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
 def test_a_cpu_without_room_says_which_limit_to_lower_and_that_works(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, short_by: int
 ) -> None:
-    block = model.cache_bytes_per_token * CONFIG.block_size
+    block = with_its_tokens(model)
     give_memory(monkeypatch, step_bytes(CONFIG, model, 256, 16) + block - short_by)
     with pytest.raises(ConfigError) as caught:
         blocks_that_fit(CONFIG, model)

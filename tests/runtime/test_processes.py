@@ -75,7 +75,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
     with LLM(tiny_llama, tp=3, progress=False) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
         assert isinstance(runner, Executor)
-        checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [False], []))
+        checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [0], []))
         runner.workers.links.orders[1].send(checksum, body[:-1] + b"\x00")
         error = run_until_death(llm)
         assert error.code == "rank_failed"

@@ -208,7 +208,7 @@ def test_rows_penalised_together_have_each_their_own_penalties_and_past(monkeypa
     logits = torch.stack([bell_logits(seed=seed) for seed in range(60)])
     batch, rows = seated(seats)
     together = Sampler([])(logits.clone(), rows, batch).tokens.tolist()
-    monkeypatch.setattr(sampler, "_PENALTY_BYTES", 3000)
+    monkeypatch.setattr(sampler, "MOST_PENALTY_BYTES", 3000)
     assert Sampler([])(logits.clone(), rows, batch).tokens.tolist() == together, "or a few of them at a time"
     assert together == [draw(row, seat, list(seat.history)) for row, seat in zip(logits, seats, strict=True)]
     assert together != logits.argmax(-1).tolist()

@@ -14,7 +14,7 @@ from tests.conftest import Reference
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 LIMITS: dict[str, Any] = {"max_num_batched_tokens": 64, "block_size": 8, "max_model_len": 160, "max_num_seqs": 24}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.watchdog import run_all
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not run with -m cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 SECONDS = 90.0
@@ -28,6 +29,18 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(family: str, tmp_path: Path
     found = json.loads(told.splitlines()[-1])
     assert found["graphs"], "decode steps run in graphs"
     assert found["2"] == found["1"]
+
+
+def test_a_rank_stopped_on_a_shared_gpu_is_named_by_what_the_gpus_count(tmp_path: Path) -> None:
+    """In decode graphs, of which the hosts' books know nothing."""
+    make_checkpoint("llama", tmp_path)
+    (told,) = run_all([["tests.runtime.shared_gpu", "stopped", str(tmp_path)]], tmp_path, SECONDS)
+    found = json.loads(told.splitlines()[-1])
+    assert (found["code"], found["ranks"]) == ("rank_stopped", [1])
+    waits = re.search(r"Rank 0 waits: step \d+, .* in .*, its GPU at meeting (\d+)\.", found["found"])
+    assert waits, found["found"]
+    assert int(waits[1]) > 100
+    assert found["tokens"] == 100
 
 
 def test_a_rank_killed_on_a_shared_gpu_is_named_and_the_gpu_stays_usable(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_all_ranks_capture_in_one_order(tiny_llama: Path, captures: Captures, qu
 
 def plan_of(rows: list[tuple[int, int]]) -> StepPlan:
     starts, counts = ([row[column] for row in rows] for column in (0, 1))
-    return StepPlan(1, [], list(range(len(rows))), starts, counts, [True] * len(rows), [])
+    return StepPlan(1, [], list(range(len(rows))), starts, counts, [1] * len(rows), [])
 
 
 def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRunner) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from phalanx.engine.hang import Hang
 from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.runtime.config import EngineConfig
@@ -49,6 +50,7 @@ class Engine:
         self.books: Books | None = None
         self.live = 0
         self.stuck = False
+        self.hang: Hang | None = None
 
     def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None) -> int:  # type: ignore[no-untyped-def]
         self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt))
@@ -131,6 +133,16 @@ def test_ready_tells_how_much_is_loaded(place: Place) -> None:
     place.supervisor.state = "starting"
     place.engine.loading = Loading(1, 3)
     assert place.ask("GET", "/ready").json() == {"status": "starting", "loaded": 0.333}
+
+
+def test_a_rank_that_hangs_takes_no_requests_and_has_a_name(place: Place) -> None:
+    place.engine.stuck = True
+    assert (place.ask("GET", "/ready").status_code, place.ask("GET", "/ready").json()) == (503, {"status": "stuck"})
+    assert "hang" not in place.ask("GET", "/health").json()
+    place.engine.hang = Hang([1], "order_lost", "Rank 1 has not begun step 5.", "a stack")
+    hang = place.ask("GET", "/health").json()["hang"]
+    assert (hang["ranks"], hang["found"], hang["stack"]) == ([1], "Rank 1 has not begun step 5.", "a stack")
+    assert "was lost" in hang["fix"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import socket
@@ -91,30 +92,15 @@ def test_a_killed_rank_ends_streams_with_an_error_and_the_process_with_its_cause
         assert not alive
 
 
-def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path, "--tp", "2") as server, ThreadPoolExecutor(1) as pool:
-        (events,) = streaming(server, pool)
-        rank = server.rank(1)
-        rank.send_signal(signal.SIGSTOP)
-        assert eventually(lambda: server.health().status_code == 503)
-        ranks = {each["rank"]: each for each in server.health().json()["ranks"]}
-        assert ranks[1]["stuck"]
-        assert ranks[1]["beat_age_s"] > 5
-        assert ranks[0]["beat_age_s"] < 5
-        rank.send_signal(signal.SIGCONT)
-        assert eventually(lambda: server.health().status_code == 200)
-        assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
-        assert eventually(lambda: books_balance(server))
-        assert server.stop() == 0
-
-
 def test_an_engine_that_hangs_is_ended_and_the_rank_is_named(tiny_chat: Path, tmp_path: Path) -> None:
     with running(tiny_chat, tmp_path, "--tp", "2", "--step-timeout", "7") as server, ThreadPoolExecutor(1) as pool:
         (events,) = streaming(server, pool)
         server.rank(1).send_signal(signal.SIGSTOP)
         assert "error" in json.loads(events.result(60)[-2])
         assert server.process.wait(60) == 1
-        assert "rank_stuck: Rank 1 gave no sign of life" in server.text.strip().splitlines()[-1]
+        last = server.text[server.text.rindex("rank_stuck: ") :]
+        assert re.match(r"rank_stuck: Rank 1 gave no sign of life .* Rank 1 is stopped: step .* Rank 0 waits: ", last)
+        assert re.search(r"Stacks of rank 1:\n(.*\n)*.* in _serve", last)
 
 
 def test_a_dead_engine_is_started_again_as_often_as_allowed(tiny_chat: Path, tmp_path: Path) -> None:
@@ -141,26 +127,11 @@ def is_refused(server: Server) -> bool:
         return True
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_a_stream_finish_and_takes_no_more(
-    tiny_chat: Path, tmp_path: Path, signum: signal.Signals
-) -> None:
-    with running(tiny_chat, tmp_path) as server, ThreadPoolExecutor(1) as pool, server.client() as kept_open:
-        assert kept_open.get("/live").status_code == 200
-        (events,) = streaming(server, pool)
-        server.process.send_signal(signum)
-        assert eventually(lambda: "stopping" in server.text)
-        assert is_refused(server)
-        finished = events.result(60)
-        assert json.loads(finished[-2])["choices"][0]["finish_reason"] == "length"
-        assert finished[-1] == "[DONE]"
-        assert server.process.wait(30) == 0
-
-
 def test_what_outlasts_the_drain_timeout_is_ended_with_an_error(tiny_chat: Path, tmp_path: Path) -> None:
+    """A terminal that is closed stops a server as SIGTERM does."""
     with running(tiny_chat, tmp_path, "--drain-timeout", "0.2") as server, ThreadPoolExecutor(1) as pool:
         (events,) = streaming(server, pool)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGHUP)
         assert json.loads(events.result(30)[-2])["error"]["code"] == "server_stopping"
         assert server.process.wait(30) == 0
 
@@ -173,15 +144,26 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_server_that_is_told_to_stop_takes_its_engine_with_it(
+def test_a_server_told_to_stop_finishes_a_stream_takes_no_more_and_leaves_nothing(
     tiny_chat: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    with running(tiny_chat, tmp_path, "--tp", "2") as server:
+    with (
+        running(tiny_chat, tmp_path, "--tp", "2") as server,
+        ThreadPoolExecutor(1) as pool,
+        server.client() as kept_open,
+    ):
+        assert kept_open.get("/ready").json() == {"status": "ready"}
         assert list(temporary.iterdir())
-        assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
-        engine = server.engine()
-        assert server.stop() == 0
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        (events,) = streaming(server, pool)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "stopping" in server.text)
+        assert is_refused(server)
+        finished = events.result(60)
+        assert json.loads(finished[-2])["choices"][0]["finish_reason"] == "length"
+        assert finished[-1] == "[DONE]"
+        assert server.process.wait(60) == 0
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert not list(temporary.iterdir())
 
 
@@ -193,6 +175,26 @@ def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
     assert not list(temporary.iterdir())
+
+
+def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(lasting: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        (events,) = streaming(lasting, pool)
+        rank = lasting.rank(1)
+        rank.send_signal(signal.SIGSTOP)
+        ready = lambda: httpx.get(lasting.url + "/ready", timeout=60)  # noqa: E731
+        assert eventually(lambda: ready().status_code == 503 and "hang" in lasting.health().json())
+        assert ready().json() == {"status": "stuck"}
+        health = lasting.health()
+        ranks = {each["rank"]: each for each in health.json()["ranks"]}
+        assert (health.status_code, ranks[1]["stuck"], ranks[0]["stuck"]) == (503, True, False)
+        hang = health.json()["hang"]
+        assert (hang["code"], hang["ranks"]) == ("rank_stopped", [1])
+        assert hang["found"] in lasting.text
+        rank.send_signal(signal.SIGCONT)
+        assert eventually(lambda: lasting.health().status_code == 200 and ready().status_code == 200)
+        assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
+        assert eventually(lambda: books_balance(lasting))
 
 
 def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:
@@ -275,35 +277,37 @@ def test_half_a_body_and_then_nothing_leaves_nothing_behind(lasting: Server) -> 
     assert eventually(lambda: books_balance(lasting))
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(tiny_chat: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def impatient(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tiny_chat, tmp_path_factory.mktemp("impatient"), "--request-timeout", "2") as server:
+        yield server
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(impatient: Server) -> None:
     """Every event is made large (logprobs), so that the sockets fill up."""
     body = json.dumps(LONG | {"stream": True, "n": 16, "logprobs": 20, "max_tokens": 450}).encode()
-    with running(tiny_chat, tmp_path, "--request-timeout", "20") as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect((host, int(port)))
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n" % len(body) + body
-            )
-            assert eventually(lambda: server.health().json()["requests"] > 0)
-            assert eventually(lambda: books_balance(server), within=60)
-            assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
-            assert eventually(
-                lambda: "reason=request_timeout" in server.text or "reason=slow_reader" in server.text, 60
-            )
+    host, port = impatient.url.removeprefix("http://").split(":")
+    logged = len(impatient.text)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        assert eventually(lambda: re.search("reason=(request_timeout|slow_reader)", impatient.text[logged:]))
+        assert eventually(lambda: books_balance(impatient))
+        assert impatient.health().status_code == 200
 
 
-def test_a_request_that_takes_too_long_is_ended(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path, "--request-timeout", "2") as server:
-        late = httpx.post(server.url + "/v1/completions", json=LONG | {"n": 128}, timeout=60)
-        assert late.status_code == 504
-        assert late.json()["error"]["code"] == "request_timeout"
-        events = stream(server, LONG | {"n": 128})
-        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
-        assert eventually(lambda: books_balance(server))
-        assert server.health().status_code == 200
+def test_a_request_that_takes_too_long_is_ended(impatient: Server) -> None:
+    late = httpx.post(impatient.url + "/v1/completions", json=LONG | {"n": 128}, timeout=60)
+    assert late.status_code == 504
+    assert late.json()["error"]["code"] == "request_timeout"
+    events = stream(impatient, LONG | {"n": 128})
+    assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+    assert eventually(lambda: books_balance(impatient))
+    assert impatient.health().status_code == 200
 
 
 def test_a_port_in_use_and_a_model_that_cannot_be_served_are_said_at_once(tiny_chat: Path, tmp_path: Path) -> None:

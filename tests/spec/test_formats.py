@@ -10,6 +10,7 @@ from phalanx.errors import ModelError
 from phalanx.models import catalog
 from phalanx.models.config import describe
 from phalanx.spec import FORMATS, Quantization
+from phalanx.spec.schemes import DEFAULTS
 
 LLAMA = {
     "model_type": "llama",
@@ -100,7 +101,7 @@ def test_an_unknown_quantization_is_refused(told: dict[str, Any]) -> None:
     ],
 )
 def test_skipped_modules_are_named_in_four_ways(module: str, tensor: str, skipped: bool) -> None:
-    assert Quantization(FORMATS["fp8"], (module,)).skips(tensor) is skipped
+    assert Quantization(DEFAULTS["fp8"], (module,)).skips(tensor) is skipped
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_shares_differ_by_at_most_one_unit(case: Case) -> None:
         }
         for kind, lengths in by_kind.items():
             size = sum(lengths)
-            if spec.stored_fp8 and kind != "vocab":
+            if spec.quantization and kind != "vocab":
                 assert max(units(lengths, BLOCK)) - min(units(lengths, BLOCK)) <= 1
             elif size % 16:
                 assert max(lengths) - min(lengths) <= 1
@@ -238,7 +238,7 @@ def test_ranks_together_hold_the_model_plus_its_replicas(case: Case) -> None:
         for number_format in ("fp8", "int4"):
             held = sum(layout.weight_bytes(rank, number_format) for rank in range(layout.tp))
             assert held >= spec.weight_bytes(number_format)
-            if number_format == "fp8" and spec.stored_fp8 and not copies:
+            if number_format == "fp8" and spec.quantization and not copies:
                 assert held == spec.weight_bytes(number_format) + 2 * extra
 
 

@@ -16,7 +16,7 @@ __all__ = ["browser", "new_page", "studio"]
 @pytest.fixture(scope="package")
 def studio() -> Iterator[str]:
     """The address of a running `phalanx studio`."""
-    patient = "from phalanx.web.planner_lane import Lane; Lane.__init__.__defaults__ = (600.0,)"
+    patient = "from phalanx.web.planner_lane import PlannerLane; PlannerLane.__init__.__defaults__ = (600.0,)"
     start = f"{patient}; from phalanx.cli import app; app()"
     command = [sys.executable, "-c", start, "studio", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -245,20 +245,3 @@ def test_streams_end_with_their_clients(server: Server) -> None:
     for client in clients:
         client.close()
     assert eventually(lambda: events(server, 1)[0]["state"]["viewers"] == before)
-
-
-def test_the_stream_needs_the_key(tiny_chat: Path, tmp_path: Path, new_page: NewPage) -> None:
-    with running(tiny_chat, tmp_path, "--api-key", "sesame") as server:
-        for key in (None, "wrong"):
-            with pytest.raises(httpx.HTTPStatusError, match="401"):
-                events(server, 1, key)
-        assert events(server, 1, "sesame")[0]["state"]["status"] == "ready"
-        page = new_page(refused=(401,))
-        page.goto(server.url + "/#/live")
-        page.get_by_label("API key").fill("wrong")
-        page.get_by_role("button", name="Log in").click()
-        expect(page.get_by_text("This key is wrong.")).to_be_visible()
-        page.get_by_label("API key").fill("sesame")
-        page.get_by_role("button", name="Log in").click()
-        expect(status(page)).to_contain_text("Ready", timeout=PATIENT_MS)
-        page.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.server.engine_client import RankHealth
 from phalanx.server.messages import Loading, Started
@@ -62,6 +63,7 @@ class Place:
             started=STARTED,
             loading=Loading(5, 5),
             live=0,
+            hang=None,
             totals=dict,
             ranks=lambda: [RankHealth(0, "here", 7, 0.1, 0.0, False)],
         )
@@ -217,6 +219,10 @@ def test_a_stuck_rank_is_the_state() -> None:
             RankHealth(0, "here", 7, 0.1, 0.0, False),
             RankHealth(1, "here", 7, 9.0, 0.0, True),
         ]
-        assert place.live.state().status == "stuck"
+        assert (place.live.state().status, place.live.state().reason) == ("stuck", None)
+        place.engine.hang = Hang([1], "rank_stopped", "Rank 1 is stopped.")
+        reason = place.live.state().reason
+        assert reason is not None
+        assert (reason["code"], reason["found"]) == ("rank_stopped", "Rank 1 is stopped.")
 
     play(scene)

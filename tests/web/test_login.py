@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -12,6 +13,7 @@ from tests.conftest import make_checkpoint
 from tests.server.conftest import add_tokenizer
 from tests.server.running import Server, running
 from tests.web.browser import NewPage, check_accessible
+from tests.web.test_live import PATIENT_MS, events, status
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +69,16 @@ def test_the_key_opens_every_call_and_is_kept_nowhere(new_page: NewPage, server:
     page.reload()
     expect(page.get_by_label("API key")).to_be_visible(timeout=60_000)
     expect(page.get_by_label("API key")).to_have_value("")
+
+
+def test_the_live_stream_needs_the_key(new_page: NewPage, server: Server) -> None:
+    for key in (None, "wrong"):
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            events(server, 1, key)
+    assert events(server, 1, KEY)[0]["state"]["status"] == "ready"
+    page = new_page(refused=(401,))
+    page.goto(server.url + "/#/live")
+    log_in(page, "wrong")
+    expect(page.get_by_text("This key is wrong.")).to_be_visible()
+    log_in(page, KEY)
+    expect(status(page)).to_contain_text("Ready", timeout=PATIENT_MS)

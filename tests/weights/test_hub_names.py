@@ -144,6 +144,6 @@ def in_fp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fp8_blocks_are_those_of_the_checkpoint(in_fp8: Reference, tp: int) -> None:
-    assert Checkpoint(in_fp8.folder).spec.stored_fp8 is not None
+    assert Checkpoint(in_fp8.folder).spec.number_format == "fp8"
     output = tokens(in_fp8.folder, in_fp8.prompts[3], tp)
     assert in_fp8.confirms(in_fp8.prompts[3], output)

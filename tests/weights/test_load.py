@@ -36,8 +36,8 @@ class CountingReader:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._reader.shape(name)
 
-    def is_fp8(self, name: str) -> bool:
-        return self._reader.is_fp8(name)
+    def scheme_of(self, name: str) -> None:
+        return None
 
     def read(self, name: str, slices: Slices) -> Tensor:
         values = self._reader.read(name, slices)

@@ -14,11 +14,13 @@ from phalanx.kernels.fp8 import Fp8Weight
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.models import read_config
+from phalanx.quant import at_work
 from phalanx.spec import Layout, ModelSpec
-from phalanx.spec.formats import FORMATS, Quantization
+from phalanx.spec.schemes import DEFAULTS
 from phalanx.weights.checkpoint import Checkpoint
-from phalanx.weights.load import load_weights, widen
+from phalanx.weights.load import load_weights
 from phalanx.weights.reader import SafetensorsReader
+from phalanx.weights.views import ViewReader
 from tests.weights.conftest import COMMON, Config, Tensors, build, random_tensors, save_folder
 
 BLOCK = 128
@@ -109,7 +111,7 @@ def quantise(spec: ModelSpec) -> tuple[Tensors, Tensors]:
             scales = torch.rand(grid, generator=generator) + 0.01
             stored[name] = (values * 100).to(torch.float8_e4m3fn)
             assert told is not None
-            stored[f"{name}{told.scales}"] = scales
+            stored[told.scheme.pieces[1].name(name)] = scales
             meant[name] = dequantise_plainly(stored[name], scales, tall, columns if by_channel else BLOCK)
     return stored, meant
 
@@ -128,7 +130,7 @@ def dequantise_plainly(weight: Tensor, scales: Tensor, tall: int = BLOCK, wide: 
 def test_every_rank_dequantises_its_part_bit_for_bit(tmp_path: Path, name: str, size: int) -> None:
     spec = read_config(CONFIGS[name])
     stored, meant = quantise(spec)
-    reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
+    reader = ViewReader(SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored)), spec)
     covered = dict.fromkeys(meant, 0)
     for rank in range(size):
         model = build(spec, rank, size)
@@ -146,10 +148,10 @@ def test_a_rank_may_keep_its_part_in_fp8(tmp_path: Path, name: str, size: int) -
     """Values and scales as they are stored, also where a projection ends within a tile and the next one follows."""
     spec = read_config(CONFIGS[name])
     stored, meant = quantise(spec)
-    reader = SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored))
+    reader = ViewReader(SafetensorsReader(save_folder(tmp_path, CONFIGS[name], stored)), spec)
     for rank in range(size):
         layout = Layout(spec, size)
-        model = Decoder(Place(layout, GlooGroup(rank, size), torch.float32, torch.device("cpu"), fp8=True))
+        model = Decoder(Place(layout, GlooGroup(rank, size), torch.float32, torch.device("cpu"), quantised=True))
         load_weights(model, reader, lambda done, total: None)
         for part_name, part in model.parts():
             assert isinstance(part, Fp8Weight) == spec.tensors[part_name].is_linear
@@ -163,7 +165,7 @@ def test_what_is_stored_wider_is_brought_to_fp8(tmp_path: Path, name: str) -> No
     config = CONFIGS[name]
     spec = read_config(config)
     reader = SafetensorsReader(save_folder(tmp_path, config, random_tensors(spec)))
-    model = Decoder(Place(Layout(spec, 1), GlooGroup(0, 1), torch.float32, torch.device("cpu"), fp8=True))
+    model = Decoder(Place(Layout(spec, 1), GlooGroup(0, 1), torch.float32, torch.device("cpu"), quantised=True))
     load_weights(model, reader, lambda done, total: None)
     name = "model.layers.0.mlp.down_proj.weight"
     part, wide = dict(model.parts())[name], random_tensors(spec)[name]
@@ -179,7 +181,7 @@ def test_a_slice_may_begin_anywhere_in_a_tile(tmp_path: Path, rows: tuple[int, i
     reader = SafetensorsReader(save_folder(tmp_path, {}, {"w": weight, "w_scale_inv": scales}))
     slices = (slice(*rows), slice(*columns))
     tiles = tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in (rows, columns))
-    found = widen(reader.read("w", slices), scales[tiles], slices, Quantization(FORMATS["fp8"]))
+    found = at_work(DEFAULTS["fp8"]).widen({"values": reader.read("w", slices), "scales": scales[tiles]}, slices)
     assert torch.equal(found, dequantise_plainly(weight, scales)[slices])
 
 
@@ -192,7 +194,8 @@ def test_a_module_that_was_not_converted_is_taken_as_it_is(tmp_path: Path) -> No
     del stored[f"{name}_scale_inv"]
     stored[name] = torch.randn(spec.tensors[name].shape).to(torch.bfloat16)
     model = build(spec, 0, 1)
-    load_weights(model, SafetensorsReader(save_folder(tmp_path, config, stored)), lambda done, total: None)
+    reader = ViewReader(SafetensorsReader(save_folder(tmp_path, config, stored)), spec)
+    load_weights(model, reader, lambda done, total: None)
     assert torch.equal(dict(model.parts())[name], stored[name].float())
 
 

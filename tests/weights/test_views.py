@@ -17,7 +17,6 @@ from phalanx.errors import CheckpointError
 from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import check_tensors
-from phalanx.weights.views import widen_mxfp4
 from tests.conftest import FAMILIES, Reference
 from tests.runtime.test_parity import GREEDY
 from tests.threaded_ranks import ThreadedEngine
@@ -100,11 +99,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_experts_in_mxfp4_are_widened_as_transformers_widens_them(packed: Reference, tp: int) -> None:
     """Three blocks of 32 inner columns: at TP 2 one rank has two of them."""
     assert answers(packed.folder, packed, tp)
-
-
-def test_half_bytes_are_numbers_with_the_low_half_first() -> None:
-    packed, scales = torch.tensor([[[0x10, 0xF7] + [0] * 14]], dtype=torch.uint8), torch.tensor([[128]])
-    assert widen_mxfp4(packed, scales.to(torch.uint8))[0, :5].tolist() == [0.0, 1.0, 12.0, -12.0, 0.0]
 
 
 @pytest.mark.parametrize(

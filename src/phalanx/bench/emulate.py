@@ -61,7 +61,7 @@ def emulate(
     kv_cache_dtype: str = "auto",
 ) -> list[Scaled]:
     """Time every case at every TP degree, print a table, and write JSON if asked to."""
-    parsed, tps = [FixedBatch.parse(text) for text in cases.split(",")], _degrees(degrees)
+    parsed, tps = [FixedBatch.parse(text) for text in cases.split(",")], parse_degrees(degrees, "--emulate-tp")
     path, console = locate(model), Console()
     spec = Checkpoint(path, load_format).spec
     config = EngineConfig(
@@ -76,7 +76,7 @@ def emulate(
     device = pick_device(config, 0)
     results: list[Scaled] = []
     for tp in tps:
-        seconds_of, fabric = _fabric(tp, all_reduce_us, machine, device)
+        seconds_of, fabric = fabric_of(tp, all_reduce_us, machine, device)
         group: Group = EmulatedGroup(tp, seconds_of, device) if tp > 1 else Solo()
         with console.status(f"Loading rank 0 of {tp}"):
             engine = start_engine(config, path, lambda done, total: None, group)
@@ -89,14 +89,14 @@ def emulate(
         finally:
             engine.close()
             del engine
-            _free_memory(device)
+            free_memory(device)
     console.print(_table(f"{model_name(path)}, one rank of TP on this device; all-reduces {fabric}", results))
     if output is not None:
         output.write_text(json.dumps(_record(path, fabric, device, results), indent=1) + "\n")
     return results
 
 
-def _free_memory(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Give back what an engine held that nobody refers to any more: the next one wants the room."""
     gc.collect()
     if device.type == "cuda":
@@ -120,20 +120,25 @@ def _scaled(tp: int, case: FixedBatch, timing: Timing, waited: float, before: li
     )
 
 
-def step_collectives(spec: ModelSpec, batch: int, element: int, seconds_of: SecondsOf) -> float:
-    """Seconds a decode step waits: an all-reduce behind the embedding and two a layer, and the logits gathered."""
-    rows = seconds_of(batch * spec.hidden * element)
-    return (2 * len(spec.layers) + 1) * rows + seconds_of(batch * spec.vocab * element)
+def step_collectives(
+    spec: ModelSpec, rows: int, element: int, seconds_of: SecondsOf, gathered: int | None = None
+) -> float:
+    """Seconds a step of so many rows waits: an all-reduce behind the embedding and two a layer, and the logits gathered
+    of those that yield a token, all by default.
+    """
+    logits = (rows if gathered is None else gathered) * spec.vocab * element
+    sums = (2 * len(spec.layers) + 1) * seconds_of(rows * spec.hidden * element)
+    return sums + (seconds_of(logits) if logits else 0.0)
 
 
-def _degrees(text: str) -> list[int]:
+def parse_degrees(text: str, option: str) -> list[int]:
     degrees = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if not all(1 <= degree <= 64 for degree in degrees):
-        raise ConfigError("bad_option", f"--emulate-tp is {text!r}.", "Write TP degrees as 2,4,8.")
+        raise ConfigError("bad_option", f"{option} is {text!r}.", "Write TP degrees as 2,4,8.")
     return sorted(set(degrees))
 
 
-def _fabric(tp: int, fixed_us: float | None, machine: str | None, device: torch.device) -> tuple[SecondsOf, str]:
+def fabric_of(tp: int, fixed_us: float | None, machine: str | None, device: torch.device) -> tuple[SecondsOf, str]:
     """How long a collective of so many bytes takes, and where that is from."""
     if fixed_us is not None:
         return lambda size: fixed_us / 1e6, f"of {fixed_us:g} us each, as told"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Totals
 from phalanx.engine.step_sums import StepSums
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
@@ -65,12 +67,31 @@ class FixedBatch:
         return f"{self.batch}x{self.inputs}x{self.outputs}"
 
 
+class Clocks(NamedTuple):
+    """Seconds of a run by part, from the clocks of rank 0's steps."""
+
+    schedule: float = 0.0
+    launch: float = 0.0
+    device: float = 0.0
+    all_reduce: float = 0.0
+    sample: float = 0.0
+
+    @classmethod
+    def of(cls, totals: Totals) -> Clocks:
+        return cls(totals.schedule_s, totals.launch_s, totals.device_s, totals.all_reduce_s, totals.sample_s)
+
+    def since(self, before: Clocks) -> Clocks:
+        return Clocks(*(now - then for now, then in zip(self, before, strict=True)))
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the whole batch: with one output token each, and with all of them."""
+    """Seconds of the whole batch, with one output token each and with all of them, and what the steps' clocks say."""
 
     first: float
     whole: float
+    first_clocks: Clocks
+    whole_clocks: Clocks
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> R
     """What one device does at least, in the formats it holds. Ranks on CPUs share one, those on GPUs have their own."""
     on_gpu, dtype = device.type == "cuda", pick_dtype(config, spec, device)
     plain = DTYPE_NAMES[str(dtype).removeprefix("torch.")]
-    held = spec.number_format if on_gpu and spec.stored_fp8 is not None else plain
+    held = spec.number_format if on_gpu and spec.quantization is not None else plain
     cached = "fp8" if config.kv_cache_dtype == "fp8" else plain
     return count_work(spec, config.tp if on_gpu else 1, held, cached)
 
@@ -126,19 +147,30 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
     return results
 
 
-def time_case(engine: Engine, case: FixedBatch, repeats: int, one_prompt: bool = False) -> Timing:
+def time_case(engine: Engine, case: FixedBatch, repeats: int, one_prompt: bool = False, warm_up: int = 0) -> Timing:
     """Fresh random prompts for every run, the same in each of the two lengths; the best run counts.
 
-    A run that does not count comes first, long enough for all to decode together, as they do in most steps.
+    A run that does not count comes first, of at least `warm_up` steps, and long enough for all to decode together, as
+    they do in most steps.
     """
     requests = [(case.inputs, case.outputs)] * case.batch
     first = [(case.inputs, 1)] * case.batch
     prompt_steps = case.batch * case.inputs // engine.scheduler.limits.max_num_batched_tokens
-    time_requests(engine, [(case.inputs, min(case.outputs, 2 * prompt_steps + 4))] * case.batch, seed=0)
-    return Timing(
-        first=min(time_requests(engine, first, run, one_prompt) for run in range(repeats)),
-        whole=min(time_requests(engine, requests, run, one_prompt) for run in range(repeats)),
-    )
+    decodes = max(2 * prompt_steps + 4, warm_up)
+    time_requests(engine, [(case.inputs, min(case.outputs, decodes))] * case.batch, seed=0)
+    first_run, whole_run = (_best_run(engine, each, repeats, one_prompt) for each in (first, requests))
+    return Timing(first_run[0], whole_run[0], first_run[1], whole_run[1])
+
+
+def _best_run(
+    engine: Engine, lengths: Sequence[tuple[int, int]], repeats: int, one_prompt: bool
+) -> tuple[float, Clocks]:
+    runs = []
+    for run in range(repeats):
+        before = Clocks.of(engine.totals)
+        seconds = time_requests(engine, lengths, run, one_prompt)
+        runs.append((seconds, Clocks.of(engine.totals).since(before)))
+    return min(runs)
 
 
 def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int, one_prompt: bool = False) -> float:

@@ -11,6 +11,7 @@ from phalanx.cli.cluster import cluster
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
 from phalanx.cli.gpus import gpus
+from phalanx.cli.lab import lab
 from phalanx.cli.models import models
 from phalanx.cli.plan import plan
 from phalanx.cli.quantize import quantize
@@ -32,6 +33,7 @@ app.command()(doctor)
 app.command()(serve)
 app.command()(studio)
 app.command()(generate)
+app.command()(lab)
 app.command()(quantize)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")

@@ -19,14 +19,17 @@ _WIDE = 180
 
 def plan(
     model: Annotated[str | None, typer.Argument(help="Catalog name, config.json, folder or Hugging Face id.")] = None,
-    machine: Annotated[str, typer.Option(help="Such as 4xH100-SXM, 4xDGX-Spark, 2xRTX4090+1xRTX3090.")] = "",
+    machine: Annotated[
+        str, typer.Option(help="Such as 4xH100-SXM, 2x8xH100-SXM, 4xDGX-Spark; several with commas.")
+    ] = "",
+    network: Annotated[str, typer.Option(help="Between boxes (2x8xH100-SXM): ib-ndr, roce-200, 10gbe.")] = "",
     isl: Annotated[int, typer.Option(help="Input tokens of a request.")] = 1024,
     osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at once, over the whole machine.")] = 32,
     context: Annotated[
         int | None, typer.Option(help="Longest request to serve. Default: what the memory gives.")
     ] = None,
-    slo: Annotated[str, typer.Option(help="Goals in ms, such as ttft:800,tpot:50.")] = "",
+    slo: Annotated[str, typer.Option(help="Goals in ms: ttft:800,tpot:50 or p95-ttft:800,p99-tpot:60.")] = "",
     engine: Annotated[str, typer.Option(help="phalanx, vllm, sglang, trtllm; several with commas.")] = "",
     tp: Annotated[str, typer.Option(help="TP degrees to consider, such as 2,4,8. Default: all.")] = "",
     number_format: Annotated[str, typer.Option("--format", help="bf16, fp8, awq, ...; several with commas.")] = "",
@@ -39,6 +42,9 @@ def plan(
     agents: Annotated[int, typer.Option(help="Agents with a prefix each.")] = 1,
     electricity: Annotated[float, typer.Option(help="USD a kWh.")] = 0.12,
     years: Annotated[float, typer.Option(help="Years over which a purchase is written off.")] = 4.0,
+    colocation: Annotated[float, typer.Option(help="USD a month for a kW housed and cooled by others.")] = 150.0,
+    staff: Annotated[float, typer.Option(help="USD a month for people, where it is owned.")] = 0.0,
+    residency: Annotated[float, typer.Option(help="USD a month for data that must stay in a country.")] = 0.0,
     calibration: Annotated[Path | None, typer.Option(help="What phalanx doctor --measure saved of it.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Files to start it: shell, compose, systemd, k8s, ray.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
@@ -57,41 +63,44 @@ def plan(
         if evaluate is not None:
             _evaluate(evaluate, cross_validate, leave_out, beside or [], plot, as_json)
             return
-        if model is None or not machine:
-            missing = "model" if model is None else "machine"
+        if not machine:
             raise ConfigError(
-                "bad_option", f"No {missing} is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
+                "bad_option", "No machine is named.", "Such as: phalanx plan Llama-3.3-70B --machine 4xH100-SXM"
             )
-        from phalanx.plan.ask import PlanQuestion, answer
+        from phalanx.plan.ask import PlanQuestion, answer, compare, tell_what_fits
 
-        answer(
-            PlanQuestion(
-                model=model,
-                machine=machine,
-                input_tokens=isl,
-                output_tokens=osl,
-                concurrency=concurrency,
-                slo=slo,
-                engines=engine,
-                tps=tp,
-                formats=number_format,
-                kv_format=kv_format,
-                spread=spread,
-                requests=requests,
-                rate=rate,
-                trace=trace,
-                shared_prefix=shared_prefix,
-                agents=agents,
-                electricity=electricity,
-                years=years,
-                context=context,
-                calibration=calibration,
-            ),
-            recipe=recipe,
-            folder=output,
-            as_json=as_json,
-            in_full=explain,
+        question = PlanQuestion(
+            model=model or "",
+            machine=machine,
+            input_tokens=isl,
+            output_tokens=osl,
+            concurrency=concurrency,
+            slo=slo,
+            engines=engine,
+            tps=tp,
+            formats=number_format,
+            kv_format=kv_format,
+            spread=spread,
+            requests=requests,
+            rate=rate,
+            trace=trace,
+            shared_prefix=shared_prefix,
+            agents=agents,
+            electricity=electricity,
+            years=years,
+            context=context,
+            calibration=calibration,
+            network=network,
+            colocation=colocation,
+            staff=staff,
+            residency=residency,
         )
+        if model is None:
+            tell_what_fits(question, as_json)
+        elif "," in machine:
+            compare(question, as_json)
+        else:
+            answer(question, recipe=recipe, folder=output, as_json=as_json, in_full=explain)
 
 
 def _evaluate(

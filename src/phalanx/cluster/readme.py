@@ -8,7 +8,7 @@ from string import Template
 from textwrap import fill
 
 from phalanx.cluster.hosts import Cluster
-from phalanx.plan.choose import Plan
+from phalanx.plan.candidates import Plan
 from phalanx.plan.engines import GIB
 from phalanx.plan.recipes import Launch, spark
 

@@ -13,7 +13,7 @@ from phalanx.cluster.readme import readme
 from phalanx.errors import ConfigError
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
-from phalanx.plan.choose import Plan
+from phalanx.plan.candidates import Plan
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
 from phalanx.plan.recipes import Launch, command, spark

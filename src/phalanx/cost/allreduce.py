@@ -2,13 +2,15 @@
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
 2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE; the latency of a
-mesh is an estimate, to be replaced by a measurement.
+latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE; the latencies of meshes,
+InfiniBand and Ethernet are estimates, to be replaced by measurements. Between boxes, ranks of a box reduce first, and
+each then sends its part over a port of its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from math import exp, log, log2
 
 from phalanx.spec.machine import Link
@@ -39,14 +41,24 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
     },
 }
 # fmt: on
-_PAIR_LATENCY = {"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6}
-_LINK_SHARE = {"nvswitch": 0.75, "nvlink-bridge": 0.75, "mesh": 0.6, "pcie": 0.55, "roce": 0.5}
+_PAIR_LATENCY = {
+    **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6},
+    **{"ib": 20e-6, "ethernet": 100e-6},  # estimates, 2026-11
+}
+_LINK_SHARE = {
+    **{"nvswitch": 0.75, "nvlink-bridge": 0.75, "mesh": 0.6, "pcie": 0.55, "roce": 0.5},
+    **{"ib": 0.8, "ethernet": 0.7},  # estimates, 2026-11
+}
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link, implementation: str) -> float:
     """Seconds of one all-reduce of `size` bytes inside a CUDA graph."""
     if ranks == 1 or size <= 0:
         return 0.0
+    if link.inside is not None:
+        inside = all_reduce_seconds(size, link.per_box, link.inside, implementation)
+        between = replace(link, inside=None, per_box=1)
+        return inside + all_reduce_seconds(size / link.per_box, -(-ranks // link.per_box), between, implementation)
     if link.kind == "nvswitch" and ranks <= 8:
         return _looked_up(size, ranks, _TABLE_BANDWIDTH / link.bandwidth, _MICROSECONDS[implementation])
     latency = _PAIR_LATENCY[link.kind] * (1 + 1.6 * log2(ranks / 2))

@@ -89,7 +89,7 @@ class Roofline:
     calibration: Calibration | None = None
 
     def of(self, step: StepSums) -> RooflineTimes:
-        work, bandwidth, tokens = self.work, self._bandwidth, step.tokens
+        work, bandwidth, tokens = self.work, self.memory_bandwidth, step.tokens
         shared = self._of_tokens.get(tokens)
         if shared is None:
             shared = self._of_tokens[tokens] = self._count_tokens(tokens)
@@ -100,9 +100,9 @@ class Roofline:
             expert_read=expert_read,
             expert_compute=expert_compute,
             head_read=work.head_bytes / bandwidth,
-            head_compute=(step.decodes + step.prompts) * work.head_flops / self._peak("bf16"),
+            head_compute=(step.decodes + step.prompts) * work.head_flops / self.peak("bf16"),
             cache_read=work.cache_read(step) / bandwidth,
-            prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self._peak("bf16"),
+            prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self.peak("bf16"),
             all_reduce=all_reduce,
             activations=activations,
             layers=work.layers,
@@ -122,18 +122,20 @@ class Roofline:
         work = self.work
         message = tokens * work.hidden * _ACTIVATION_BYTES
         return (
-            tokens * work.linear_flops / self._peak(work.compute),
-            work.experts_read(tokens) / self._bandwidth,
-            tokens * work.expert_flops / self._peak(work.expert_compute),
+            tokens * work.linear_flops / self.peak(work.compute),
+            work.experts_read(tokens) / self.memory_bandwidth,
+            tokens * work.expert_flops / self.peak(work.expert_compute),
             2 * work.layers * self._all_reduce(message),
-            message * work.layers / self._bandwidth,
+            message * work.layers / self.memory_bandwidth,
         )
 
     @cached_property
-    def _bandwidth(self) -> float:
+    def memory_bandwidth(self) -> float:
+        """Bytes a second."""
         return self.gpu.bandwidth * bandwidth_factor(self.calibration)
 
-    def _peak(self, number_format: str) -> float:
+    def peak(self, number_format: str) -> float:
+        """FLOP/s in this format."""
         known = self._peaks.get(number_format)
         if known is None:
             known = self._peaks[number_format] = self._find_peak(number_format)
@@ -179,12 +181,18 @@ MOST_OF_PEAK = 0.75
 
 
 def least_seconds(limits: RooflineTimes) -> float:
-    """What no correction may go below: all bytes at the data sheet's bandwidth, all products at what was ever reached.
-    Experts count by three quarters: how many a step touches is itself estimated.
-    """
-    read = limits.linear_read + limits.head_read + limits.cache_read + MOST_OF_PEAK * limits.expert_read
+    """What no correction may go below: bytes at the data sheet's bandwidth, products at what was ever reached."""
+    return max(least_reading(limits), least_multiplying(limits))
+
+
+def least_reading(limits: RooflineTimes) -> float:
+    """Experts count by three quarters: how many a step touches is itself estimated."""
+    return float(limits.linear_read + limits.head_read + limits.cache_read + MOST_OF_PEAK * limits.expert_read)
+
+
+def least_multiplying(limits: RooflineTimes) -> float:
     products = limits.linear_compute + limits.expert_compute + limits.head_compute + limits.prompt_attention
-    return float(max(read, products / MOST_OF_PEAK))
+    return float(products / MOST_OF_PEAK)
 
 
 def _overlapped(read: Any, compute: Any) -> Any:

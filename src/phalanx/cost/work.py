@@ -174,7 +174,7 @@ def _pair_flops(layout: Layout, rank: int) -> tuple[tuple[int | None, float], ..
 
 def _state_bytes(layout: Layout) -> float:
     """Bytes of recurrent state a decode reads and writes."""
-    return 2.0 * sum(cache.state_bytes for cache in layout.spec.caches) / layout.tp
+    return 2.0 * layout.spec.recurrent_bytes / layout.tp
 
 
 def _last_flops(layout: Layout, rank: int) -> float:

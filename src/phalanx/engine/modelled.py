@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult, StepTimes
+from phalanx.engine.whereabouts import Whereabouts
 
 
 class ModelledRunner:
@@ -22,6 +23,7 @@ class ModelledRunner:
     ) -> None:
         self.depth = depth
         self.nodes: list[str] = []
+        self.where = Whereabouts()
         self.clock = 0.0
         self._price = price
         self._token = token

@@ -18,6 +18,7 @@ from phalanx.engine.agenda import Agenda, Drafted
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
 from phalanx.engine.masks import MaskBook, places_for
+from phalanx.engine.passing import Passing
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
@@ -25,8 +26,6 @@ from phalanx.errors import ConfigError, RequestError
 
 KEPT_FREE = 0.02
 """The least share of all blocks that admissions leave to running requests to grow into."""
-PASSING = 10
-"""One part in this many of what a long prompt would take goes to shorter ones, as long as there are any."""
 
 NO_TOKEN = -1
 
@@ -122,6 +121,7 @@ class Scheduler:
         self._masks = MaskBook(places_for(limits.max_num_seqs))
         self._free_slots = list(range(limits.max_num_seqs))
         self._in_flight: deque[_Launched] = deque()
+        self._passing = Passing()
         self._step = 0
 
     @property
@@ -353,13 +353,15 @@ class Scheduler:
         left = budget
         prompts = sorted(self._prompts.values(), key=_order)
         if prompts and self._is_long(prompts[0]):
-            first, part = prompts[0], budget // PASSING
+            first = prompts[0]
+            part = self._passing.part(first.id, first.rest, budget)
             for request in prompts[1:]:
                 if not self._is_long(request):
-                    part -= self._compute(agenda, request, part)
+                    taken = self._compute(agenda, request, part)
+                    part, left = part - taken, left - taken
             if may_admit and part:
-                part -= self._admit(agenda, part, self._passing())
-            left -= budget // PASSING - part
+                left -= self._admit(agenda, part, self._shorter())
+            self._passing.took(budget - left)
             prompts = [first]
         for request in prompts:
             left -= self._compute(agenda, request, left)
@@ -372,7 +374,7 @@ class Scheduler:
             return request.rest - self.caches.found(request) > most
         return request.rest > most
 
-    def _passing(self) -> list[Request]:
+    def _shorter(self) -> list[Request]:
         """Waiting requests that one step could hold, as far as nobody of a better priority waits."""
         if not self.waiting or not self._free_slots:
             return []

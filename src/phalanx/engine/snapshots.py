@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: where a cached prefix can be resumed by layers that keep no keys and values."""
+"""Snapshots of states: where a cached prefix can be resumed by layers that keep more than blocks of its tokens."""
 
 from __future__ import annotations
 

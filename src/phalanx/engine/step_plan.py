@@ -8,6 +8,7 @@ import msgspec
 
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_sums import StepSums
+from phalanx.engine.whereabouts import Where, Whereabouts
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
@@ -148,12 +149,15 @@ class Totals(StepSums, array_like=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's sign of life: the step it is in or was in last, for how long it has been busy with it, and its books."""
+    """A rank's sign of life: the step it is in or was in last, for how long it has been busy with it, its books and
+    its page.
+    """
 
     rank: int
     step: int
     busy_s: float
     totals: Totals = msgspec.field(default_factory=Totals)
+    where: Where = Where()
 
 
 class Runner(Protocol):
@@ -162,6 +166,11 @@ class Runner(Protocol):
     depth: int
     nodes: list[str]
     """The machine of every rank, rank 0 first; empty where all run on this one."""
+
+    @property
+    def where(self) -> Whereabouts:
+        """The page of the rank in this process."""
+        ...
 
     def launch(self, plan: StepPlan) -> None:
         """StepMemoryError if the step found too little memory; it counts as never launched."""

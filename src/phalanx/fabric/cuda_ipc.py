@@ -31,6 +31,7 @@ def _driver() -> ctypes.CDLL:
     driver.cuMemFree_v2.argtypes = [_Address]
     driver.cuMemsetD8_v2.argtypes = [_Address, ctypes.c_ubyte, ctypes.c_size_t]
     driver.cuMemcpyHtoDAsync_v2.argtypes = [_Address, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    driver.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, _Address, ctypes.c_size_t, ctypes.c_void_p]
     driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), _Address]
     driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(_Address), _Handle, ctypes.c_uint]
     driver.cuIpcCloseMemHandle.argtypes = [_Address]
@@ -64,6 +65,11 @@ def free(address: int) -> None:
 def copy_in(address: int, source: int, size: int, stream: int) -> None:
     """From pinned memory of the host, on a stream: a copy engine's work, which no kernel on the device holds up."""
     _call(_driver(), "cuMemcpyHtoDAsync_v2", address, source, size, stream)
+
+
+def copy_out(target: int, address: int, size: int, stream: int) -> None:
+    """The other way round."""
+    _call(_driver(), "cuMemcpyDtoHAsync_v2", target, address, size, stream)
 
 
 def handle_of(address: int) -> bytes:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, GATHER, IN_CALL, Whereabouts
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
 
@@ -42,6 +43,8 @@ class Group(Protocol):
     """Spent in collectives so far, by the host's clock."""
     calls: int
     """Collectives begun so far: ranks that have begun as many are in step."""
+    where: Whereabouts = Whereabouts()
+    """This rank's page. Nobody reads this one: ranks that others watch get one of their own."""
     in_graphs: bool
     """Whether its collectives may be captured in a CUDA graph."""
 
@@ -59,6 +62,11 @@ class Group(Protocol):
         """RMSNorm of residual + the sum of x over ranks, which is kept in `residual`; in FP8 if asked. x is used up."""
         norm = add_rms_norm_quantised if quantised else add_rms_norm
         return norm(self.all_reduce(x), residual, weight, eps)
+
+    def count(self, kind: int) -> None:
+        """A collective begins."""
+        self.calls += 1
+        self.where.call(kind, self.calls)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Until the device has come to this event. FabricError if a rank is gone, so that it never will."""
@@ -118,12 +126,14 @@ def nothing_to_say() -> None:
     return None
 
 
-def poll(event: torch.cuda.Event, check: Check) -> None:
+def poll(event: torch.cuda.Event, check: Check, where: Whereabouts) -> None:
     """Wait for an event that may never come. A device that failed may have failed because a rank is gone."""
+    where.wait(FOR_DEVICE)
     checked = time.monotonic()
     while True:
         try:
             if event.query():
+                where.wait(0)
                 return
         except RuntimeError:
             check()
@@ -142,9 +152,10 @@ def with_patience(work: Callable[[], None]) -> None:
 
 
 @contextmanager
-def collective(group: Group) -> Iterator[None]:
+def collective(group: Group, kind: int) -> Iterator[None]:
     """Around one: it is counted, what it takes is added to the group's seconds, and if it fails, a peer is gone."""
-    group.calls += 1
+    group.count(kind)
+    group.where.wait(IN_CALL)
     began = time.perf_counter()
     try:
         yield
@@ -152,6 +163,7 @@ def collective(group: Group) -> Iterator[None]:
         raise FabricError(str(error)) from error
     finally:
         group.seconds += time.perf_counter() - began
+    group.where.wait(0)
 
 
 class GlooGroup(Group):
@@ -181,7 +193,7 @@ class GlooGroup(Group):
             raise FabricError(str(error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with collective(self):
+        with collective(self, ALL_REDUCE):
             self._finish(self._group.allreduce([tensor]))
         return tensor
 
@@ -190,7 +202,7 @@ class GlooGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        with collective(self):
+        with collective(self, GATHER):
             self._finish(self._group.allgather([gathered], [padded]))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from phalanx.engine.whereabouts import ALL_REDUCE, GATHER
 from phalanx.fabric.group import Check, FabricError, Group, collective, nothing_to_say
 from phalanx.kernels import cpu
 
@@ -56,7 +57,7 @@ class HostGroup(Group):
         self._slots = area[self.size * _LINE_BYTES :].view(2, self.size, _SLOT_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with collective(self):
+        with collective(self, ALL_REDUCE):
             for piece in tensor.view(-1).split(_SLOT_BYTES // tensor.itemsize):
                 first, *others = self._exchange(piece)
                 piece.copy_(first)
@@ -67,7 +68,7 @@ class HostGroup(Group):
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         rows, at_once = tensor.shape[0], _SLOT_BYTES // (max(widths) * tensor.itemsize)
         gathered = tensor.new_empty(rows, sum(widths))
-        with collective(self):
+        with collective(self, GATHER):
             for first in range(0, rows, at_once):
                 piece = tensor[first : first + at_once].contiguous()
                 height = piece.shape[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
+from phalanx.engine.whereabouts import ALL_REDUCE, GATHER
 from phalanx.fabric.group import (
     CHECK_EVERY_S,
     COLLECTIVE_TIMEOUT,
@@ -70,7 +71,7 @@ class NcclGroup(Group):
             raise FabricError(str(failed[0])) from failed[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.calls += 1
+        self.count(ALL_REDUCE)
         _join(self._group.allreduce([tensor], self._reduce))
         return tensor
 
@@ -79,12 +80,12 @@ class NcclGroup(Group):
         padded = tensor.new_zeros(rows, widest)
         padded[:, : tensor.shape[1]] = tensor
         gathered = tensor.new_empty(self.size, rows, widest)
-        self.calls += 1
+        self.count(GATHER)
         _join(self._group._allgather_base(gathered, padded, self._gather))
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        poll(event, self._check)
+        poll(event, self._check, self.where)
 
     def close(self) -> None:
         """Aborting ends collectives that wait for a rank that is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, GATHER, IN_CALL
 from phalanx.fabric import cuda_ipc
-from phalanx.fabric.group import Check, FabricError, Group, nothing_to_say, poll, with_patience
+from phalanx.fabric.group import CHECK_EVERY_S, Check, FabricError, Group, nothing_to_say, poll, with_patience
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.kernels.fp8 import Quantised
 
 _KIB, _MIB = 2**10, 2**20
+_COPY_LOOK_S = 0.001
 _RELEASED = 0x7F
 """Every byte of a flag that no meeting waits for."""
 
@@ -58,11 +61,12 @@ class PeerGroup(Group):
             self._map_areas(PrefixStore("peer", store))
         except RuntimeError as error:
             raise FabricError(str(error)) from error
+        self.where.look = self._look
         if self._large is not None:
             self._large.connect(store, host, check)
 
     def _map_areas(self, shelf: Store) -> None:
-        from phalanx.kernels.gpu.all_reduce import AREA_BYTES, FLAGS_BYTES, Peers
+        from phalanx.kernels.gpu.all_reduce import AREA_BYTES, FLAGS_AT, FLAGS_BYTES, Peers
 
         with torch.cuda.device(self.device):
             self._beside = torch.cuda.Stream()
@@ -74,12 +78,13 @@ class PeerGroup(Group):
             self._areas = [
                 own if rank == self.rank else cuda_ipc.open_handle(handle) for rank, handle in enumerate(handles)
             ]
+            self._books = torch.empty(FLAGS_AT + 8 * self.size, dtype=torch.uint8, pin_memory=True)
             self._peers = Peers(self.rank, self.size, torch.tensor(self._areas, device=self.device))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         from phalanx.kernels.gpu import all_reduce
 
-        self.calls += 1
+        self.count(ALL_REDUCE)
         if tensor.nbytes <= one_shot_bytes(self.size):
             all_reduce.one_shot(tensor, self._peers)
         elif tensor.nbytes <= TWO_SHOT_BYTES or self._large is None:
@@ -94,14 +99,14 @@ class PeerGroup(Group):
         from phalanx.kernels.gpu.all_reduce import fits_one_norm, one_shot_add_rms_norm
 
         if x.nbytes <= one_shot_bytes(self.size) and fits_one_norm(x):
-            self.calls += 1
+            self.count(ALL_REDUCE)
             return one_shot_add_rms_norm(x, residual, weight, eps, quantised, self._peers)
         return super().all_reduce_add_norm(x, residual, weight, eps, quantised)
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         from phalanx.kernels.gpu.all_reduce import gather_columns
 
-        self.calls += 1
+        self.count(GATHER)
         return gather_columns(tensor, list(widths), self._edges_of(tuple(widths)), self._peers)
 
     def _edges_of(self, widths: tuple[int, ...]) -> Tensor:
@@ -112,7 +117,30 @@ class PeerGroup(Group):
         return self._edges[widths]
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        poll(event, self._check)
+        poll(event, self._check, self.where)
+
+    def _look(self) -> None:
+        """The first program of every kernel has counted its calls and raised its flag: a copy engine fetches both.
+
+        That works while kernels wait, and inside graphs; a GPU that does not even copy has no answer.
+        """
+        if not self._areas:
+            return
+        self.where.reached(-1)
+        with torch.cuda.device(self.device):
+            self._beside.query()
+            cuda_ipc.copy_out(
+                self._books.data_ptr(), self._areas[self.rank], self._books.nbytes, self._beside.cuda_stream
+            )
+            deadline = time.monotonic() + CHECK_EVERY_S
+            while not self._beside.query():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_COPY_LOOK_S)
+        numbers = self._books.view(torch.int64)
+        calls, stage = int(numbers[0]), int(numbers[self.rank - self.size])
+        self.where.reached(stage)
+        self.where.wait(IN_CALL if stage > 2 * calls else FOR_DEVICE)
 
     def close(self) -> None:
         """First let go whatever waits for flags that will never rise, else nothing on this device ends any more."""

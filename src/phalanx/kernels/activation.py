@@ -16,12 +16,24 @@ CLAMPED_SLOPE = 1.702
 
 def gate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """What an MLP's gate makes of the two halves of each row."""
+    if gate_up.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        product = gpu.gate_and_mul(gate_up, activation)
+        assert isinstance(product, Tensor)
+        return product
     return silu_and_mul(gate_up) if activation == SILU else gate_and_mul_torch(gate_up, activation)
 
 
 def gate_and_mul_quantised(gate_up: Tensor, activation: Activation) -> Quantised:
     """The same, brought to FP8 on the way out."""
-    return silu_and_mul_quantised(gate_up) if activation == SILU else quantise(gate_and_mul_torch(gate_up, activation))
+    if gate_up.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        product = gpu.gate_and_mul(gate_up, activation, quantised=True)
+        assert isinstance(product, Quantised)
+        return product
+    return quantise(gate_and_mul(gate_up, activation))
 
 
 def gate_and_mul_torch(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -37,11 +49,7 @@ def gate_and_mul_torch(gate_up: Tensor, activation: Activation) -> Tensor:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half of each row."""
     if gate_up.is_cuda:
-        from phalanx.kernels.gpu import rows as gpu
-
-        product = gpu.silu_and_mul(gate_up)
-        assert isinstance(product, Tensor)
-        return product
+        return gate_and_mul(gate_up, SILU)
     if cpu.runs(gate_up) and gate_up.is_contiguous():
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
@@ -52,13 +60,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def silu_and_mul_quantised(gate_up: Tensor) -> Quantised:
     """The same, brought to FP8 on the way out."""
-    if gate_up.is_cuda:
-        from phalanx.kernels.gpu import rows as gpu
-
-        product = gpu.silu_and_mul(gate_up, quantised=True)
-        assert isinstance(product, Quantised)
-        return product
-    return quantise(silu_and_mul(gate_up))
+    return gate_and_mul_quantised(gate_up, SILU)
 
 
 def silu_and_mul_torch(gate_up: Tensor) -> Tensor:

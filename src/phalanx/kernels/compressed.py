@@ -1,7 +1,8 @@
-"""Attention to a window of cached vectors, and to entries that stand for many tokens each.
+"""Attention to a window of vectors, and to entries that stand for many tokens each.
 
-All that is kept of a token lies at its place in the cache: its vector, what entries are made from, and, at the last
-token of an entry, the entry itself. So a prompt may be cut anywhere, and cached blocks carry all that later ones need.
+Entries lie in blocks, each in that of the token that completes it. Of what only the last tokens are needed for, vectors
+and what the next entry is made from, a sequence has a ring in its place: a token's lies at its position modulo the
+ring's size. So a prompt may be cut anywhere, and goes on elsewhere from the blocks and a copy of the rings.
 """
 
 from __future__ import annotations
@@ -19,17 +20,32 @@ from phalanx.kernels.tiling import PROMPT_TILE
 class Rows(NamedTuple):
     """Rows of a step that are computed together: of some sequences, as many of each, one behind the other.
 
-    `tables` are [sequences, blocks], `positions` [sequences, queries], all below `end`.
+    `at` are their numbers and `positions` where in the sequence they are, all below `end`: [sequences, queries].
+    `tables` are [sequences, blocks]; `places` are those of their rings.
     """
 
-    span: slice
-    tables: Tensor
+    at: Tensor
     positions: Tensor
     end: int
+    tables: Tensor
+    places: Tensor
 
-    def of(self, x: Tensor) -> Tensor:
-        """This part of what there is for every row, [sequences, queries, ...]."""
-        return x[self.span].unflatten(0, self.positions.shape)
+    def only(self, sequences: Tensor) -> Rows:
+        at, positions, end, tables, places = self
+        return Rows(at[sequences], positions[sequences], end, tables[sequences], places[sequences])
+
+    def tile(self, first: int, count: int) -> Rows:
+        """Some of the queries of each."""
+        span, left = slice(first, first + count), self.at.shape[1] - first - count
+        return self._replace(at=self.at[:, span], positions=self.positions[:, span], end=self.end - left)
+
+
+class Tile(NamedTuple):
+    """Queries from `first` on of the rows of this number."""
+
+    number: int
+    first: int
+    rows: Rows
 
 
 class Seen(NamedTuple):
@@ -38,50 +54,95 @@ class Seen(NamedTuple):
     places: Tensor
     allowed: Tensor
 
-    def and_also(self, others: Seen) -> Seen:
-        return Seen(*(torch.cat(pair, -1) for pair in zip(self, others, strict=True)))
-
 
 class Closing(NamedTuple):
-    """Entries that tokens of a step complete: where each goes, the places of its tokens, [entries, span], which of
-    these tokens there are, and the position it has.
+    """Entries that tokens of a step complete: the rows of sequences that do, with the number of the sequence and of the
+    query for each entry; and of all entries where each goes, which of its tokens there are, [entries, span], and the
+    position it has.
     """
 
+    found: list[tuple[Rows, Tensor, Tensor]]
     write_to: Tensor
-    sources: Tensor
     present: Tensor
     positions: Tensor
 
 
-def cut(batch: AttentionBatch, block_size: int) -> list[Rows]:
-    """The rows of one token together, and prompts by tiles."""
+def together(batch: AttentionBatch, block_size: int) -> list[Rows]:
+    """The rows of one token, and each prompt."""
     found = []
     if batch.decode is not None:
-        tables, positions = batch.decode.block_table, batch.decode.positions
-        found.append(Rows(slice(0, len(positions)), tables, positions[:, None], int(positions.max()) + 1))
+        tables, positions, places = batch.decode.block_table, batch.decode.positions, batch.decode.slots
+        at = torch.arange(len(positions), device=positions.device)
+        found.append(Rows(at[:, None], positions[:, None], int(positions.max()) + 1, tables, places))
     for row in spans(batch, block_size):
-        for offset in range(0, row.count, PROMPT_TILE):
-            count, start = min(PROMPT_TILE, row.count - offset), row.start + offset
-            positions = torch.arange(start, start + count, device=row.blocks.device)[None]
-            span = slice(row.first + offset, row.first + offset + count)
-            found.append(Rows(span, row.blocks[None], positions, start + count))
+        number = torch.arange(row.count, device=row.blocks.device)[None]
+        place = torch.full((1,), row.slot, device=row.blocks.device)
+        found.append(
+            Rows(number + row.first, number + row.start, row.start + row.count, row.blocks[None], place),
+        )
     return found
 
 
-def _places(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    return tables.gather(1, positions // block_size) * block_size + positions % block_size
+def tiles(rows: list[Rows]) -> list[Tile]:
+    return [
+        Tile(number, first, each.tile(first, min(PROMPT_TILE, each.at.shape[1] - first)))
+        for number, each in enumerate(rows)
+        for first in range(0, each.at.shape[1], PROMPT_TILE)
+    ]
 
 
-def closing(cuts: list[Rows], write_to: Tensor, ratio: int, span: int, block_size: int) -> Closing:
+def line(ring: Tensor, new: Tensor, rows: Rows) -> Tensor:
+    """What each sequence looks back on in order, [sequences, size - 1 + queries, width]: what its ring holds of the
+    tokens before, zeros before the first, and what is `new` of its rows, [tokens, width].
+    """
+    size = ring.shape[1]
+    before = rows.positions[:, :1] + torch.arange(1 - size, 0, device=ring.device)
+    kept = ring[rows.places[:, None], before % size].masked_fill_((before < 0)[..., None], 0.0)
+    return torch.cat((kept, new[rows.at]), 1)
+
+
+def remember(ring: Tensor, new: Tensor, rows: Rows) -> None:
+    """Put what is new into the rings of the sequences, of each as much as has room."""
+    size = ring.shape[1]
+    ring[rows.places[:, None], rows.positions[:, -size:] % size] = new[rows.at[:, -size:]]
+
+
+def room(block_size: int, ratio: int) -> int:
+    """Entries that a block has room for."""
+    return -(-block_size // ratio)
+
+
+def _places(tables: Tensor, last: Tensor, ratio: int, block_size: int) -> Tensor:
+    """Of the entries that tokens at these positions complete."""
+    return tables.gather(1, last // block_size) * room(block_size, ratio) + last % block_size // ratio
+
+
+def closing(rows: list[Rows], ratio: int, span: int, block_size: int) -> Closing:
     """Entries of `span` tokens each, one for every `ratio` tokens."""
-    back = torch.arange(1 - span, 1, device=write_to.device)
-    parts = []
-    for rows in cuts:
-        sequence, query = ((rows.positions + 1) % ratio == 0).nonzero().unbind(1)
-        tokens = rows.positions[sequence, query][:, None] + back
-        sources = _places(rows.tables[sequence], tokens.clamp_min(0), block_size)
-        parts.append((rows.of(write_to)[sequence, query], sources, tokens >= 0, tokens[:, -1] - ratio + 1))
-    return Closing(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    found, parts = [], []
+    for each in rows:
+        complete = (each.positions + 1) % ratio == 0
+        some = complete.any(1).nonzero()[:, 0]
+        if len(some):
+            sequence, query = complete[some].nonzero().unbind(1)
+            chosen = each.only(some)
+            last = chosen.positions[sequence, query][:, None]
+            found.append((chosen, sequence, query))
+            tokens = last + torch.arange(1 - span, 1, device=last.device)
+            write_to = _places(chosen.tables[sequence], last, ratio, block_size)[:, 0]
+            parts.append((write_to, tokens >= 0, last[:, 0] - ratio + 1))
+    if not parts:
+        nothing = rows[0].at.new_empty(0)
+        return Closing([], nothing, nothing, nothing)
+    return Closing(found, *(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def sources(ring: Tensor, new: Tensor, closed: Closing) -> Tensor:
+    """What entries are made from, [entries, span, width], of the rings of as many tokens and of what is new."""
+    back = torch.arange(ring.shape[1], device=ring.device)
+    return torch.cat(
+        [line(ring, new, rows)[sequence[:, None], query[:, None] + back] for rows, sequence, query in closed.found]
+    )
 
 
 def compress(inputs: Tensor, present: Tensor, bias: Tensor) -> Tensor:
@@ -106,18 +167,17 @@ def _overlapped(both: Tensor, ratio: int) -> Tensor:
     return torch.cat((before[:, :ratio], own[:, ratio:]), 1)
 
 
-def near(rows: Rows, window: int, block_size: int) -> Seen:
-    """The vectors of the last `window` tokens."""
-    back = torch.arange(2 - window - rows.positions.shape[1], 1, device=rows.positions.device)
-    keys, queries = rows.positions[:, -1:] + back, rows.positions[..., None]
-    allowed = (keys[:, None] >= 0) & (keys[:, None] <= queries) & (keys[:, None] > queries - window)
-    return Seen(_places(rows.tables, keys.clamp_min(0), block_size), allowed)
+def near(rows: Rows, window: int) -> Tensor:
+    """Who may look where in a line of vectors, [sequences, queries, window - 1 + queries]."""
+    back = torch.arange(1 - window, rows.at.shape[1], device=rows.at.device)
+    keys, queries = (rows.positions[:, :1] + back)[:, None], rows.positions[..., None]
+    return (keys >= 0) & (keys <= queries) & (keys > queries - window)
 
 
 def far(rows: Rows, ratio: int, block_size: int) -> Seen:
     """The entries that were complete before, or are with, each query."""
-    last = torch.arange(rows.end // ratio, device=rows.positions.device) * ratio + (ratio - 1)
-    places = _places(rows.tables, last.expand(len(rows.tables), -1), block_size)
+    last = torch.arange(rows.end // ratio, device=rows.at.device) * ratio + (ratio - 1)
+    places = _places(rows.tables, last.expand(len(rows.tables), -1), ratio, block_size)
     return Seen(places, last <= rows.positions[..., None])
 
 

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
+from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise
 from phalanx.kernels.quantise import quantise
+
+
+class Held(Protocol):
+    """A matrix in a quantised format, or a stack of them, as a rank holds it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Held: ...
+
+    def split(self, rows: list[int]) -> Sequence[Held]:
+        """The matrices that were stacked one below the other, as views."""
+        ...
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor: ...
+
+
+class Product(Protocol):
+    """y = x @ weight.T + bias. `takes_fp8`: x had better come in FP8."""
+
+    weight: Any
+    bias: Tensor | None
+    takes_fp8: bool
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor: ...
+
 
 SKINNY = range(2, 17)
 """Rows for which the C kernel reads the weight faster than oneDNN and BLAS."""
@@ -71,7 +106,28 @@ class Fp8Gemm:
         return fp8_product_torch(x, self.weight, self.bias, self.dtype)
 
 
-Product = Gemm | Fp8Gemm
+class FourBitGemm:
+    """y = x @ weight.T + bias, with x as it is."""
+
+    takes_fp8 = False
+
+    def __init__(self, weight: FourBitWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        assert isinstance(x, Tensor)
+        if x.is_cuda and self.weight.numel() and x.dtype != torch.float32:
+            from phalanx.kernels.gpu import four_bit as gpu
+
+            return gpu.product(x, self.weight, self.bias)
+        return four_bit_product_torch(x, self.weight, self.bias)
+
+
+def four_bit_product_torch(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+    """The definition."""
+    return F.linear(x, weight.dequantised(x.dtype), bias)
 
 
 def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,13 @@ def spans(batch: AttentionBatch, block_size: int) -> list[PrefillRow]:
             known[:] = min(known[0], first), max(known[1], first + count), min(known[2], start)
     tables = batch.tiles.tables
     return [
-        PrefillRow(first, stop - first, start, tables[sequence, : -(-(start + stop - first) // block_size)].long())
+        PrefillRow(
+            first,
+            stop - first,
+            start,
+            tables[sequence, : -(-(start + stop - first) // block_size)].long(),
+            sequence,
+        )
         for sequence, (first, stop, start) in starts.items()
     ]
 

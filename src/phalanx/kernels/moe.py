@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
-from phalanx.kernels.fp8 import Fp8Weight
+from phalanx.kernels.gemm import Held
 from phalanx.spec.ffn import SILU, Activation, Router
 
 
@@ -69,10 +69,16 @@ class ExpertWeights(NamedTuple):
     Of the down products' biases rank 0 has all and the others none, so that each counts once.
     """
 
-    gate_up: Tensor | Fp8Weight
-    down: Tensor | Fp8Weight
+    gate_up: Tensor | Held
+    down: Tensor | Held
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+    def widened(self, dtype: torch.dtype) -> ExpertWeights:
+        gate_up, down = (
+            weight if isinstance(weight, Tensor) else weight.dequantised(dtype) for weight in (self.gate_up, self.down)
+        )
+        return self._replace(gate_up=gate_up, down=down)
 
 
 def fused_experts(
@@ -87,15 +93,13 @@ def fused_experts(
 
     x is [tokens, hidden]; the result is a partial sum over ranks.
     """
-    gate_up, down, *biases = held
-    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight) and (x.dtype == torch.float32 or not x.is_cuda):
-        gate_up, down = gate_up.dequantised(x.dtype), down.dequantised(x.dtype)
-    plain = activation == SILU and biases == [None, None] and not weighs_input
-    if x.is_cuda and gate_up.numel() and plain:
+    if x.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
 
-        return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int())
-    return fused_experts_torch(x, ExpertWeights(gate_up, down, *biases), weights, experts, activation, weighs_input)
+        taken = held if x.dtype != torch.float32 else held.widened(x.dtype)
+        gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
+        return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
+    return fused_experts_torch(x, held.widened(x.dtype), weights, experts, activation, weighs_input)
 
 
 def fused_experts_torch(

@@ -8,14 +8,14 @@ from math import prod
 
 from torch import Tensor
 
+from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround, HyperEnds
-from phalanx.layers.linear import Part
 from phalanx.layers.mixers import build_mixer
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Around, Ends, Stream
@@ -38,6 +38,8 @@ class DecoderLayer:
         self.around_ffn = around("ffn", layer.norms.before_ffn, layer.norms.after_ffn)
         self.ffn = build_ffn(place, layer.ffn, prefix)
         self.record = layer
+        self.number = number
+        self.group = place.group
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -50,10 +52,13 @@ class DecoderLayer:
 
     def __call__(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> None:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
+        where = self.group.where
+        where.at(2 * self.number)
         mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
         stream.take_rows(rows)
         step.rows = rows
         self.around_mixer.leave(mixed, stream)
+        where.at(2 * self.number + 1)
         self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
 
 
@@ -90,11 +95,10 @@ class Decoder:
         """Whether a GPU computes all of it without asking the host."""
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Of the layers that keep all tokens; the others use the same memory."""
+    def block_bytes(self, block_size: int) -> int:
+        """What a block takes in the layers that keep all tokens; the others use the same memory."""
         windowed = {number for group in self.place.spec.window_groups for number in group.layers}
-        return sum(layer.mixer.cache_bytes_per_token for n, layer in enumerate(self.layers) if n not in windowed)
+        return sum(layer.mixer.block_bytes(block_size) for n, layer in enumerate(self.layers) if n not in windowed)
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Make room for what the layers keep of all sequences.
@@ -109,7 +113,7 @@ class Decoder:
             if number not in windowed:
                 layer.mixer.allocate_cache(blocks + 1, block_size)
         mixers = [layer.mixer for layer in self.layers]
-        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.cache_bytes_per_token]
+        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.block_bytes(block_size)]
         for number, group in enumerate(groups, start=1):
             for layer_number, other in zip(group.layers, whole, strict=False):
                 mixers[layer_number].join_group(number, other)
@@ -145,6 +149,7 @@ class Decoder:
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
+        self.place.group.where.at(EMBEDDING)
         step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
@@ -154,4 +159,5 @@ class Decoder:
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
+        self.place.group.where.at(HEAD)
         return self.head(self.norm(hidden))

@@ -6,19 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Fp8Weight, Quantised
-from phalanx.kernels.gemm import Fp8Gemm, Gemm
-from phalanx.layers.place import Place
-
-Part = Tensor | Fp8Weight
-"""The memory that this rank's share of a checkpoint tensor goes to."""
-
-
-def _product(place: Place, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None) -> Gemm | Fp8Gemm:
-    if all(place.keeps_fp8(f"{name}.weight") for name in names):
-        weight = Fp8Weight.empty(sum(rows), columns, row_block=place.row_block(rows), device=place.device)
-        return Fp8Gemm(weight, bias, place.dtype)
-    return Gemm(place.empty(sum(rows), columns), bias)
+from phalanx.kernels.fp8 import Quantised
+from phalanx.layers.place import Part, Place
 
 
 class ColumnParallelLinear:
@@ -29,7 +18,7 @@ class ColumnParallelLinear:
         bias = place.has(f"{names[0]}.bias")
         self.rows = [place.share_of(f"{name}.weight")[0] for name in names]
         columns = place.share_of(f"{names[0]}.weight")[1]
-        self.product = _product(place, names, self.rows, columns, place.empty(sum(self.rows)) if bias else None)
+        self.product = place.product(names, self.rows, columns, place.empty(sum(self.rows)) if bias else None)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         for name, weight in zip(self.names, self.product.weight.split(self.rows), strict=True):
@@ -53,7 +42,7 @@ class RowParallelLinear:
         bias = place.has(f"{name}.bias")
         rows, columns = place.share_of(f"{name}.weight")
         self.bias = place.empty(rows) if bias else None
-        self.product = _product(place, [name], [rows], columns, self.bias if place.group.rank == 0 else None)
+        self.product = place.product([name], [rows], columns, self.bias if place.group.rank == 0 else None)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield f"{self.name}.weight", self.product.weight

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.fabric.group import Group
-from phalanx.kernels.fp8 import E4M3, GROUP, row_block_of
+from phalanx.kernels.fp8 import E4M3
+from phalanx.kernels.gemm import Gemm, Held, Product
+from phalanx.quant import at_work
+from phalanx.quant.base import SchemeAtWork
 from phalanx.spec import Layout, ModelSpec, Shard
 
-_KEPT_TILES = ((GROUP, GROUP), (1, None))
+Part = Tensor | Held
+"""The memory that this rank's share of a checkpoint tensor goes to."""
 
 
 @dataclass(frozen=True)
 class Place:
     """Which rank's share of which model, talking to whom, in which dtype on which device.
 
-    `fp8` says whether weights stored in FP8 stay so; otherwise they are widened when they are loaded. `fp8_cache` is
+    `quantised` says whether quantised weights stay so; otherwise they are widened when they are loaded. `fp8_cache` is
     for keys and values, which otherwise have the dtype of all.
     """
 
@@ -26,7 +31,7 @@ class Place:
     group: Group
     dtype: torch.dtype
     device: torch.device
-    fp8: bool = False
+    quantised: bool = False
     fp8_cache: bool = False
 
     @property
@@ -41,20 +46,29 @@ class Place:
         """The shape of this rank's share of a checkpoint tensor."""
         return self.layout.shape(self.spec.tensors[name], self.group.rank)
 
-    def keeps_fp8(self, name: str) -> bool:
-        """Whether this checkpoint tensor is held in FP8."""
-        stored = self.spec.stored_fp8
-        return (
-            self.fp8
-            and stored is not None
-            and stored.format.tile in _KEPT_TILES
-            and self.spec.is_quantised(self.spec.tensors[name])
-        )
+    def kept(self, names: Sequence[str]) -> SchemeAtWork | None:
+        """The format in which all of these checkpoint matrices are held as they are stored; None: they are widened."""
+        tensors = [self.spec.tensors[f"{name}.weight"] for name in names]
+        if self.spec.quantization is None or not self.quantised or not all(map(self.spec.is_quantised, tensors)):
+            return None
+        scheme = self.spec.quantization.scheme_for(tensors[0].expert)
+        found, unit = at_work(scheme), scheme.format.unit or 1
+        columns = [self.layout.slices(tensor, self.group.rank)[1] for tensor in tensors]
+        whole = all(part.start % unit == 0 or part.start == part.stop for part in columns)
+        return found if found.keeps and whole else None
 
-    def row_block(self, parts: list[int]) -> int:
-        """Rows that share a scale when matrices of these heights are stacked and held in FP8."""
-        assert self.spec.stored_fp8 is not None
-        return row_block_of(parts, self.spec.stored_fp8.block)
+    def matrix(self, names: Sequence[str], rows: list[int], columns: int, *stack: int) -> Part:
+        """Memory for matrices of these heights, one below the other."""
+        kept = self.kept(names)
+        return self.empty(*stack, sum(rows), columns) if kept is None else kept.empty(stack, rows, columns, self.device)
+
+    def product(self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None) -> Product:
+        kept, weight = self.kept(names), self.matrix(names, rows, columns)
+        if kept is None:
+            assert isinstance(weight, Tensor)
+            return Gemm(weight, bias)
+        assert not isinstance(weight, Tensor)
+        return kept.product(weight, bias, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -35,6 +35,17 @@ _FORMAT_SUFFIXES = {
 }
 
 
+_HEARSAY = {
+    "qwen3-72b": "Dense Qwen3 end at 32B: Qwen3-32B is of this generation, Qwen2.5-72B of this size. ",
+    "qwen3.5-235b-a17b": "Qwen3-235B-A22B has these parameters, Qwen3.5-397B-A17B these active ones. ",
+    "qwen3.5-72b": "Dense Qwen3.5 end at 27B (Qwen3.5-27B); Qwen2.5-72B is of this size. ",
+    "llama-3.3-8b": "Llama 3.3 is 70B alone (Llama-3.3-70B); Llama-3.1-8B is of this size. ",
+    "llama-4-70b": "Llama 4 is Scout (109B) and Maverick (400B); Llama-3.3-70B is of this size. ",
+    "deepseek-v4": "It comes as DeepSeek-V4-Flash and DeepSeek-V4-Pro. ",
+    "deepseek-r2": "There is none: DeepSeek-R1 and DeepSeek-V3.2 are the nearest. ",
+}
+"""Names that are written about but do not exist, and what differs in the nearest that do (2026-11, from memory)."""
+
 _MODELOPT = "nvidia/"
 """NVIDIA writes its checkpoints with ModelOpt, whose dialect has one scale for a whole tensor."""
 
@@ -168,6 +179,8 @@ def _unknown(name: str, found: str) -> ModelError:
 
 
 def _nearest(name: str) -> str:
+    if _plain(name) in _HEARSAY:
+        return _HEARSAY[_plain(name)]
     plain = {_plain(known): known for known in entries()}
     near = get_close_matches(_plain(name), plain, n=3, cutoff=0.5)
     return f"Did you mean {' or '.join(plain[match] for match in near)}? " if near else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.errors import ModelError
 from phalanx.models.family import Family
 from phalanx.models.fields import Config, Fields
-from phalanx.models.quantization import is_loadable
+from phalanx.models.quantization import LOADED, unloadable
 from phalanx.models.registry import families, served
 from phalanx.spec.model import ModelSpec, Refusal
 
@@ -75,6 +75,10 @@ INERT = frozenset(
 
 A field that is not known at all is taken for one that does, unless it is false, zero or empty.
 """
+
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt tells of its format, if config.json does not."""
 
 
 def read_config(source: Config | str | Path) -> ModelSpec:
@@ -141,19 +145,19 @@ def _refusal(name: str, family: Family, fields: Fields) -> Refusal | None:
             f"which Phalanx does not know of {name}: it might change what the model computes.",
             "Remove it from config.json if it does not.",
         )
-    quantization = fields.get("quantization_config")
-    if not quantization or is_loadable(quantization):
+    quantization = fields.get("quantization_config") or {}
+    obstacle = unloadable(quantization)
+    if obstacle is None:
         return None
     return Refusal(
         "unsupported_quantization",
-        f"The checkpoint is quantised as {quantization.get('quant_method')!r} "
-        f"({quantization.get('format') or quantization.get('bits') or 'no further format'}).",
-        "Phalanx reads bf16, fp16, fp32, FP8 with a scale per block or per channel, and GGUF: use such a version.",
+        f"The checkpoint is quantised as {quantization.get('quant_method')!r}, and {obstacle}.",
+        f"Phalanx reads bf16, fp16, fp32, GGUF, {LOADED}: use such a version.",
     )
 
 
 def _read_json(path: Path) -> Config:
-    path = path / "config.json" if path.is_dir() else path
+    folder, path = path, path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -164,4 +168,8 @@ def _read_json(path: Path) -> Config:
         raise ModelError("bad_config", f"{path} is not JSON: {error}.", "Download the file again.") from None
     if not isinstance(config, dict):
         raise ModelError("bad_config", f"{path} holds no JSON object.", "Download the file again.")
+    beside = folder / MODELOPT_FILE
+    if "quantization_config" not in config and beside.is_file():
+        told = _read_json(beside).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt", **(told if isinstance(told, dict) else {})}
     return config

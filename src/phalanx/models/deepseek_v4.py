@@ -12,12 +12,12 @@ from phalanx.models.fields import Config, count, each_layer, layer_count, number
 from phalanx.models.ropes import read_rope, scaling_of
 from phalanx.spec.compressed import Compressed
 from phalanx.spec.ffn import Fused, Moe, Router
-from phalanx.spec.formats import FORMATS, Quantization
 from phalanx.spec.hyper import Hyper
 from phalanx.spec.latent import Indexer
 from phalanx.spec.layer import Layer, Norms
-from phalanx.spec.model import ModelSpec, Refusal
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.rope import Rope
+from phalanx.spec.schemes import Quantization, fp8, mxfp4
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
@@ -159,22 +159,20 @@ def _ffns(config: Config) -> list[Moe]:
 
 
 def _as_published(spec: ModelSpec, config: Config) -> ModelSpec:
-    """DeepSeek's own files have experts in MXFP4 and other matrices in FP8, which are counted as bf16 here."""
+    """DeepSeek's own files have experts in MXFP4 and most other matrices in FP8, all with scales of their own names."""
     told = config.get("quantization_config", {})
     experts = told.get("expert_dtype") or config.get("expert_dtype")
-    if not told:
+    if spec.quantization is None or told.get("quant_method") != "fp8":
         return spec
-    refusal = Refusal(
-        "unsupported_quantization",
-        f"The checkpoint is quantised as {told.get('quant_method')!r}"
-        + (", with experts in MXFP4 and scales of their own names." if experts == "fp4" else "."),
-        "Phalanx reads bf16, fp16 and fp32 checkpoints of deepseek_v4: use such a version.",
-    )
+    block = fp8(spec.quantization.format, "scale")
     if experts == "fp4":
-        mixed = Quantization(FORMATS["mxfp4"], ("self_attn", "shared_experts"), ".scale")
-        spec = dataclasses.replace(spec, quantization=mixed)
-    return dataclasses.replace(spec, refusal=refusal)
+        mixed = Quantization(mxfp4("", "scale", in_blocks=False), _WIDE, others=block)
+    else:
+        mixed = Quantization(block, _WIDE)
+    return dataclasses.replace(spec, quantization=mixed)
 
 
+_WIDE = ("compressor",)
+"""Modules that stay bf16, with the indexer in them."""
 _INERT = ("qk_rope_head_dim", "partial_rotary_factor", "compress_rope_theta", "topk_method", "intermediate_size")
 FAMILIES = {"deepseek_v4": Family(read, inert=_INERT)}

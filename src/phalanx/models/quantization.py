@@ -3,78 +3,172 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 from phalanx.errors import ModelError
-from phalanx.models.fields import Config
-from phalanx.spec.formats import FORMATS, NumberFormat, Quantization
+from phalanx.models.fields import Config, dtype
+from phalanx.spec import schemes
+from phalanx.spec.formats import FORMATS
+from phalanx.spec.schemes import Quantization, Scheme
+
+LOADED = (
+    "FP8 (by block, channel or tensor), AWQ (gemm), GPTQ (without act-order), compressed-tensors (W4A16, FP8, NVFP4, "
+    "MXFP4), ModelOpt (FP8, NVFP4) and MXFP4"
+)
+"""The quantised formats that the runtime reads, in words."""
+
+_SKIP_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_LEAST_GROUP = 32
 
 
 def quantization(config: Config) -> Quantization | None:
-    """The number format of the linear layers, in whichever of the field's dialects it is told."""
+    """How the linear layers are kept, in whichever of the field's dialects it is told."""
     told = config.get("quantization_config")
     if not told:
         return None
-    number_format = _told_format(told)
-    if number_format is None:
+    scheme = _told_scheme(told, config)
+    if scheme is None:
         raise ModelError(
             "unsupported_quantization",
             f"The checkpoint is quantised as {told.get('quant_method')!r} "
-            f"({told.get('format') or told.get('bits') or 'no further format'}).",
+            f"({told.get('format') or told.get('bits') or told.get('quant_algo') or 'no further format'}).",
             f"Known formats: {', '.join(FORMATS)}.",
         )
     skipped = next((told[key] for key in _SKIP_KEYS if told.get(key)), ())
-    scales = "_scale_inv" if told.get("quant_method") == "fp8" else "_scale"
-    return Quantization(number_format, tuple(skipped), scales)
+    return Quantization(scheme, (*skipped, *_left_out(told)), targets=_targets(told))
 
 
-_SKIP_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+def _left_out(told: Config) -> Iterator[str]:
+    """GPTQ's own words for modules that were left as they are."""
+    yield from (f"re:{rule[2:]}" for rule in told.get("dynamic") or {} if rule.startswith("-:"))
 
 
-def _told_format(told: Config) -> NumberFormat | None:
-    method, block = told.get("quant_method"), told.get("weight_block_size") or (0, 1)
-    if method == "fp8":
-        return _tiled("fp8", *block) if block[0] == block[1] else FORMATS["fp8-channel"]
-    if method in ("awq", "gptq") and told.get("bits", 4) == 4:
-        return _tiled(method, 1, told.get("group_size", 128))
-    if method == "mxfp4":
-        return FORMATS["mxfp4"]
-    if method == "modelopt" or "quant_algo" in told:
-        return {"FP8": FORMATS["fp8-channel"], "FP8_PB_WO": FORMATS["fp8"], "NVFP4": FORMATS["nvfp4"]}.get(
-            told.get("quant_algo", "")
-        )
-    if method == "compressed-tensors":
-        groups = told.get("config_groups") or {"": {}}
-        return _compressed_format(next(iter(groups.values())).get("weights") or {})
-    return None
+def _targets(told: Config) -> tuple[str, ...]:
+    found = tuple(target for group in _groups(told) for target in group.get("targets") or ())
+    return () if "Linear" in found else found
 
 
-def _compressed_format(weights: Config) -> NumberFormat | None:
+def _groups(told: Config) -> list[Config]:
+    return list((told.get("config_groups") or {}).values())
+
+
+def _told_scheme(told: Config, config: Config) -> Scheme | None:
+    if told.get("quant_method") == "modelopt" or "quant_algo" in told:
+        return _modelopt(told)
+    known: dict[str, Callable[[], Scheme | None]] = {
+        "fp8": lambda: _fp8(told),
+        "awq": lambda: schemes.awq(_group(told)) if told.get("bits", 4) == 4 else None,
+        "gptq": lambda: schemes.gptq(_group(told), _zero_shift(told)) if told.get("bits", 4) == 4 else None,
+        "mxfp4": schemes.mxfp4,
+        "compressed-tensors": lambda: _compressed((_groups(told) or [{}])[0].get("weights") or {}, config),
+    }
+    read = known.get(told.get("quant_method", ""))
+    return read() if read else None
+
+
+def _fp8(told: Config) -> Scheme:
+    block = told.get("weight_block_size")
+    if not block:
+        return schemes.fp8(FORMATS["fp8-channel"], per_tensor=True)
+    rows, columns = int(block[0]), int(block[1])
+    if rows < 1 or columns < 1:
+        raise ValueError(f"blocks of {rows} x {columns}")
+    return schemes.fp8(dataclasses.replace(FORMATS["fp8"], tile=(rows, columns)))
+
+
+def _group(told: Config, default: int = 128) -> int | None:
+    """Columns that share a scale; -1 are a whole row."""
+    group = int(told.get("group_size") or default)
+    if group == 0 or group < -1:
+        raise ValueError(f"groups of {group}")
+    return group if group > 0 else None
+
+
+def _zero_shift(told: Config) -> int:
+    """The first form of GPTQ's files keeps zero points less one."""
+    return 0 if told.get("checkpoint_format") == "gptq_v2" else 1
+
+
+def _modelopt(told: Config) -> Scheme | None:
+    known: dict[str, Callable[[], Scheme]] = {
+        "FP8": lambda: schemes.fp8(FORMATS["fp8-channel"], "_scale", per_tensor=True),
+        "FP8_PB_WO": lambda: schemes.fp8(FORMATS["fp8"], "_scale"),
+        "NVFP4": lambda: schemes.nvfp4("", "_scale_2", divides=False),
+    }
+    read = known.get(told.get("quant_algo", ""))
+    return read() if read else None
+
+
+def _compressed(weights: Config, config: Config) -> Scheme | None:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if bits == 8 and kind == "float":
-        return FORMATS["fp8" if strategy == "block" else "fp8-channel"]
+        name = "fp8" if strategy == "block" else "fp8-channel"
+        return schemes.fp8(FORMATS[name], "_scale", per_tensor=strategy == "tensor")
     if bits == 4 and kind == "int":
-        return _tiled("int4", 1, weights.get("group_size") or 128)
+        group = None if strategy == "channel" else _group(weights)
+        return schemes.packed_int4(group, bool(weights.get("symmetric", True)), dtype(config))
     if bits == 4 and kind == "float":
-        return FORMATS["nvfp4" if weights.get("group_size") == 16 else "mxfp4"]
+        by_sixteen = weights.get("group_size") == 16
+        return schemes.nvfp4("_packed", "_global_scale", divides=True) if by_sixteen else schemes.compressed_mxfp4()
     return None
 
 
-def _tiled(name: str, rows: int, columns: int) -> NumberFormat:
-    """The format with another tile; -1 columns are a whole row."""
-    if rows < 1 or columns == 0:
-        raise ValueError(f"blocks of {rows} x {columns}")
-    return dataclasses.replace(FORMATS[name], tile=(int(rows), int(columns) if columns > 0 else None))
+def unloadable(told: Config) -> str | None:
+    """What of a known format the runtime does not read; None where it reads it."""
+    found = list(_obstacles(told))
+    return found[0] if found else None
 
 
-def is_loadable(told: Config) -> bool:
-    """Block FP8 as DeepSeek and Qwen publish it, compressed-tensors FP8 with scales by block or channel, and MXFP4."""
-    if told.get("quant_method") == "mxfp4":
-        return True
-    if told.get("quant_method") == "fp8":
-        return bool(told.get("weight_block_size"))
-    if told.get("quant_method") != "compressed-tensors" or told.get("format") != "float-quantized":
-        return False
-    groups = list((told.get("config_groups") or {}).values())
-    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
-    square = weights.get("block_structure") in (None, [128, 128])
-    return weights.get("type") == "float" and weights.get("strategy") in ("channel", "block") and square
+def _obstacles(told: Config) -> Iterator[str]:
+    method = told.get("quant_method")
+    if method in ("awq", "gptq"):
+        yield from _packed_obstacles(told, method)
+    elif method == "compressed-tensors":
+        yield from _compressed_obstacles(told)
+    elif told.get("quant_algo") == "FP8_PB_WO":
+        yield "quant_algo is FP8_PB_WO"
+    if method == "fp8" and told.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        yield f"fmt is {told['fmt']!r}"
+
+
+def _packed_obstacles(told: Config, method: str) -> Iterator[str]:
+    yield from _group_obstacles(told)
+    if told.get("desc_act"):
+        yield "desc_act is true: inputs are reordered (act-order)"
+    if method == "awq" and str(told.get("version", "gemm")).lower() != "gemm":
+        yield f"version is {told['version']!r}"
+    if method == "awq" and not told.get("zero_point", True):
+        yield "zero_point is false"
+    if method == "gptq" and told.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        yield f"checkpoint_format is {told['checkpoint_format']!r}"
+    yield from (f"dynamic has {rule!r}" for rule in told.get("dynamic") or {} if not rule.startswith("-:"))
+
+
+def _group_obstacles(told: Config) -> Iterator[str]:
+    group = _group(told)
+    if group is not None and group % _LEAST_GROUP:
+        yield f"group_size is {group}, no multiple of {_LEAST_GROUP}"
+
+
+_FORMS = {"float-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"}
+
+
+def _compressed_obstacles(told: Config) -> Iterator[str]:
+    groups = _groups(told)
+    form = groups[0].get("format") or told.get("format") if groups else told.get("format")
+    if len(groups) != 1:
+        yield f"config_groups has {len(groups)} members"
+        return
+    if form not in _FORMS:
+        yield f"format is {form!r}"
+    weights = groups[0].get("weights") or {}
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        yield f"actorder is {weights['actorder']!r}: inputs are reordered"
+    if weights.get("block_structure") not in (None, [128, 128]):
+        yield f"block_structure is {weights['block_structure']}"
+    if form == "pack-quantized" and weights.get("strategy") not in ("group", "channel"):
+        yield f"strategy is {weights.get('strategy')!r}"
+    if form == "pack-quantized" and weights.get("strategy") == "group":
+        yield from _group_obstacles(weights)
+    if form == "float-quantized" and weights.get("strategy") not in ("channel", "block", "tensor"):
+        yield f"strategy is {weights.get('strategy')!r}"

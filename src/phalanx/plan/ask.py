@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from phalanx.errors import ConfigError
 from phalanx.models import catalog
-from phalanx.plan.choose import Plan, choose
+from phalanx.plan.candidates import Plan
+from phalanx.plan.choose import choose
+from phalanx.plan.compare import compared, record, show_comparison, show_what_fits, what_fits
 from phalanx.plan.engines import ENGINES, engine
 from phalanx.plan.price import Tariff
 from phalanx.plan.recipes import recipe as make_recipe
@@ -50,6 +53,10 @@ class PlanQuestion:
     years: float = 4.0
     context: int | None = None
     calibration: Path | Calibration | None = None
+    network: str = ""
+    colocation: float = 150.0
+    staff: float = 0.0
+    residency: float = 0.0
 
 
 def answer(
@@ -73,6 +80,27 @@ def answer(
         )
 
 
+def compare(question: PlanQuestion, as_json: bool) -> None:
+    """The same question of several machines, side by side."""
+    names = [name.strip() for name in question.machine.split(",") if name.strip()]
+    plans = [ask(dataclasses.replace(question, machine=name)) for name in names]
+    if as_json:
+        print(json.dumps([record(compared(plan)) for plan in plans]))
+    else:
+        show_comparison(plans, Console(highlight=False))
+
+
+def tell_what_fits(question: PlanQuestion, as_json: bool) -> None:
+    """Without a model: all that the machine holds."""
+    machine = Machine.parse(question.machine, question.network)
+    context = question.context or question.input_tokens + question.output_tokens
+    found = what_fits(machine, context, _kv_format(question.kv_format))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show_what_fits(machine, found, Console(highlight=False))
+
+
 def ask(question: PlanQuestion) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
     spec = catalog.model(question.model)
@@ -88,13 +116,19 @@ def ask(question: PlanQuestion) -> Plan:
         formats=formats,
         kv_format=_kv_format(question.kv_format),
         tps=_degrees(question.tps, len(machine)),
-        tariff=Tariff(question.electricity, years=question.years),
+        tariff=Tariff(
+            question.electricity,
+            years=question.years,
+            colocation=question.colocation,
+            staff=question.staff,
+            residency=question.residency,
+        ),
         context=question.context,
     )
 
 
 def _machine(question: PlanQuestion) -> Machine:
-    machine, calibration = Machine.parse(question.machine), question.calibration
+    machine, calibration = Machine.parse(question.machine, question.network), question.calibration
     if calibration is None:
         return machine
     return machine.calibrated(Calibration.read(calibration) if isinstance(calibration, Path) else calibration)

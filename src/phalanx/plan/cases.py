@@ -100,6 +100,8 @@ def _workload(measurement: Measurement) -> Workload:
     clients = max(1, measurement.concurrency // measurement.replicas)
     requests = None if measurement.requests is None else max(1, measurement.requests // measurement.replicas)
     rate = None if measurement.rate is None else measurement.rate / measurement.replicas
+    if rate is not None and requests is None:
+        requests = 10 * clients
     lengths = measurement.input_tokens, measurement.output_tokens
     workload = Workload(*lengths, clients, measurement.spread, requests, rate)
     if _sent_all_at_once(measurement):

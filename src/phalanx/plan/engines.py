@@ -12,6 +12,7 @@ from phalanx.plan import support
 from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.step_memory import KEPT_FREE
 
 MIB = 2**20
 GIB = 2**30
@@ -30,7 +31,7 @@ GRAPH_BYTES = int(1.1 * GIB)
 PHALANX_CAPABILITY = (9, 0)
 """Its kernels use programmatic dependent launch (griddepcontrol), which ptxas refuses below sm_90."""
 
-Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_tenth"]
+Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_step"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class EngineTraits:
 
     `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
-    what is free after loading, but for a tenth of the card. The formats are those it loads, and keeps KV in.
-    `support.toml` says on which cards.
+    all that is free beside weights, a worst step and the graphs, but for a hundredth of the card. The formats are those
+    it loads, and keeps KV in. `support.toml` says on which cards.
     """
 
     name: str
@@ -53,6 +54,7 @@ class EngineTraits:
     deals_unevenly: bool = False
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
+    has_pipelines: bool = False
     trims_windows: bool = True
     block_tokens: int = 16
 
@@ -86,8 +88,8 @@ ENGINES = {
             "phalanx",
             "Phalanx",
             "",
-            "all_but_a_tenth",
-            0.9,
+            "all_but_a_step",
+            1.0 - KEPT_FREE,
             ("bf16", "fp16", "fp32", "fp8", "fp8-channel"),
             deals_unevenly=True,
             trims_windows=False,
@@ -101,6 +103,7 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
+            has_pipelines=True,
         ),
         EngineTraits(
             "sglang",
@@ -111,10 +114,19 @@ ENGINES = {
             _QUANTISED,
             keeps_blocks_whole=True,
             expert_parallel=True,
+            has_pipelines=True,
             block_tokens=1,
         ),
         EngineTraits(
-            "trtllm", "TensorRT-LLM", "1.2", "share_of_free", 0.9, _QUANTISED, expert_parallel=True, block_tokens=32
+            "trtllm",
+            "TensorRT-LLM",
+            "1.2",
+            "share_of_free",
+            0.9,
+            _QUANTISED,
+            expert_parallel=True,
+            has_pipelines=True,
+            block_tokens=32,
         ),
     )
 }

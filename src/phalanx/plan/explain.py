@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from math import ceil
 
-from phalanx.plan.choose import Candidate, Excluded, Plan, predict_replica
+from phalanx.plan.candidates import SECONDS_PER_DAY, Candidate, Excluded, Plan
 from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.fit import fit
+from phalanx.plan.search import predict_replica
 from phalanx.plan.shapes import MOST_RANKS, shape
+from phalanx.plan.steady import Watch
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 
@@ -31,13 +33,43 @@ def verdict(plan: Plan) -> str:
         way = f"{ENGINES[near[0].engine].title} in {near[0].weight_format} at TP={near[0].tp}"
         short = near[0].short_bytes / GIB
         return f"{plan.model} does not fit {plan.machine.name}: the nearest, {way}, is {short:.1f} GiB a GPU short."
+    if not best.is_held:
+        return _cannot_hold(plan, best)
     found, price = best.prediction, best.usd_per_million
     money = "" if price is None else f", {price:,.2f} $ a million tokens"
     met = "" if plan.feasible else ", but misses the SLO"
     return (
-        f"{plan.model} fits {plan.machine.name}{met}: run {best.engine.title} in {best.weight_format} at TP={best.tp} "
-        f"x {best.replicas} for about {best.throughput:,.0f} tokens/s (TTFT {found.ttft.mid * 1e3:,.0f} ms, TPOT "
-        f"{found.tpot.mid * 1e3:.1f} ms, 90 % within {found.tpot.low * 1e3:.1f}-{found.tpot.high * 1e3:.1f}){money}."
+        f"{plan.model} fits {plan.machine.name}{met}: run {best.engine.title} in {best.weight_format} at TP="
+        f"{best.degrees} x {best.replicas} for about {best.throughput:,.0f} tokens/s (TTFT "
+        f"{found.ttft.mid * 1e3:,.0f} ms, TPOT {found.tpot.mid * 1e3:.1f} ms, 90 % within "
+        f"{found.tpot.low * 1e3:.1f}-{found.tpot.high * 1e3:.1f}){money}."
+    )
+
+
+def _cannot_hold(plan: Plan, best: Candidate) -> str:
+    """A rate that is too high: what the machine can hold, and how many would do."""
+    needed = plan.machines_needed
+    return (
+        f"{plan.model} on {plan.machine.name} cannot hold {plan.workload.rate:g} requests/s: the most is "
+        f"{best.capacity:.3g} requests/s, by {best.engine.title} in {best.weight_format} at TP={best.degrees} x "
+        f"{best.replicas}; {needed} such machine{'s' if needed != 1 else ''} would hold it."
+    )
+
+
+def day(plan: Plan) -> str:
+    """What a day of it is, and for arrivals at a rate how much of its capacity they take."""
+    best = plan.best
+    assert best is not None
+    prompts = best.requests_per_s * plan.workload.mean_input * SECONDS_PER_DAY
+    words = f"A day: {best.tokens_per_day / 1e6:,.1f} M output tokens from {prompts / 1e6:,.1f} M of prompts."
+    if best.capacity is None or plan.workload.rate is None:
+        return words
+    used = plan.workload.rate / best.capacity
+    needed = plan.machines_needed or 1
+    boxes = f"{needed} machine{'s' if needed > 1 else ''}"
+    return (
+        f"{words} {plan.workload.rate:g} requests/s take {boxes}: {used:.0%} of the {best.capacity:.3g} that "
+        f"{best.replicas} replica{'s' if best.replicas > 1 else ''} can hold."
     )
 
 
@@ -76,6 +108,10 @@ def advice(plan: Plan) -> list[str]:
     best = plan.best
     if best is None or plan.feasible:
         return []
+    if not best.is_held:
+        return [
+            f"Ask for {best.capacity:.3g} requests/s at most, or use more GPUs: the numbers below are at that rate."
+        ]
     goals = plan.slo.missed(best.prediction)
     words = [
         f"{name.upper()} {found * 1e3:.0f} ms ({found / allowed:.1f} x the goal)" for name, found, allowed in goals
@@ -94,10 +130,10 @@ def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
         if share.trace or (share.rate is None and share.concurrency == 1):
             return None
         share = _halved(share)
-        if plan.slo.excess(predict_replica(best.fit, best.group, share, best.expert_parallel)) > 1:
+        if plan.slo.excess(predict_replica(best, share, Watch(2))) > 1:
             continue
         if share.rate is not None:
-            return f"lower the rate to {share.rate * best.replicas:g} requests/s (this plan: {plan.workload.rate:g})."
+            return f"lower the rate to {share.rate * best.copies:g} requests/s (this plan: {plan.workload.rate:g})."
         concurrency = share.concurrency * best.replicas
         return f"lower the concurrency to {concurrency} (this plan: {plan.workload.concurrency})."
     return None

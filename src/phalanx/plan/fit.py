@@ -22,10 +22,12 @@ from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.step_memory import layer_bytes, score_bytes
 from phalanx.spec.tensors import Tensor
 
 _EXPERT_COPIES = 3
 """Copies of the routed tokens a step holds at once: gathered by expert, multiplied, and put back."""
+_VALUE_BYTES = 2
 _LOGIT_BYTES = 6
 """A logit in bf16 and in float32."""
 _MOST_SEQUENCES = 1024
@@ -76,7 +78,8 @@ class Fit:
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
         if self.engine.trims_windows:
             return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
-        return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens
+        states = sum(self.layout.state_bytes(cache, rank) for cache in self.spec.caches)
+        return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens + states
 
     @property
     def request_bytes(self) -> dict[CacheKind, int]:
@@ -168,10 +171,16 @@ def _rank_fit(
     activation_line = Line("activations", -activations, how)
     lines += _budget_lines(engine, gpu, usable, layout.tp, tokens)
     lines += taken
-    if engine.budget in ("share_of_all", "share_of_free"):
+    if engine.budget == "all_but_a_step":
+        lines.append(_worst_step_line(layout, rank, tokens, sequences))
+    elif engine.budget != "static_share":
         lines.append(activation_line)
     if engine.budget != "static_share":
         lines.append(runtime_line)
+    if engine.budget == "all_but_a_step":
+        lines.append(
+            Line("CUDA graphs", -GRAPH_BYTES, "those captured before the KV cache is sized, and those to come")
+        )
     if engine.budget == "share_of_free":
         free = sum(line.bytes for line in lines) - GRAPH_BYTES
         lines.append(Line("CUDA graphs", -GRAPH_BYTES, "captured before the KV cache is sized"))
@@ -200,9 +209,18 @@ def _budget_lines(engine: EngineTraits, gpu: Gpu, usable: int, tp: int, tokens: 
     if engine.budget == "share_of_all" and not gpu.unified_memory:
         left = int((1 - engine.share) * usable)
         return [Line("left alone", -left, f"gpu_memory_utilization {engine.share}; CUDA graphs take about 1 GiB of it")]
-    if engine.budget == "all_but_a_tenth":
-        return [Line("left to activations", -int((1 - engine.share) * usable), "a tenth of the card, graphs included")]
+    if engine.budget == "all_but_a_step":
+        return [Line("kept free", -int((1 - engine.share) * gpu.memory_bytes), f"{1 - engine.share:.0%} for fragments")]
     return []
+
+
+def _worst_step_line(layout: Layout, rank: int, tokens: int, sequences: int) -> Line:
+    """By the runtime's own reckoning: it runs such a step before it sizes the KV cache."""
+    rows, spec = min(sequences, tokens), layout.spec
+    layer = layer_bytes(layout, rank, tokens, _VALUE_BYTES)
+    scores = score_bytes(rows, spec.vocab, tokens)
+    how = f"{tokens} tokens in the widest layer" if layer > scores else f"{rows} x {spec.vocab} scores, all drawn from"
+    return Line("a worst step", -max(layer, scores), how)
 
 
 _PARTS = {

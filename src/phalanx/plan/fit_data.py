@@ -146,7 +146,7 @@ def _trace(case: Case) -> Trace:
     if case.workload.is_closed_loop:
         return simulate(*case.trace_key)
     priced = Predictor(case.limits, case.traits, load_fitted())
-    return simulate(*case.trace_key, lambda step: priced.seconds(step).mid)
+    return simulate(*case.trace_key, priced.price())
 
 
 def _as_few(steps: Iterable[tuple[StepSums, float, float]]) -> WeighedSteps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cost.calibrated import bandwidth_factor, compute_factor
-from phalanx.plan.choose import Plan
+from phalanx.plan.candidates import Plan
 from phalanx.spec.calibration import Calibration
 
 

@@ -9,12 +9,16 @@ from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.fitted import Fitted, Quantity, load_fitted
-from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds, least_seconds
+from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
 from phalanx.cost.profiles import profile
+from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import count_work
 from phalanx.engine.step_sums import StepSums
+from phalanx.plan.flow import Flow
+from phalanx.plan.scheduled import Room
 from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
+from phalanx.plan.steady import Watch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -41,7 +45,8 @@ class Interval:
 class Prediction:
     """What one replica delivers: mean seconds to the first token and between tokens, output tokens a second.
 
-    `step` is a decode step in the middle of an answer, by what its seconds go to.
+    `step` is a decode step in the middle of an answer, by what its seconds go to. Not `is_held`: requests arrive faster
+    than they are answered, and everything grows for as long as they do.
     """
 
     ttft: Interval
@@ -52,6 +57,7 @@ class Prediction:
     requests_tpot: tuple[float, ...]
     preemptions: int
     cached_share: float
+    is_held: bool = True
 
     @property
     def all_reduce_share(self) -> float:
@@ -76,11 +82,36 @@ def predict(
     ep: int = 1,
     version: str = "",
     kv_tokens: int | None = None,
+    watch: Watch | None = None,
 ) -> Prediction:
-    """One replica of `tp` GPUs under a workload. `kv_tokens` is the room of its KV cache; None: it never runs out."""
+    """One replica of `tp` GPUs under a workload. `kv_tokens` is the room of its KV cache; None: it never runs out.
+    `watch`: how long to look at arrivals without end.
+    """
     workload = workload or Workload()
     made = predictor(spec, machine, tp, engine, workload, weights, kv, ep, version)
-    return made.predict(workload, profile(engine, version).rules, kv_tokens)
+    rules = profile(engine, version).rules
+    if workload.is_endless:
+        made = made.under(made.in_flight(workload, rules, kv_tokens))
+    return made.predict(workload, rules, kv_tokens, watch)
+
+
+def capacity(
+    spec: ModelSpec,
+    machine: Machine,
+    tp: int,
+    engine: str,
+    workload: Workload,
+    weights: str,
+    kv: str,
+    ep: int,
+    kv_tokens: int | None,
+) -> float:
+    """Requests a second that one replica can hold: by what a full batch does, and by what one at that rate would."""
+    made, rules = predictor(spec, machine, tp, engine, workload, weights, kv, ep), profile(engine).rules
+    full = replace(workload, concurrency=Room.of(workload, rules, kv_tokens).sequences)
+    most = Flow.of(full, rules, kv_tokens, made.under(full).price()).capacity
+    load = made.under(full).in_flight(replace(workload, rate=most), rules, kv_tokens)
+    return min(most, Flow.of(load, rules, kv_tokens, made.under(load).price()).capacity)
 
 
 def predictor(
@@ -125,16 +156,22 @@ class Predictor:
         """The same deployment under another load."""
         return replace(self, traits=replace(self.traits, workload=workload))
 
+    def in_flight(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Workload:
+        """Arrivals by the clock, with as many requests at once as are in the batch at their rate."""
+        flow = Flow.of(workload, rules, kv_tokens, self.price())
+        return replace(workload, concurrency=flow.sequences(workload.rate or 0.0))
+
     def seconds(self, step: StepSums) -> Interval:
         """Of a step, corrected by what was measured of steps like it."""
-        mid = self._price(self.fitted.tpot.correction(self.traits))(step)
-        return Interval.around(mid, self._half_width(self.fitted.tpot))
+        return Interval.around(self.price()(step), self._half_width(self.fitted.tpot))
 
-    def predict(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Prediction:
+    def predict(
+        self, workload: Workload, rules: Rules, kv_tokens: int | None, watch: Watch | None = None
+    ) -> Prediction:
         factor = self.fitted.tpot.correction(self.traits)
         rates = self._rates
-        price = self._price(factor)
-        trace = _trace(workload, rules, kv_tokens, price)
+        price = self.price()
+        trace = _trace(workload, rules, kv_tokens, price, watch)
         times = trace.times(price)
         outside = first_token_seconds(rates, workload.input_tokens)
         first = self.fitted.ttft.correction(self.traits)
@@ -149,12 +186,13 @@ class Predictor:
             requests_tpot=tuple(times.tpot),
             preemptions=trace.preemptions,
             cached_share=trace.cached_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
+            is_held=trace.is_steady,
         )
 
     def run_seconds(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Interval:
         """Of the whole run, first request to last token."""
         trace = _closed_loop(workload, rules, kv_tokens)
-        seconds = trace.times(self._price(self.fitted.tpot.correction(self.traits))).seconds
+        seconds = trace.times(self.price()).seconds
         return Interval.around(seconds, self._half_width(self.fitted.tpot))
 
     def first_run(self, seconds: float, prompt_tokens: int) -> Interval:
@@ -163,24 +201,20 @@ class Predictor:
         mid = (steps + first_token_seconds(self._rates, prompt_tokens)) * self.fitted.ttft.correction(self.traits)
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
-    def _price(self, factor: float) -> StepPrice:
-        """Seconds of a step with this correction, never less than the data sheet allows."""
-        rates = self._rates
-
-        def price(step: StepSums) -> float:
-            limits = self.limits.of(step)
-            return max(float(combine(limits, rates).total) * factor, least_seconds(limits))
-
-        return price
+    def price(self) -> StepPrice:
+        """Seconds of a step, corrected, never less than the data sheet allows."""
+        return QuickPrice(self.limits, self._rates, self.fitted.tpot.correction(self.traits))
 
     def _half_width(self, quantity: Quantity) -> float:
         return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))
 
     def _throughput(self, times: Times, ttft: float, workload: Workload) -> Interval:
         """In a closed loop, tokens in flight over the time an answer takes, but no more than the steps make; by the
-        clock, what arrived and was done.
+        clock, what arrived and was done; at a steady rate, what arrives.
         """
         between = self._half_width(self.fitted.tpot)
+        if workload.is_endless:
+            return Interval.around((workload.rate or 0.0) * workload.mean_output, 0.0)
         simulated = times.output_tokens / times.seconds if times.seconds else 0.0
         if not workload.is_closed_loop or workload.total_requests <= workload.concurrency:
             return Interval.around(simulated, between)
@@ -189,12 +223,12 @@ class Predictor:
         return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
-def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice) -> Trace:
+def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice, watch: Watch | None) -> Trace:
+    if not workload.is_closed_loop:
+        return simulate(workload, rules, kv_tokens, price, watch)
     if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):
         kv_tokens = None
-    if workload.is_closed_loop:
-        return _closed_loop(workload, rules, kv_tokens)
-    return simulate(workload, rules, kv_tokens, price)
+    return _closed_loop(workload, rules, kv_tokens)
 
 
 @lru_cache(maxsize=1024)

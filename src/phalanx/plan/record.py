@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.models import catalog
-from phalanx.plan.choose import Candidate, Plan
+from phalanx.plan.candidates import Candidate, Plan
+from phalanx.plan.collectives import all_reduces
 from phalanx.plan.engines import GIB
-from phalanx.plan.explain import advice, explain, gpus_needed, verdict
+from phalanx.plan.explain import advice, day, explain, gpus_needed, verdict
 from phalanx.plan.fit import Fit
 from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
@@ -16,7 +18,8 @@ from phalanx.plan.recipes import Launch, command
 from phalanx.spec.formats import FORMATS, FP8_FORMATS
 from phalanx.spec.model import ModelSpec
 
-TAIL = 0.99
+SHARES = (0.5, 0.95, 0.99)
+"""Percentiles that are told."""
 _CONTEXT_MARGIN = 0.95
 """Of the room that was counted: engines refuse to start when theirs comes out smaller than one request."""
 
@@ -27,9 +30,16 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     known = catalog.find(plan.model)
     either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
     ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
+    if known and "/" in plan.model and (known[1] or known[0].spec.number_format) in either:
+        ready = plan.model
     origin = known[0].ids[0] if known else plan.model
     model, note = ready or origin, ""
     prepare: tuple[str, ...] = ()
+    if candidate.expert_parallel and not ours and plan.machine.smallest.unified_memory:
+        note = (
+            f"FP8 blocks do not divide by TP={candidate.tp}: vLLM would need --enable-expert-parallel, which fails on "
+            "DGX Spark. Use a checkpoint in AWQ or NVFP4, or another TP."
+        )
     if ready is None and plan.spec.number_format != wanted and FORMATS[wanted].bits < 16:
         model = f"./{origin.rstrip('/').rpartition('/')[2]}-{wanted.upper()}"
         if wanted in FP8_FORMATS and candidate.engine.name != "trtllm":
@@ -43,10 +53,11 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         machine=plan.machine,
         tp=candidate.tp,
         replicas=candidate.replicas,
+        stages=candidate.stages,
         weight_format=wanted,
         kv_format=candidate.fit.kv_format,
         max_model_len=served_context(plan, candidate),
-        max_num_seqs=max(1, min(candidate.workload.concurrency, candidate.fit.max_sequences)),
+        max_num_seqs=candidate.sequences,
         max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
         expert_parallel=candidate.expert_parallel,
         prepare=prepare,
@@ -72,7 +83,7 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "machine": plan.machine.name,
         "calibration": calibration_dict(plan),
         "workload": _workload_dict(plan),
-        "slo_ms": {"ttft": _ms(plan.slo.ttft), "tpot": _ms(plan.slo.tpot)},
+        "slo_ms": {"ttft": None, "tpot": None} | {name: 1e3 * goal for name, goal in plan.slo.goals.items()},
         "meets_slo": bool(plan.feasible),
         "explanation": explain(plan),
         "advice": [*advice(plan), *([] if best else gpus_needed(plan))],
@@ -84,8 +95,11 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
+        "all_reduces": [vars(each) for each in all_reduces(plan)],
         "power_w": _power_dict(plan),
         "verdict": verdict(plan),
+        "day": day(plan) if best else None,
+        "machines_needed": plan.machines_needed,
         "context": served_context(plan, best) if best else None,
         "prepare": list(launch_of(plan, best).prepare) if best else [],
         "command": command(launch_of(plan, best)) if best else None,
@@ -93,8 +107,8 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
     }
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
+def _tails(name: str, seen: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_p{100 * share:g}_ms": percentile(seen, share) * 1e3 for share in SHARES}
 
 
 def _model_dict(name: str, spec: ModelSpec) -> dict[str, Any]:
@@ -133,16 +147,22 @@ def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
         "engine": each.engine.name,
         "tp": each.tp,
         "replicas": each.replicas,
+        "pipeline_stages": each.stages,
         "gpus": each.gpus,
         "gpus_paid": len(each.paid),
         "expert_parallel": each.expert_parallel,
         "weight_format": each.weight_format,
         "kv_format": each.fit.kv_format,
-        "meets_slo": plan.slo.excess(prediction) <= 1,
+        "meets_slo": plan.meets(each),
         "ttft_ms": _interval_dict(prediction.ttft, 1e3),
         "tpot_ms": _interval_dict(prediction.tpot, 1e3),
-        "ttft_p99_ms": percentile(prediction.requests_ttft, TAIL) * 1e3,
-        "tpot_p99_ms": percentile(prediction.requests_tpot, TAIL) * 1e3,
+        **_tails("ttft", prediction.requests_ttft),
+        **_tails("tpot", prediction.requests_tpot),
+        "is_held": each.is_held,
+        "capacity_requests_per_s": each.capacity,
+        "requests_per_s": each.requests_per_s,
+        "tokens_per_day": each.tokens_per_day,
+        "max_num_seqs": each.sequences,
         "tokens_per_s": _interval_dict(prediction.throughput, each.copies),
         "tokens_per_s_per_gpu": each.per_gpu,
         "usd_per_million_tokens": each.usd_per_million,
@@ -183,6 +203,9 @@ def _cost_dict(best: Candidate) -> dict[str, Any]:
         "usd_per_hour": {"rent": cost.rent, "reserved": cost.reserved, "owned": cost.owned},
         "purchase_usd": cost.purchase,
         "break_even_utilisation": cost.break_even,
+        "break_even_hours_a_day": cost.break_even_hours,
+        "months_to_pay": cost.months_to_pay,
+        "usd_per_month": cost.monthly(),
         "usd_per_million_tokens": best.usd_per_million,
         "basis": cost.basis,
         "prices_as_of": list(cost.dates),
@@ -194,8 +217,15 @@ def _power_dict(plan: Plan) -> dict[str, Any] | None:
     if power is None:
         return None
     return {
-        "sustained": power.sustained_w,
-        "limit": power.limit_w,
-        "transient": power.transient_w,
+        "gpus": power.gpu_w,
+        "gpus_sustained": power.gpu_sustained_w,
+        "sustained": power.server_sustained_w,
+        "limit": power.server_w,
+        "transient": power.server_transient_w,
+        "facility": power.facility_w,
+        "volts": power.volts,
+        "amperes": power.amperes,
+        "rack_units": power.rack_units,
+        "cooling": power.cooling,
         "hint": power.hint,
     }

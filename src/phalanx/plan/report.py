@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.plan.choose import ANY_SPEED, Candidate, Excluded, Plan
+from phalanx.plan.candidates import ANY_SPEED, Candidate, Excluded, Plan
+from phalanx.plan.collectives import all_reduce_lines
 from phalanx.plan.engines import GIB, MIB
-from phalanx.plan.explain import advice, explain, gpus_needed, nearest, verdict
+from phalanx.plan.explain import advice, day, explain, gpus_needed, nearest, verdict
 from phalanx.plan.measured import calibration_lines
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import command, wrapped
-from phalanx.plan.record import TAIL, launch_of
+from phalanx.plan.record import SHARES, launch_of
 
 _SHOWN = 8
 _EXCLUDED_SHOWN = 6
@@ -31,6 +32,8 @@ def show(plan: Plan, console: Console, in_full: bool = False) -> None:
     if best is not None:
         _show_launch(plan, best, console)
         console.print(_ranking(plan))
+        console.print(_percentiles(best))
+        console.print(day(plan), highlight=False)
     if in_full:
         _show_all(plan, console)
     elif best is None:
@@ -45,6 +48,8 @@ def _show_all(plan: Plan, console: Console) -> None:
     if best is not None:
         console.print(explain(plan), highlight=False)
         console.print(_side_by_side(plan))
+        for line in all_reduce_lines(plan):
+            console.print(line, highlight=False)
         console.print(_arithmetic(best))
         if plan.machine.is_mixed and best.replicas > 1:
             console.print(
@@ -61,6 +66,8 @@ def _show_launch(plan: Plan, best: Candidate, console: Console) -> None:
     if launch.spans_machines:
         ours = launch.engine.name == "phalanx"
         way = f"phalanx cluster recipe {launch.machine.name}" if ours else "--engine vllm --recipe ray"
+        if not launch.one_gpu_machines:
+            way = "phalanx serve --executor ray on a Ray cluster of them; no recipe" if ours else f"{way} or k8s"
         console.print(f"The ranks are on several machines: {way} has the files.")
         return
     print()
@@ -115,7 +122,7 @@ def _ranking(plan: Plan) -> Table:
             _verdict(plan, each),
             each.engine.title,
             each.weight_format,
-            f"{each.tp}{'+EP' if each.expert_parallel else ''} x {each.replicas}",
+            f"{each.degrees} x {each.replicas}",
             f"{each.prediction.ttft.mid * 1e3:,.0f}",
             f"{each.prediction.tpot.mid * 1e3:.1f}",
             f"{each.throughput:,.0f}",
@@ -127,10 +134,24 @@ def _ranking(plan: Plan) -> Table:
     return table
 
 
+def _percentiles(best: Candidate) -> Table:
+    table = Table("", "mean", *(f"p{100 * share:g}" for share in SHARES), box=None, padding=(0, 2, 0, 0))
+    prediction = best.prediction
+    for name, mean, seen, digits in (
+        ("TTFT ms", prediction.ttft.mid, prediction.requests_ttft, 0),
+        ("TPOT ms", prediction.tpot.mid, prediction.requests_tpot, 1),
+    ):
+        values = (mean, *(percentile(seen, share) for share in SHARES))
+        table.add_row(name, *(f"{value * 1e3:,.{digits}f}" for value in values))
+    return table
+
+
 def _verdict(plan: Plan, candidate: Candidate) -> str:
+    if not candidate.is_held:
+        return "[red]less[/]"
     if plan.slo == ANY_SPEED:
         return "-"
-    return "[green]ok[/]" if plan.slo.excess(candidate.prediction) <= 1 else "[red]slow[/]"
+    return "[green]ok[/]" if plan.meets(candidate) else "[red]slow[/]"
 
 
 def _interval(interval: Interval, scale: float, digits: int) -> str:
@@ -153,8 +174,11 @@ def _side_by_side(plan: Plan) -> Table:
         table.add_column(f"{each.tp} x {each.replicas}", justify="right", no_wrap=True)
     predictions = [each.prediction for each in shown]
     table.add_row("TTFT ms", *(_interval(each.ttft, 1e3, 0) for each in predictions))
-    table.add_row("TTFT p99", *(f"{percentile(each.requests_ttft, TAIL) * 1e3:,.0f}" for each in predictions))
     table.add_row("TPOT ms", *(_interval(each.tpot, 1e3, 1) for each in predictions))
+    for share in SHARES:
+        label = f"p{100 * share:g}"
+        table.add_row(f"TTFT {label}", *(f"{percentile(each.requests_ttft, share) * 1e3:,.0f}" for each in predictions))
+        table.add_row(f"TPOT {label}", *(f"{percentile(each.requests_tpot, share) * 1e3:,.1f}" for each in predictions))
     table.add_row("tok/s", *(_interval(each.prediction.throughput, each.copies, 0) for each in shown))
     table.add_row("per GPU", *(f"{each.per_gpu:,.0f}" for each in shown))
     table.add_row("scaling", *(f"{plan.scaling(each):.0%}" for each in shown))
@@ -200,14 +224,21 @@ def _money(plan: Plan, best: Candidate) -> str:
         parts.append(f"owned {cost.owned:.2f} $/h over {plan.tariff.years:g} years{bought}")
     if cost.break_even is not None:
         parts.append(
-            f"owning pays from {cost.break_even:.0%} utilisation"
+            f"owning pays from {24 * cost.break_even:.1f} hours a day on"
             if cost.break_even <= 1
             else "renting is cheaper at any utilisation"
         )
+    if cost.months_to_pay is not None:
+        parts.append(f"the rent of {cost.months_to_pay:.0f} months buys it")
+    monthly = ", ".join(f"{way} {usd:,.0f}" for way, usd in cost.monthly().items())
+    if monthly:
+        parts.append(f"$ a month: {monthly} (burst: half owned, half rented for 6 hours a day)")
     money = "; ".join(parts) or "no price known"
     watts = (
-        f"{power.sustained_w / 1000:.1f} kW sustained, {power.limit_w / 1000:.1f} kW at the limit, "
-        f"{power.transient_w / 1000:.1f} kW for milliseconds: {power.hint}"
+        f"GPUs {power.gpu_w / 1000:.1f} kW ({power.gpu_sustained_w / 1000:.1f} sustained), server "
+        f"{power.server_w / 1000:.1f} kW ({power.server_sustained_w / 1000:.1f}), facility "
+        f"{power.facility_w / 1000:.1f} kW; {power.amperes:.0f} A at {power.volts} V, {power.rack_units} U, cooled "
+        f"by {power.cooling}: {power.hint}"
     )
     return f"[bold]Price[/] {best.paid.name}: {money}. Prices: {'; '.join(cost.dates)}.\n[bold]Power[/] {watts}."
 

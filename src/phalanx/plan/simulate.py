@@ -16,6 +16,7 @@ from phalanx.cost.rules import Rules
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.counted import CountedBatch
 from phalanx.plan.scheduled import ScheduledBatch
+from phalanx.plan.steady import Watch
 from phalanx.spec.workload import Workload
 
 _FOREVER = 2**31
@@ -42,7 +43,9 @@ class Passage:
 
 @dataclass
 class Trace:
-    """Every step of a run in order, and the passage of every request. Steps alike stand once, with their number."""
+    """Every step of a run in order, and the passage of every request. Steps alike stand once, with their number. Of
+    arrivals without end, the passages from when the run was steady on; none where it never was.
+    """
 
     steps: list[StepSums] = field(default_factory=list)
     repeats: list[int] = field(default_factory=list)
@@ -51,6 +54,7 @@ class Trace:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    is_steady: bool = True
 
     def step_weights(self) -> tuple[list[float], list[float]]:
         """How much every step counts in the mean TTFT and in the mean TPOT of all requests."""
@@ -102,21 +106,37 @@ def _mean(values: list[float], weights: list[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
 
 
-def simulate(workload: Workload, rules: Rules, kv_tokens: int | None = None, price: StepPrice | None = None) -> Trace:
-    """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out."""
-    return _Simulation(workload, rules, kv_tokens, price).run()
+def simulate(
+    workload: Workload,
+    rules: Rules,
+    kv_tokens: int | None = None,
+    price: StepPrice | None = None,
+    watch: Watch | None = None,
+) -> Trace:
+    """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out. `watch`:
+    who says when arrivals without end have been seen for long enough.
+    """
+    return _Simulation(workload, rules, kv_tokens, price, watch).run()
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice | None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        rules: Rules,
+        kv_tokens: int | None,
+        price: StepPrice | None,
+        watch: Watch | None = None,
+    ) -> None:
         assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
+        self._watch = watch or Watch() if workload.is_endless else None
         self.workload = workload
         self.trace = Trace()
         counted = CountedBatch.covers(workload, rules, kv_tokens)
         self.batch = (CountedBatch if counted else ScheduledBatch)(workload, rules, kv_tokens)
         self.clock = 0.0
         self._price: StepPrice = price if price is not None else lambda step: 0.0
-        self._coming = iter(enumerate(islice(workload.lengths(), _simulated(workload))))
+        self._coming = iter(enumerate(islice(workload.lengths(), None if self._watch else _simulated(workload))))
         self._next = next(self._coming, None)
         self._passages: dict[int, Passage] = {}
 
@@ -129,6 +149,9 @@ class _Simulation:
         self.trace.preemptions = self.batch.preemptions
         self.trace.prompt_tokens = sum(passage.input_tokens for passage in self.trace.passages)
         self.trace.cached_tokens = self.batch.cached_tokens
+        if self._watch is not None:
+            self.trace.is_steady = not self._watch.grows
+            self.trace.passages = self._watch.steady_part(self.trace.passages)
         return self.trace
 
     def _run_closed_loop(self) -> None:
@@ -146,7 +169,7 @@ class _Simulation:
                 self._leap()
 
     def _run_by_the_clock(self) -> None:
-        while self._next is not None or self.batch.is_busy:
+        while (self._next is not None or self.batch.is_busy) and not (self._watch and self._watch.has_seen_enough):
             if not self.batch.is_busy:
                 self._wait_for_next()
             while self._next is not None and self._next[1][0] <= self.clock:
@@ -169,12 +192,16 @@ class _Simulation:
             index, (arrival, input_tokens, output_tokens) = self._next
             early = 0.0 if self.workload.is_closed_loop else self.clock - arrival
             self.batch.add(index, input_tokens, output_tokens)
+            if self._watch is not None:
+                self._watch.sent(arrival)
             self._passages[index] = Passage(input_tokens, output_tokens, boundary, early, self._weight(index))
             self._next = next(self._coming, None)
         return 0
 
     def _weight(self, index: int) -> float:
-        """Requests after the first wave stand for those that were left out."""
+        """Requests of a closed loop after its first wave stand for those that were left out."""
+        if not self.workload.is_closed_loop:
+            return 1.0
         total, simulated, wave = self.workload.total_requests, _simulated(self.workload), self.workload.concurrency
         return 1.0 if index < wave or simulated == total else (total - wave) / (simulated - wave)
 
@@ -185,8 +212,12 @@ class _Simulation:
         boundary = len(self.trace.steps)
         for index in moves.first:
             self._passages[index].first = boundary
+            if self._watch is not None:
+                self._watch.began(index, self.clock)
         for index in moves.last:
             self._passages[index].last = boundary
+            if self._watch is not None:
+                self._watch.ended(index, self.clock, self._passages[index].output_tokens)
         return len(moves.last)
 
     def _take(self, step: StepSums, repeats: int = 1) -> None:

@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from phalanx.errors import ConfigError
-from phalanx.plan.predict import Prediction
+from phalanx.plan.predict import Prediction, percentile
 
 _SLO_NAMES = ("ttft", "tpot")
+_PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)-(\w+)|(\w+)-p(\d{1,2}(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Seconds that `share` of all requests may take at most, to the first token (`ttft`) or between tokens (`tpot`)."""
+
+    quantity: str
+    share: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"p{100 * self.share:g}-{self.quantity}"
 
 
 @dataclass(frozen=True)
 class Slo:
-    """The longest bearable time to the first token and between tokens, in seconds; None does not matter."""
+    """The longest bearable mean time to the first token and between tokens, in seconds (None does not matter), and
+    goals for percentiles of them.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
+    tails: tuple[Goal, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """`ttft:800,tpot:50` in milliseconds."""
-        found: dict[str, float] = {}
+        """`ttft:800,tpot:50` or `p95-ttft:800,p99-tpot:60` in milliseconds."""
+        means: dict[str, float] = {}
+        tails: dict[str, Goal] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition(":")
             name = name.strip().lower()
-            if name not in _SLO_NAMES:
-                near = get_close_matches(name, _SLO_NAMES, n=1, cutoff=0.3) or _SLO_NAMES
+            matched = _PERCENTILE.fullmatch(name)
+            quantity = (matched[2] or matched[3]) if matched else name
+            if quantity not in _SLO_NAMES:
+                near = get_close_matches(quantity, _SLO_NAMES, n=1, cutoff=0.3) or _SLO_NAMES
                 raise ConfigError(
-                    "bad_slo", f"The SLO names {name!r}.", f"Did you mean {near[0]}? Write ttft:800,tpot:50."
+                    "bad_slo",
+                    f"The SLO names {name!r}.",
+                    f"Did you mean {near[0]}? Write ttft:800,tpot:50 or p95-ttft:800,p99-tpot:60.",
                 )
-            found[name] = _milliseconds(name, value)
-        return cls(**found)
+            seconds = _milliseconds(name, value)
+            if matched is None:
+                means[quantity] = seconds
+            else:
+                goal = Goal(quantity, float(matched[1] or matched[4]) / 100, seconds)
+                tails[goal.name] = goal
+        return cls(**means, tails=tuple(tails.values()))
+
+    @property
+    def goals(self) -> dict[str, float]:
+        """Seconds by the name of what they bound."""
+        means = {"ttft": self.ttft, "tpot": self.tpot}
+        told = {name: seconds for name, seconds in means.items() if seconds is not None}
+        return told | {goal.name: goal.seconds for goal in self.tails}
 
     def excess(self, prediction: Prediction) -> float:
-        """The larger ratio of what is predicted to what is allowed; at most 1 when the SLO is met."""
+        """The largest ratio of what is predicted to what is allowed; at most 1 when the SLO is met."""
         ratios = [predicted / allowed for _, predicted, allowed in self._compared(prediction)]
         return max(ratios, default=0.0)
 
@@ -48,6 +83,9 @@ class Slo:
             yield "ttft", prediction.ttft.mid, self.ttft
         if self.tpot is not None:
             yield "tpot", prediction.tpot.mid, self.tpot
+        for goal in self.tails:
+            seen = prediction.requests_ttft if goal.quantity == "ttft" else prediction.requests_tpot
+            yield goal.name, percentile(seen, goal.share), goal.seconds
 
 
 def _milliseconds(name: str, value: str) -> float:

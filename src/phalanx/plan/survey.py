@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.models import catalog
-from phalanx.plan.choose import Candidate, choose, default_formats
+from phalanx.plan.candidates import Candidate
+from phalanx.plan.choose import choose, default_formats
 from phalanx.plan.engines import GIB, EngineTraits
 from phalanx.plan.fit import Fit, fit
 from phalanx.plan.shapes import MOST_RANKS, shape

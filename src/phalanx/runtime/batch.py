@@ -218,7 +218,7 @@ class Batch:
             tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
         self.tokens.kept[places_of(self._tables[0], slot_of, positions, self.block_size)] = tokens.to(TOKEN)
-        self.tokens.latest_at[slots] = NOWHERE
+        self.tokens.latest_at.index_fill_(0, slots, NOWHERE)
 
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens at these positions of these slots, which are all computed."""

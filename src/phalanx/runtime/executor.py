@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from phalanx.engine.hang import Seen, position, who_waits
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.engine.whereabouts import Whereabouts, read_pages
 from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.runtime.config import EngineConfig
@@ -64,6 +66,8 @@ class Executor:
         config, spot = self.workers.config, self.workers.spot
         checkpoint = Checkpoint(model_path, config.load_format)
         self._group = group = make_group(config, 0, spot)
+        if self.workers.pages is not None:
+            group.where = Whereabouts.in_file(self.workers.pages, 0)
         model = load_model(config, checkpoint, group, progress, spot)
         while len(self._loaded) < config.tp - 1:
             self._hear(_POLL_MS)
@@ -78,6 +82,10 @@ class Executor:
         self.depth = self.runner.depth
         self.workers.started()
         return sizes
+
+    @property
+    def where(self) -> Whereabouts:
+        return self._group.where
 
     def launch(self, plan: StepPlan) -> None:
         self._check_alive()
@@ -186,14 +194,21 @@ class Executor:
             return EngineDeadError("out_of_memory", f"{error.found} Not all ranks did at once.", error.fix)
         cause = self.workers.cause_of_death() if isinstance(error, FabricError) else None
         if cause is None:
-            trace = "".join(traceback.format_exception(error))
-            return EngineDeadError("rank_failed", f"Rank 0 raised {type(error).__name__}: {error}\n{trace}", _AGAIN)
-        name, failure = self._name(cause.rank), cause.failure
+            trace, at = "".join(traceback.format_exception(error)), self._positions(0)
+            return EngineDeadError("rank_failed", f"Rank 0 raised {type(error).__name__}: {error}{at}\n{trace}", _AGAIN)
+        name, failure, at = self._name(cause.rank), cause.failure, self._positions(cause.rank)
         if failure is None:
-            return EngineDeadError(cause.code, f"{name} {cause.seen}", cause.fix or _AGAIN)
+            return EngineDeadError(cause.code, f"{name} {cause.seen}{at}", cause.fix or _AGAIN)
         if failure.code and failure.found and failure.fix:
             return EngineDeadError(failure.code, f"{name}: {failure.found}", failure.fix)
-        return EngineDeadError("rank_failed", f"{name} raised {failure.error}\n{failure.traceback}", _AGAIN)
+        return EngineDeadError("rank_failed", f"{name} raised {failure.error}{at}\n{failure.traceback}", _AGAIN)
+
+    def _positions(self, blamed: int) -> str:
+        """Where the rank was that failed, and where the others wait for it, as far as that is known here."""
+        seen = {rank: Seen(where) for rank, where in enumerate(read_pages(self.workers.pages or Path()))}
+        if not seen or not any(each.where.busy for each in seen.values()):
+            return ""
+        return " ".join([f" It was at: {position(seen[blamed].where)}.", *who_waits(seen, [blamed])])
 
     def _name(self, rank: int) -> str:
         return f"Rank {rank} on {self.nodes[rank]}" if self.nodes else f"Rank {rank}"

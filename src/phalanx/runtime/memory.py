@@ -14,21 +14,15 @@ from phalanx.layers.decoder import Decoder
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
-from phalanx.runtime.sampler import penalty_bytes
 from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
+from phalanx.spec.step_memory import KEPT_FREE, layer_bytes, score_bytes
 
 MIB = 2**20
 
 CPU_KV_SHARE = 0.25
 """Of a CPU's free memory, which other programs use too."""
 
-GPU_KEPT_FREE = 0.01
-"""Of a GPU's memory, for what fragments of it cannot be used."""
-
 LEAST_GRAPH_BYTES = MIB
-
-DRAWN_SCORE_BYTES, PENALISED_SCORE_BYTES = 56, 12
-"""What is made of one score, all that exists at once: where it is drawn from, and while it is changed."""
 
 
 def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_on_gpu: int) -> int:
@@ -61,7 +55,7 @@ def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int
         raise too_little(config, model, free // ranks_on_gpu, missing) from error
     gc.collect()
     torch.cuda.empty_cache()
-    return int(left - GPU_KEPT_FREE * total) // ranks_on_gpu - further_graphs
+    return int(left - KEPT_FREE * total) // ranks_on_gpu - further_graphs
 
 
 def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
@@ -119,7 +113,7 @@ def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -
 
 
 class StatePlaces(NamedTuple):
-    """The places of recurrent states behind those of the requests and the one for rows that only fill up a batch.
+    """The places of states behind those of the requests and the one for rows that only fill up a batch.
 
     Those that belong to prefixes, and those for states as they were before drafts, as many of each as requests may run.
     """
@@ -144,21 +138,16 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     A CPU also has a mask over the longest sequence for each prompt and each window, and gathers keys and values of one.
     A sequence that may be as long as there is room is reckoned with as many tokens as a step has.
     """
-    place = model.place
-    spec, shard, size = place.spec, place.shard, place.dtype.itemsize
-    heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
-    attention = 2 * (heads + kv_heads) * spec.head_dim
-    routed = spec.moe.experts_per_token * (3 * len(shard.expert_ffn) + spec.hidden) if spec.moe is not None else 0
-    own = max(layer.mixer.working_bytes(tokens, min(rows, tokens)) for layer in model.layers)
-    widest = max(tokens * size * max(attention, 3 * len(shard.ffn), routed), own)
-    layer = tokens * size * (4 + spec.streams) * spec.hidden + widest
+    place, rows = model.place, min(rows, tokens)
+    spec, size = place.spec, place.dtype.itemsize
+    own = max(layer.mixer.working_bytes(tokens, rows) for layer in model.layers)
+    layer = layer_bytes(place.layout, place.group.rank, tokens, size, own)
     longest = min(config.max_model_len or tokens, spec.max_positions)
     if place.device.type == "cpu":
+        kept = 4 * len(place.shard.kv_heads) * spec.head_dim * size
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})
-        layer += longest * (windows * tokens * size + 2 * min(tokens, longest) + 4 * kv_heads * spec.head_dim * size)
-    rows = min(rows, tokens)
-    penalised = rows * spec.vocab * PENALISED_SCORE_BYTES + penalty_bytes(rows, spec.vocab, longest)
-    return max(layer, rows * spec.vocab * DRAWN_SCORE_BYTES, penalised)
+        layer += longest * (windows * tokens * size + 2 * min(tokens, longest) + kept)
+    return max(layer, score_bytes(rows, spec.vocab, longest))
 
 
 def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) -> ConfigError:

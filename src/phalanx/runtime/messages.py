@@ -29,6 +29,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
 class RankAssignment(msgspec.Struct, frozen=True):
     """The one line a worker reads from its standard input. If it fails, it leaves a Failure in the file `failure`.
+    Where it is in a step stands in the file `pages`, on the engine's own machine.
 
     Between machines, `keys` are its own and `engine_key` is the one it trusts.
     """
@@ -40,6 +41,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     meeting: Meeting
     token: str
     failure: str = ""
+    pages: str = ""
     keys: Keys | None = None
     engine_key: str | None = None
 

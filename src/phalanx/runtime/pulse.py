@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from phalanx.engine.step_plan import Beat, Totals
+from phalanx.engine.whereabouts import Whereabouts
 
 BEAT_EVERY_S = 0.5
+_LONG_S = 2.0
+"""A step that takes longer is looked into."""
 ENGINE_LOST_AFTER_S = 10.0
 """A rank on another machine ends when the engine gave no sign of life for so long."""
 
@@ -17,9 +20,10 @@ ENGINE_LOST_AFTER_S = 10.0
 class Pulse:
     """Knows which step this rank is in and since when, and what it has done so far."""
 
-    def __init__(self, rank: int, totals: Totals) -> None:
+    def __init__(self, rank: int, totals: Totals, where: Whereabouts) -> None:
         self._rank = rank
         self._totals = totals
+        self._where = where
         self._step = 0
         self._since: float | None = None
 
@@ -40,8 +44,11 @@ class Pulse:
         self._since = time.monotonic() if busy else None
 
     def beat(self) -> Beat:
-        since = self._since
-        return Beat(self._rank, self._step, 0.0 if since is None else time.monotonic() - since, self._totals)
+        since, where = self._since, self._where
+        busy = 0.0 if since is None else time.monotonic() - since
+        if where.look is not None and busy > _LONG_S:
+            where.look()
+        return Beat(self._rank, self._step, busy, self._totals, where.read())
 
 
 def every_beat(tell: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
-from phalanx.weights.load import Progress, load_weights
+from phalanx.weights.load import Progress, check_tensors, load_weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
@@ -38,7 +38,7 @@ class Sizes(msgspec.Struct, frozen=True):
 def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
     places = StatePlaces.of(config)
-    return CacheLayout(reaches, states=bool(spec.state_heads), snapshots=places.snapshots, twins=places.twins)
+    return CacheLayout(reaches, states=spec.has_states, snapshots=places.snapshots, twins=places.twins)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -118,11 +118,12 @@ def load_model(
         if fp8_cache:
             _check_fp8(device)
         torch.cuda.set_device(device)
-    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, fp8=on_gpu, fp8_cache=fp8_cache)
-    model = Decoder(place)
+    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache)
     reader = checkpoint.open_reader(device)
     try:
-        load_weights(model, reader, progress)
+        check_tensors(place.layout, reader, group.rank)
+        model = Decoder(place)
+        load_weights(model, reader, progress, checked=True)
     finally:
         reader.close()
     if on_gpu:
@@ -154,9 +155,9 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
-    block_bytes = model.cache_bytes_per_token * config.block_size
+    block_bytes = model.block_bytes(config.block_size)
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
-    room = room * model.cache_bytes_per_token // (model.cache_bytes_per_token + TOKEN.itemsize)
+    room = room * block_bytes // (block_bytes + config.block_size * TOKEN.itemsize)
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks

@@ -40,6 +40,8 @@ _MISSED_BEATS_S = 2.0
 class RayWorkers:
     """Ranks 1, 2, ... as processes that Ray starts, one a bundle of a placement group."""
 
+    pages = None
+
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self.config = msgspec.structs.replace(config, device="cuda" if on_gpus(config) else "cpu")
         cluster = RayCluster(config.ray_address, config.node_wait_s)

@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
+from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch, tensor_of
@@ -64,13 +65,17 @@ class TorchRunner:
             model.spare_block,
             model.place.device,
             groups=1 + len(spec.window_groups),
-            states=bool(spec.state_heads),
+            states=spec.has_states,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[_Launched] = deque()
+
+    @property
+    def where(self) -> Whereabouts:
+        return self.model.place.group.where
 
     @property
     def in_flight(self) -> int:
@@ -84,6 +89,7 @@ class TorchRunner:
         return done is None or done.query()
 
     def launch(self, plan: StepPlan) -> None:
+        self.where.begin_step(plan.step)
         try:
             self._launch(plan)
         except RuntimeError as error:
@@ -152,6 +158,7 @@ class TorchRunner:
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
+        self.where.end_step(step)
         return StepResult(step, tokens, logprobs, clock.times())
 
     def tend(self) -> bool:

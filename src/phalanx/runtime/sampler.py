@@ -12,16 +12,7 @@ from phalanx.engine.step_plan import StepPlan, TokenLogprobs
 from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.runtime.batch import Batch, Occupant
-
-_PENALTY_BYTES = 256 * 2**20
-_BYTES_PER_SCORE, _BYTES_PER_TOKEN = 4, 80
-"""What penalties take beside the scores: a count for each of them, and a few numbers for every token of the past."""
-
-
-def penalty_bytes(rows: int, vocab: int, longest: int) -> int:
-    """The most that penalties take at once."""
-    row = _BYTES_PER_SCORE * vocab + _BYTES_PER_TOKEN * longest
-    return max(row, min(rows * row, _PENALTY_BYTES))
+from phalanx.spec.step_memory import MOST_PENALTY_BYTES, penalised_row_bytes
 
 
 @dataclass(frozen=True)
@@ -179,8 +170,8 @@ def _penalise(scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> None:
     taken = 0
     for index, row in enumerate(rows):
         if row.occupant.params.penalised:
-            needed = _BYTES_PER_SCORE * scores.shape[1] + _BYTES_PER_TOKEN * row.position
-            if together and taken + needed > _PENALTY_BYTES:
+            needed = penalised_row_bytes(scores.shape[1], row.position)
+            if together and taken + needed > MOST_PENALTY_BYTES:
                 _penalise_together(scores, together, batch)
                 together, taken = [], 0
             together.append((index, row))

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from phalanx.engine.step_plan import Totals
+from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
@@ -33,6 +34,7 @@ from phalanx.runtime.messages import (
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
+from phalanx.runtime.stacks import tell_stacks
 from phalanx.weights.checkpoint import Checkpoint
 
 _BEATS_KEPT = 16
@@ -63,11 +65,12 @@ def _serve(assignment: RankAssignment) -> None:
     config, spot, meeting, rank = assignment.config, assignment.spot, assignment.meeting, assignment.rank
     use_cores(spot)
     ends = _Ends(assignment)
-    totals = Totals()
-    pulse = Pulse(rank, totals)
+    totals, where = Totals(), _page(assignment)
+    pulse = Pulse(rank, totals, where)
     every_beat(lambda: ends.beats.send(encode(pulse.beat())))
 
     group = make_group(config, rank, spot)
+    group.where = where
     checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
     model = load_model(config, checkpoint, group, lambda done, total: None, spot)
     ends.reports.send(encode(RankReady(rank, ends.orders.address)))
@@ -102,6 +105,15 @@ def _serve(assignment: RankAssignment) -> None:
             pulse.end(busy=runner.in_flight > 0)
             totals.collected(result)
             ends.reports.send(encode(Done(rank, result.step, digest(result.tokens))))
+
+
+def _page(assignment: RankAssignment) -> Whereabouts:
+    """Beside the engine, in the file of all ranks; where also a signal has the stacks of this process written."""
+    if not assignment.pages:
+        return Whereabouts()
+    pages = Path(assignment.pages)
+    tell_stacks(pages.parent, assignment.rank)
+    return Whereabouts.in_file(pages, assignment.rank)
 
 
 class _Ends:

@@ -17,6 +17,7 @@ import zmq
 from torch._C._distributed_c10d import Store
 
 from phalanx.engine.step_plan import Beat
+from phalanx.engine.whereabouts import PAGES, make_pages
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime import child
 from phalanx.runtime.channel import Context
@@ -48,6 +49,11 @@ class Workers(Protocol):
     host: str
     nodes: list[str]
     """The machine of every rank, rank 0 first; empty where all run on this one."""
+
+    @property
+    def pages(self) -> Path | None:
+        """The file in which ranks say where they are, if they are all on this machine."""
+        ...
 
     def store(self) -> Store: ...
 
@@ -82,6 +88,8 @@ class LocalWorkers:
         self.host = "127.0.0.1"
         self.nodes: list[str] = []
         self.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
+        self.pages = self.folder / PAGES
+        make_pages(self.pages, config.tp)
         self.processes: dict[int, child.Process] = {}
         context: Context = zmq.Context()
         self._finalizer = weakref.finalize(self, _clean_up, self.processes, self.folder, context)
@@ -96,6 +104,7 @@ class LocalWorkers:
                 meeting=self._meeting(rank),
                 token=token,
                 failure=str(self._failure_file(rank)),
+                pages=str(self.pages),
             )
             line = msgspec.json.encode(assignment)
             self.processes[rank] = child.start("phalanx.runtime.worker", line, child.environment())

@@ -18,6 +18,7 @@ from phalanx.server.incoming import client_of, json_body, request_id, while_conn
 from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
+from phalanx.server.supervisor import condition
 from phalanx.version import __version__
 
 _BODIES: tuple[type[Body], ...] = (
@@ -165,29 +166,33 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        state: dict[str, Any] = {"status": supervisor.state}
+        ranks = supervisor.client.ranks()
+        state: dict[str, Any] = {"status": condition(supervisor.state, ranks)}
+        if any(rank.silent for rank in ranks) and supervisor.state == "ready":
+            state["status"] = "stuck"
         loading = supervisor.client.loading
         if supervisor.state == "starting" and loading is not None:
             state["loaded"] = round(loading.done / max(loading.total, 1), 3)
-        return JSONResponse(state, 200 if supervisor.state == "ready" else 503)
+        return JSONResponse(state, 200 if state["status"] == "ready" else 503)
 
     @app.get("/health")
     async def health() -> Response:
         client = supervisor.client
         ranks = client.ranks()
-        well = supervisor.state in ("ready", "draining") and not any(rank.stuck for rank in ranks)
-        status = supervisor.state if well or supervisor.state not in ("ready", "draining") else "stuck"
+        status = condition(supervisor.state, ranks)
         body: dict[str, Any] = {
             "status": status,
             "requests": client.live,
             "ranks": [vars(rank) for rank in ranks],
         }
+        if client.hang is not None:
+            body["hang"] = msgspec.to_builtins(client.hang) | {"fix": client.hang.fix}
         if supervisor.last_death is not None:
             body["last_death"] = supervisor.last_death.to_dict()
         if client.started is not None:
             free = client.books.free_blocks if client.books else client.started.num_blocks
             body["kv_blocks"] = {"total": client.started.num_blocks, "free": free}
-        return JSONResponse(body, 200 if well else 503)
+        return JSONResponse(body, 200 if status in ("ready", "draining") else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

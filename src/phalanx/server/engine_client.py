@@ -20,12 +20,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from phalanx.engine.hang import Hang
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.errors import ApiError
+from phalanx.server.hang_watch import HangWatch
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Books,
@@ -81,6 +83,10 @@ class RankHealth:
     busy_s: float
     stuck: bool
 
+    @property
+    def silent(self) -> bool:
+        return self.beat_age_s > SILENT_AFTER_S
+
 
 class EngineClient:
     """Starts the engine process, hands it requests, and puts the tokens that come back into mailboxes."""
@@ -97,6 +103,12 @@ class EngineClient:
         self._verdict: Death | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
         self._token = secrets.token_hex(16)
+        self._watch = HangWatch(self._folder)
+
+    @property
+    def hang(self) -> Hang | None:
+        """Who holds up a step, if nothing has moved in it for a while."""
+        return self._watch.hang
 
     async def start(self) -> Started:
         """Run the process until it takes requests. EngineDeadError says why it does not."""
@@ -207,14 +219,19 @@ class EngineClient:
                 self.cancel(token.id)
 
     def ranks(self) -> list[RankHealth]:
-        """The health of every rank. A rank is stuck if it is silent, or too long in one step, while requests run."""
+        """The health of every rank.
+
+        A rank is stuck if it is silent, or too long in one step, while requests run, or if a hang has its name.
+        """
+        named = self.hang.ranks if self.hang is not None and self.hang.certain else []
         now = time.monotonic()
         nodes = self.started.nodes if self.started is not None else []
         healths = []
         for rank, (beat, heard) in sorted(self._beats.items()):
             age = now - heard
             busy = beat.busy_s + age if beat.busy_s else 0.0
-            stuck = bool(self.live) and (age > SILENT_AFTER_S or busy > self.launch.step_timeout_s / 2)
+            late = age > SILENT_AFTER_S or busy > self.launch.step_timeout_s / 2 or rank in named
+            stuck = bool(self.live) and late
             node = nodes[rank] if nodes else gethostname()
             healths.append(RankHealth(rank, node, beat.step, round(age, 3), round(busy, 3), stuck))
         return healths
@@ -232,19 +249,32 @@ class EngineClient:
         hung = False
         while not exited.done():
             await asyncio.wait({exited}, timeout=_LOOK_EVERY_S)
+            await self._look()
             verdict = self._hanging()
             if verdict is not None and hung and self._verdict is None:
-                self._verdict = verdict
+                words = await self._watch.last_words(self._is_here)
+                self._verdict = msgspec.structs.replace(verdict, found=f"{verdict.found} {words}".strip())
                 self._kill()
             hung = verdict is not None
         return await self._death()
+
+    async def _look(self) -> None:
+        silent = {rank.rank for rank in self.ranks() if rank.silent}
+        await self._watch.look({rank: beat.where for rank, (beat, _) in self._beats.items()}, silent, self._is_here)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether all ranks are processes of this machine."""
+        return self.started is not None and not self.started.nodes
 
     def _hanging(self) -> Death | None:
         limit = self.launch.step_timeout_s
         patience = min(GIVEN_UP_AFTER_S, limit)
         hanging = [rank for rank in self.ranks() if rank.stuck and (rank.beat_age_s > patience or rank.busy_s > limit)]
         if not hanging:
-            return None
+            if self.hang is None or not self.hang.certain or self._watch.still_s < patience:
+                return None
+            return Death("rank_stuck", f"No rank has moved for {self._watch.still_s:.0f} s.", self.hang.fix)
         silent = max(hanging, key=lambda rank: rank.beat_age_s)
         if silent.beat_age_s > patience:
             found = f"Rank {silent.rank} gave no sign of life for {silent.beat_age_s:.0f} s, in step {silent.step}."

@@ -25,6 +25,7 @@ from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.rank import device_name
+from phalanx.runtime.stacks import tell_stacks
 from phalanx.runtime.start import start_engine
 from phalanx.server.grammar.engine_thread import GrammarThread
 from phalanx.server.messages import (
@@ -69,6 +70,7 @@ def main(start: StartEngine = start_engine) -> None:
     context, folder = zmq.Context(), Path(startup.folder)
     tempfile.tempdir = startup.folder
     _reserve_last_words(folder)
+    tell_stacks(folder, 0)
     threading.Thread(target=_end_with_parent, args=[folder], daemon=True).start()
     orders = Receiver(context, orders_address(folder), startup.token)
     reports = Sender(context, reports_address(folder), startup.token)
@@ -154,7 +156,7 @@ class EngineLoop:
         self._orders = orders
         self._reports = reports
         self._pulses = pulses
-        self._pulse = Pulse(0, engine.totals)
+        self._pulse = Pulse(0, engine.totals, engine.runner.where)
         self._device = device
         self._ids: dict[int, int] = {}
         self._requests: dict[int, Request] = {}

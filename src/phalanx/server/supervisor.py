@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.errors import EngineDeadError
-from phalanx.server.engine_client import EngineClient, EngineLaunch
+from phalanx.server.engine_client import EngineClient, EngineLaunch, RankHealth
 from phalanx.server.errors import ApiError, queue_full
 from phalanx.server.messages import Started, Stepped
 
 log = logging.getLogger("phalanx.server")
 
 _LONGEST_PAUSE_S = 60.0
+
+
+def condition(state: str, ranks: Sequence[RankHealth]) -> str:
+    """The supervisor's state, or `stuck` if there is an engine of which a rank is."""
+    return "stuck" if state in ("ready", "draining") and any(rank.stuck for rank in ranks) else state
 
 
 class Supervisor:

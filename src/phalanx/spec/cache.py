@@ -16,12 +16,16 @@ class Reach(NamedTuple):
     each: float
 
 
+BLOCK_SIZE = 16
+"""Tokens of a block that is counted on: as many as engines start with (`engine/defaults.py`)."""
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """What a layer keeps of a sequence, over all ranks.
 
-    `heads * width` numbers a token, of the last `reach` tokens at most, and `state_bytes` whatever the length. A latent
-    has one head, which every rank keeps.
+    `heads * width` numbers for every `ratio` tokens, of the last `reach` tokens at most, and `state_bytes` whatever the
+    length. A latent has one head, which every rank keeps.
     """
 
     kind: CacheKind
@@ -29,10 +33,19 @@ class LayerCache:
     width: int = 0
     reach: int | None = None
     state_bytes: int = 0
+    ratio: int = 1
+
+    def block_numbers(self, block_size: int) -> int:
+        """Numbers that a block of so many tokens has room for: where `ratio` is larger, those of one entry."""
+        return self.heads * self.width * -(-block_size // self.ratio)
+
+    @property
+    def numbers_per_token(self) -> float:
+        return self.block_numbers(BLOCK_SIZE) / BLOCK_SIZE
 
     def bytes(self, tokens: int, element_bytes: float) -> int:
         kept = tokens if self.reach is None else min(tokens, self.reach)
-        return int(self.heads * self.width * kept * element_bytes) + self.state_bytes
+        return int(self.numbers_per_token * kept * element_bytes) + self.state_bytes
 
 
 class WindowGroup(NamedTuple):

@@ -13,9 +13,9 @@ from phalanx.spec.tensors import Tensor
 
 @dataclass(frozen=True)
 class Compressed:
-    """Of a token one vector of `head_dim` numbers is kept for all heads, their key and their value in one.
+    """A token is one vector of `head_dim` numbers for all heads, their key and their value in one.
 
-    A token looks at the last `window` of them and, with a `ratio`, at entries that stand for `ratio` tokens each. With
+    It looks at the last `window` of them and, with a `ratio`, at entries that stand for `ratio` tokens each. With
     an `indexer` it looks at those of them that this chooses, and an entry is made from the tokens before its own too.
     Heads leave by `groups`, each of which is brought to `group_rank` numbers on its own.
     """
@@ -47,17 +47,23 @@ class Compressed:
         return 2 * self.ratio if self.indexer else self.ratio
 
     @property
-    def width(self) -> int:
-        """Numbers kept of a token: its vector, what entries are made from, and the entry that it completes."""
+    def entry(self) -> int:
+        """Numbers kept of every `ratio` tokens: an entry, and the indexer's key of it."""
         if not self.ratio:
-            return self.head_dim
-        if self.indexer is None:
-            return self.head_dim + compressor_width(self.head_dim, False)
-        return self.head_dim + sum(compressor_width(each, True) for each in (self.head_dim, self.indexer.head_dim))
+            return 0
+        return self.head_dim + (self.indexer.head_dim if self.indexer else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """In bf16: the last vectors, and values and gates of those tokens that the next entry is made from."""
+        inputs = 2 * self.entry * self.span // self.ratio if self.ratio else 0
+        return 2 * (self.window * self.head_dim + self.span * inputs)
 
     @property
     def cache(self) -> LayerCache:
-        return LayerCache("latent", 1, self.width) if self.ratio else LayerCache("sliding", 1, self.width, self.window)
+        if not self.ratio:
+            return LayerCache("sliding", reach=self.window, state_bytes=self.state_bytes)
+        return LayerCache("latent", 1, self.entry, state_bytes=self.state_bytes, ratio=self.ratio)
 
     @property
     def reads(self) -> tuple[Reach, ...]:
@@ -102,8 +108,3 @@ class Compressed:
         yield Tensor(path + "gate_proj.weight", (columns, hidden))
         yield Tensor(path + "position_bias", (self.ratio, columns), wide=True)
         yield Tensor(path + "kv_norm.weight", (width,), wide=True)
-
-
-def compressor_width(width: int, overlapping: bool) -> int:
-    """Numbers that a compressor keeps of a token: values and gates, both twice where entries overlap, and an entry."""
-    return (5 if overlapping else 3) * width

@@ -77,7 +77,7 @@ class Fused(NamedTuple):
         name, run = self._place(path, part, width)
         return (
             Stored(name, stacked=True, transposed=self.transposed, run=run),
-            *((Stored(name, stacked=True, run=run, mxfp4=True),) if self.mxfp4 else ()),
+            *((Stored(name, stacked=True, run=run, packed=True),) if self.mxfp4 else ()),
         )
 
     def bias(self, path: str, part: str, width: int) -> Stored:

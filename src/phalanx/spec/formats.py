@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -58,37 +56,3 @@ DTYPE_NAMES = dict(zip(PLAIN, PLAIN, strict=True)) | {
 """The plain formats by every name they go by: ours, torch's and vLLM's."""
 FP8_FORMATS = ("fp8", "fp8-channel")
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The format of a model's linear layers, but for the modules it names as skipped: those stay bf16.
-
-    `scales` is what a checkpoint adds to a tensor's name for its scales.
-    """
-
-    format: NumberFormat
-    skipped: tuple[str, ...] = ()
-    scales: str = "_scale_inv"
-
-    @property
-    def block(self) -> int:
-        """Rows of an FP8 tile."""
-        return self.format.tile[0] if self.format.tile else 1
-
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """How many scales a matrix of this shape has, by rows and by columns."""
-        tall, wide = self.format.tile or (1, None)
-        return -(-shape[0] // tall), 1 if wide is None else -(-shape[1] // wide)
-
-    def skips(self, tensor: str) -> bool:
-        """Checkpoints name modules by path, by a part of the path, with `*`, or as `re:` and a pattern."""
-        return any(_names(module, tensor) for module in self.skipped)
-
-
-def _names(module: str, tensor: str) -> bool:
-    if module.startswith("re:"):
-        return re.match(module[3:], tensor.rpartition(".")[0]) is not None
-    if "*" in module:
-        return fnmatchcase(tensor, f"{module}*")
-    return f".{module}." in f".{tensor}"

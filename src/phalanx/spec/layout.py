@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
+from math import gcd, lcm
 
 from phalanx.errors import LayoutError
-from phalanx.spec.cache import CacheKind
+from phalanx.spec.cache import CacheKind, LayerCache
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensors import Split, Tensor
@@ -62,7 +62,7 @@ class Layout:
         self._check()
         heads = self._deal_heads()
         ffn = self._deal_columns(spec.intermediate)
-        expert_ffn = self._deal_columns(spec.moe.intermediate if spec.moe else 0)
+        expert_ffn = self._deal_columns(spec.moe.intermediate if spec.moe else 0, expert=True)
         shared_ffn = self._deal_columns(spec.moe.shared if spec.moe else 0)
         vocab = deal_elements(spec.vocab, self.column_unit(spec.vocab, blocks=False), tp)
         state_heads = deal(spec.state_heads, tp)
@@ -71,31 +71,61 @@ class Layout:
             for rank in range(tp)
         )
 
-    @property
-    def block(self) -> int | None:
+    def block(self, expert: bool = False) -> int | None:
         """Columns that share a scale and stay together; None where a row has one scale or none."""
-        return self.spec.quantization.format.unit if self.spec.quantization else None
+        quantization = self.spec.quantization
+        return quantization.scheme_for(expert).format.unit if quantization else None
 
-    def column_unit(self, columns: int, blocks: bool = True) -> int:
+    def column_unit(self, columns: int, blocks: bool = True, expert: bool = False) -> int:
         """Columns dealt together: a block where the tensor has blocks, else an aligned group."""
-        return (self.block if blocks else None) or aligned_unit(columns, self.tp)
+        return (self.block(expert) if blocks else None) or aligned_unit(columns, self.tp)
 
-    def _deal_columns(self, columns: int) -> list[range]:
-        return deal_elements(columns, self.column_unit(columns), self.tp)
+    def _deal_columns(self, columns: int, expert: bool = False) -> list[range]:
+        return deal_elements(columns, self.column_unit(columns, expert=expert), self.tp)
+
+    @cached_property
+    def _head_block(self) -> int | None:
+        """Columns that stay together in the matrices of heads."""
+        of_heads = (tensor for tensor, _ in self.spec.tensor_kinds if tensor.split in ("query", "kv"))
+        cut = (tensor for tensor in of_heads if tensor.axis == 1 or self._blocks_of_rows)
+        return self.block() if any(map(self.spec.is_quantised, cut)) else None
 
     @cached_property
     def head_unit(self) -> int:
         """Heads dealt together: as the model groups them, and as fill whole blocks where their matrices have any."""
         group = self.spec.head_group
-        of_heads = (tensor for tensor, _ in self.spec.tensor_kinds if tensor.split in ("query", "kv"))
-        if self.block is None or not any(map(self.spec.is_quantised, of_heads)):
-            return group
-        return lcm(group, lcm(self.spec.head_dim, self.block) // self.spec.head_dim)
+        return group if self._head_block is None else lcm(group, self._filling(self.spec.head_dim))
+
+    def _filling(self, width: int) -> int:
+        """How many of this width fill whole blocks."""
+        assert self._head_block is not None
+        return self._head_block // gcd(self._head_block, width)
+
+    @property
+    def _blocks_of_rows(self) -> bool:
+        """Whether rows share scales too."""
+        quantization = self.spec.quantization
+        tile = quantization.scheme_for(expert=False).format.tile if quantization else None
+        return tile is not None and tile[0] > 1
 
     @property
     def kv_unit(self) -> int:
-        """KV heads dealt together; a latent is not dealt, every rank keeps it."""
-        return 1 if self.spec.latent else self.head_unit
+        """KV heads dealt together; a latent is not dealt, every rank keeps it.
+
+        Where only columns share scales, it is the columns of a KV head's query heads that have to fill blocks.
+        """
+        if self.spec.latent:
+            return 1
+        if self._head_block is None or self._blocks_of_rows:
+            return self.head_unit
+        return self._filling(self.spec.head_dim * self.spec.query_group)
+
+    @property
+    def query_unit(self) -> int:
+        """Query heads of one KV head dealt together to the ranks that share it."""
+        if self.spec.latent:
+            return self.head_unit
+        return 1 if self._head_block is None or self._blocks_of_rows else self._filling(self.spec.head_dim)
 
     def _check(self) -> None:
         if self.tp < 1:
@@ -104,11 +134,14 @@ class Layout:
         if self.spec.latent and self.head_unit > 1:
             most = -(-self.spec.heads // self.head_unit)
             what = f"{most} groups of {self.head_unit} query heads"
+        elif self.query_unit > 1 and self.kv_unit == 1:
+            most = self.spec.kv_heads * -(-self.spec.query_group // self.query_unit)
+            what = f"{most} groups of {self.query_unit} query heads, which fill a block of {self._head_block}"
         elif self.kv_unit > 1:
             most = -(-self.spec.kv_heads // self.kv_unit)
             what = (
                 f"{most} groups of {self.kv_unit} KV heads (head_dim {self.spec.head_dim} "
-                f"fills a block of {self.block} only together)"
+                f"fills a block of {self._head_block} only together)"
             )
         if 0 < self.spec.state_heads < most:
             most, what = self.spec.state_heads, f"{self.spec.state_heads} key heads of delta nets"
@@ -122,7 +155,7 @@ class Layout:
             return [(range(kv.start * group, kv.stop * group), kv) for kv in shares]
         dealt = []
         for head, holders in enumerate(deal(self.tp, kv_heads)):
-            for query in deal_elements(group, self.head_unit if self.spec.latent else 1, len(holders)):
+            for query in deal_elements(group, self.query_unit, len(holders)):
                 query_heads = range(head * group + query.start, head * group + query.stop)
                 dealt.append((query_heads, range(head, head + 1)))
         return dealt
@@ -174,11 +207,19 @@ class Layout:
 
     def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> dict[CacheKind, int]:
         """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
-        shard, element = self.shards[rank], FORMATS[number_format].bits / 8
-        kv_share = len(shard.kv_heads) / self.spec.kv_heads
-        state_share = len(shard.state_heads) / self.spec.state_heads if self.spec.state_heads else 0.0
+        element = FORMATS[number_format].bits / 8
         kept: dict[CacheKind, int] = {}
-        for cache in self.spec.caches:
-            share = state_share if cache.kind == "state" else kv_share
-            kept[cache.kind] = kept.get(cache.kind, 0) + int(cache.bytes(tokens, element) * share)
+        for cache, layers in self.spec.cache_kinds:
+            size = int(cache.bytes(tokens, element) * self._share(cache, rank))
+            kept[cache.kind] = kept.get(cache.kind, 0) + layers * size
         return kept
+
+    def state_bytes(self, cache: LayerCache, rank: int) -> int:
+        """Bytes this rank keeps of a sequence in such a layer whatever the length."""
+        return int(cache.state_bytes * self._share(cache, rank))
+
+    def _share(self, cache: LayerCache, rank: int) -> float:
+        shard, spec = self.shards[rank], self.spec
+        if cache.kind == "state":
+            return len(shard.state_heads) / spec.state_heads
+        return len(shard.kv_heads) / spec.kv_heads

@@ -10,22 +10,19 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from phalanx.errors import PhalanxError
 from phalanx.spec.calibration import Calibration, CalibrationError
+from phalanx.spec.network import Link, LinkKind, MachineError, Network, network
 
+__all__ = ["Gpu", "Link", "LinkKind", "Machine", "MachineError", "Price", "gpus"]
 CATALOGUE = Path(__file__).with_name("gpus.toml")
-LinkKind = Literal["nvswitch", "nvlink-bridge", "mesh", "pcie", "roce"]
 
 _GIGA = 1e9
 _TERA = 1e12
 _MOST_GPUS = 1024
+_BOXES = re.compile(r"(?P<boxes>\d+)\s*[x*]\s*(?P<box>\d+\s*[x*]\s*[^+]+)", re.IGNORECASE)
 _PART = re.compile(r"(?:(?P<count>-?\d+)\s*[x*])?\s*(?P<name>.+)", re.IGNORECASE)
-
-
-class MachineError(PhalanxError):
-    """The machine is written wrongly or cannot exist."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,11 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Link:
-    """How ranks reach each other: bytes per second one way per GPU."""
-
-    kind: LinkKind
-    bandwidth: float
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One accelerator. Memory is what the driver reports; peaks are dense, in FLOP/s by number format.
 
-    `nvlinks` are the counts of active links that are right for it, when they are in use at all.
+    `nvlinks` are the counts of active links that are right for it, when they are in use at all. `grade`: whose warranty
+    covers it; `ecc`: memory errors are corrected; `mig`: it can be cut into several.
     """
 
     name: str
@@ -74,6 +64,9 @@ class Gpu:
     aliases: tuple[str, ...] = ()
     driver_names: tuple[str, ...] = ()
     nvlinks: tuple[int, ...] = ()
+    grade: str = ""
+    ecc: bool = False
+    mig: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -100,15 +93,21 @@ class Gpu:
 class Machine:
     """GPUs in rank order. Tensor-parallel ranks all do the same work, so the weakest GPU bounds every rank.
 
-    `calibration` is what this very machine was measured to do; None: it does what its datasheets say.
+    `calibration` is what this very machine was measured to do; None: it does what its datasheets say. Several boxes
+    have `per_box` GPUs each and a `network` between them; 0: all GPUs are in one box.
     """
 
     gpus: tuple[Gpu, ...]
     calibration: Calibration | None = None
+    per_box: int = 0
+    network: Network | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Machine:
-        """`4xH100-SXM`, `8xH200`, `4xDGX-Spark`, `2xRTX4090+1xRTX3090`; a name alone is one GPU."""
+    def parse(cls, text: str, network_name: str = "") -> Machine:
+        """`4xH100-SXM`, `8xH200`, `4xDGX-Spark`, `2xRTX4090+1xRTX3090`, `2x8xH100-SXM`; a name alone is one GPU."""
+        boxes = _BOXES.fullmatch(text.strip())
+        if boxes is not None:
+            return cls._joined(int(boxes["boxes"]), cls.parse(boxes["box"]), network_name, text)
         gpus = tuple(gpu for part in text.split("+") for gpu in _parse_part(part, text))
         vendors = sorted({gpu.vendor for gpu in gpus})
         if len(vendors) > 1:
@@ -117,11 +116,50 @@ class Machine:
                 f"{text!r} mixes {' and '.join(vendors)}, which cannot share one model.",
                 f"Use one vendor, such as {_spell(tuple(gpu for gpu in gpus if gpu.vendor == gpus[0].vendor))}.",
             )
+        whole = gpus[0].link_gpus
+        if gpus[0].link.kind == "nvswitch" and len(gpus) > whole and len(gpus) % whole == 0 and len(set(gpus)) == 1:
+            return cls._joined(len(gpus) // whole, cls(gpus[:whole]), network_name, text)
+        if network_name and gpus[0].unified_memory:
+            return cls._joined(len(gpus), cls(gpus[:1]), network_name, text)
         return cls(gpus)
+
+    @classmethod
+    def _joined(cls, count: int, box: Machine, network_name: str, text: str) -> Machine:
+        if not 1 <= count <= _MOST_GPUS // len(box) or box.is_mixed or box.per_box:
+            raise MachineError(
+                "bad_count",
+                f"{text!r} is no number of like boxes.",
+                f"Write it as 2x8xH100-SXM; {_MOST_GPUS} GPUs at most.",
+            )
+        between = network(network_name or _usual_network(box.gpus[0]))
+        return cls(box.gpus * count, per_box=len(box), network=between) if count > 1 else box
 
     @property
     def name(self) -> str:
-        return _spell(self.gpus)
+        if self.boxes == 1 or self.gpus[0].unified_memory:
+            return _spell(self.gpus)
+        return f"{self.boxes}x{self.per_box}x{self.gpus[0].name}"
+
+    @property
+    def boxes(self) -> int:
+        return -(-len(self.gpus) // self.per_box) if self.per_box else 1
+
+    def most_replicas(self, ranks: int) -> int:
+        """How many groups of so many ranks there are, none of which lies in more boxes than it must."""
+        if not self.per_box:
+            return len(self.gpus) // ranks
+        if ranks <= self.per_box:
+            return self.boxes * (self.per_box // ranks)
+        return self.boxes // -(-ranks // self.per_box)
+
+    def groups(self, ranks: int, count: int) -> list[Machine]:
+        """The first `count` of these groups."""
+        in_a_box = self.per_box // ranks
+        if not self.per_box or not in_a_box:
+            step = -(-ranks // self.per_box) * self.per_box if self.per_box else ranks
+            return [self.part(number * step, ranks) for number in range(count)]
+        starts = [number // in_a_box * self.per_box + number % in_a_box * ranks for number in range(count)]
+        return [self.part(start, ranks) for start in starts]
 
     @property
     def is_mixed(self) -> bool:
@@ -156,6 +194,8 @@ class Machine:
 
     def link(self, ranks: int) -> Link:
         """What an all-reduce over the first `ranks` GPUs passes at its narrowest point."""
+        if self.network is not None and ranks > self.per_box:
+            return self.network.link(dataclasses.replace(self, network=None).link(self.per_box), self.per_box)
         group = self.gpus[:ranks]
         mixed = len({gpu.name for gpu in group}) > 1
         if not mixed and ranks <= group[0].link_gpus:
@@ -202,6 +242,9 @@ def _read_gpu(entry: dict[str, Any]) -> Gpu:
         aliases=tuple(entry.get("aliases", ())),
         driver_names=tuple(entry.get("driver_names", ())),
         nvlinks=tuple(entry.get("nvlinks", ())),
+        grade=entry["class"],
+        ecc=entry["ecc"],
+        mig=entry["mig"],
     )
 
 
@@ -229,6 +272,13 @@ def _parse_part(part: str, whole: str) -> tuple[Gpu, ...]:
             "bad_count", f"{whole!r} asks for {count} GPUs.", f"Ask for 1 to {_MOST_GPUS}, such as 1x{gpu.name}."
         )
     return (gpu,) * count
+
+
+def _usual_network(gpu: Gpu) -> str:
+    """Between boxes of this card where none is named."""
+    if gpu.link.kind in ("nvswitch", "mesh"):
+        return "ib-ndr"
+    return "roce-200" if gpu.unified_memory or gpu.grade == "data center" else "10gbe"
 
 
 def _spell(group: tuple[Gpu, ...]) -> str:

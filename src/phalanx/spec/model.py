@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
 from phalanx.spec.ffn import Moe
-from phalanx.spec.formats import FORMATS, FP8_FORMATS, PLAIN, NumberFormat, Quantization
+from phalanx.spec.formats import FORMATS, PLAIN, NumberFormat
 from phalanx.spec.hyper import Hyper
 from phalanx.spec.layer import Layer, Norms
 from phalanx.spec.rope import Rope
+from phalanx.spec.schemes import DEFAULTS, Quantization, Scheme
 from phalanx.spec.tensors import Spelling, Tensor
 
 
@@ -58,22 +60,26 @@ class ModelSpec:
     refusal: Refusal | None = None
 
     @property
-    def stored_fp8(self) -> Quantization | None:
-        """The quantization if it is one the runtime loads: e4m3 with a scale per square block or per output channel."""
-        return self.quantization if self.quantization and self.quantization.format.name in FP8_FORMATS else None
-
-    @property
     def number_format(self) -> str:
         """The format of the linear layers."""
         return self.quantization.format.name if self.quantization else self.dtype
 
     def in_format(self, number_format: str) -> ModelSpec:
-        """The same model with its linear layers in another format."""
-        if number_format == self.number_format:
-            return self
+        """The same model with its linear layers in another format: the same object every time, which has counted its
+        tensors already.
+        """
+        if number_format not in self._formatted:
+            self._formatted[number_format] = self._convert(number_format)
+        return self._formatted[number_format]
+
+    @cached_property
+    def _formatted(self) -> dict[str, ModelSpec]:
+        return {self.number_format: self}
+
+    def _convert(self, number_format: str) -> ModelSpec:
         if number_format in PLAIN:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
-        return dataclasses.replace(self, quantization=Quantization(FORMATS[number_format]))
+        return dataclasses.replace(self, quantization=Quantization.usual(number_format))
 
     @cached_property
     def _attending(self) -> tuple[Layer, ...]:
@@ -147,6 +153,21 @@ class ModelSpec:
         return tuple(layer.mixer.cache for layer in self.layers)
 
     @cached_property
+    def has_states(self) -> bool:
+        """Whether some layer keeps something of a sequence that does not lie in blocks of its tokens."""
+        return any(cache.state_bytes for cache in self.caches)
+
+    @cached_property
+    def recurrent_bytes(self) -> int:
+        """Bytes of states that every token reads and writes whole, over all ranks."""
+        return sum(cache.state_bytes for cache in self.caches if cache.kind == "state")
+
+    @cached_property
+    def cache_kinds(self) -> tuple[tuple[LayerCache, int], ...]:
+        """Caches that differ, and how many layers have each: quick to count by."""
+        return tuple(Counter(self.caches).items())
+
+    @cached_property
     def window_groups(self) -> tuple[WindowGroup, ...]:
         """Layers that give up blocks behind their window."""
         return window_groups(self.caches, self.max_positions)
@@ -211,11 +232,17 @@ class ModelSpec:
             return prod(shape) * FORMATS[number_format].bits // 8
         if not self.is_quantised(tensor):
             return prod(shape) * 2
-        return self._format(number_format).bytes(*shape)
+        return self._format(tensor, number_format).bytes(*shape)
 
-    def _format(self, name: str) -> NumberFormat:
-        own = self.quantization
-        return own.format if own is not None and own.format.name == name else FORMATS[name]
+    def _format(self, tensor: Tensor, name: str) -> NumberFormat:
+        own = self.quantization if self.number_format == name else None
+        return FORMATS[name] if own is None else own.scheme_for(tensor.expert).format
+
+    def scheme_of(self, tensor: Tensor) -> Scheme | None:
+        """How a checkpoint keeps a matrix if it keeps it quantised; block FP8 where the configuration says nothing."""
+        if not tensor.is_linear:
+            return None
+        return DEFAULTS["fp8"] if self.quantization is None else self.quantization.scheme_for(tensor.expert)
 
     def is_quantised(self, tensor: Tensor) -> bool:
         return tensor.is_linear and not (
@@ -230,7 +257,7 @@ class ModelSpec:
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""
         element = FORMATS[number_format].bits / 8
-        return int(sum(cache.heads * cache.width for cache in self.caches) * element)
+        return int(sum(cache.numbers_per_token for cache in self.caches) * element)
 
     def cache_bytes(self, tokens: int, number_format: str = "bf16") -> int:
         """Bytes that a sequence of `tokens` keeps in all layers, windows and fixed states included."""

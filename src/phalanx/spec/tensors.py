@@ -39,7 +39,7 @@ class Stored:
     """Where a checkpoint keeps a tensor that is not there under its own name and as it is.
 
     `stacked`: the experts of a layer lie along the first axis. `transposed`: inputs by outputs. `run`: among the rows
-    of others. `plus` is added to what is stored. `mxfp4`: in two tensors, `name` with _blocks and _scales behind it.
+    of others. `plus` is added to what is stored. `packed`: only quantised ones are kept so.
     An `expert` is one of a stack.
     """
 
@@ -48,13 +48,13 @@ class Stored:
     transposed: bool = False
     run: Run | None = None
     plus: float = 0.0
-    mxfp4: bool = False
+    packed: bool = False
     expert: int | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether it is there as it is, if under another name."""
-        return not (self.stacked or self.transposed or self.run or self.plus or self.mxfp4)
+        return not (self.stacked or self.transposed or self.run or self.plus)
 
     def of_expert(self, expert: int) -> Stored:
         return dataclasses.replace(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from phalanx.errors import PhalanxError
+
+TYPICAL_ARRIVALS = 3591
+"""Of 4,000 seeds the one whose first 800 to 12,000 arrivals are most like Poisson arrivals without end: they keep a
+queue with one server at 70 to 90 % load within a tenth of its theoretical mean. So short runs say what long ones do."""
 
 
 class WorkloadError(PhalanxError):
@@ -18,8 +23,8 @@ class Workload:
     """Traffic: a closed loop of `concurrency` clients, or arrivals at `rate` a second, or a `trace` of what happened.
 
     Lengths are uniform in [(1 - spread) x length, length]. A closed loop sends `requests` prompts, ten a client unless
-    told. A trace lists (arrival in seconds, input tokens, output tokens). With `shared_prefix`, prompts of the same
-    agent (of `agents`) begin with the same tokens.
+    told; arrivals at a rate without a number of `requests` never end. A trace lists (arrival in seconds, input tokens,
+    output tokens). With `shared_prefix`, prompts of the same agent (of `agents`) begin with the same tokens.
     """
 
     input_tokens: int = 1024
@@ -55,6 +60,11 @@ class Workload:
         return self.rate is None and not self.trace
 
     @property
+    def is_endless(self) -> bool:
+        """Arrivals that go on until the engine's answer to them is known."""
+        return self.rate is not None and self.requests is None and not self.trace
+
+    @property
     def total_requests(self) -> int:
         if self.trace:
             return len(self.trace)
@@ -84,11 +94,11 @@ class Workload:
         if self.trace:
             yield from sorted(self.trace)
             return
-        chance = random.Random(self.seed)
+        chance, clock = random.Random(self.seed), random.Random(TYPICAL_ARRIVALS + self.seed)
         arrival = 0.0
-        for _ in range(self.total_requests):
+        for _ in count() if self.is_endless else range(self.total_requests):
             if self.rate is not None:
-                arrival += chance.expovariate(self.rate)
+                arrival += clock.expovariate(self.rate)
             yield arrival, self._draw(chance, self.input_tokens), self._draw(chance, self.output_tokens)
 
     def _draw(self, chance: random.Random, length: int) -> int:

@@ -148,13 +148,13 @@ def _kind(spec: ModelSpec, layer: int) -> dict[str, Any]:
 def _dealt(layout: Layout) -> dict[str, dict[str, Any]]:
     """What is dealt: how much there is, the unit that is never cut, and the range of every rank."""
     spec, moe = layout.spec, layout.spec.moe
-    shared_out = layout.head_unit if spec.latent else 1
+    shared_out = layout.query_unit
     kinds = {
         "query_heads": (spec.heads, spec.query_group * layout.kv_unit if layout.tp <= spec.kv_heads else shared_out),
         "kv_heads": (spec.kv_heads, layout.kv_unit),
         "state_heads": (spec.state_heads, 1),
         "ffn": (spec.intermediate, layout.column_unit(spec.intermediate)),
-        "expert_ffn": (moe.intermediate, layout.column_unit(moe.intermediate)) if moe else (0, 1),
+        "expert_ffn": (moe.intermediate, layout.column_unit(moe.intermediate, expert=True)) if moe else (0, 1),
         "shared_ffn": (moe.shared, layout.column_unit(moe.shared)) if moe else (0, 1),
         "vocab": (spec.vocab, layout.column_unit(spec.vocab, blocks=False)),
     }
@@ -165,7 +165,7 @@ def _dealt(layout: Layout) -> dict[str, dict[str, Any]]:
             found[name] = {
                 "total": total,
                 "unit": unit,
-                "blocks": layout.block is not None and name.endswith("ffn"),
+                "blocks": name.endswith("ffn") and layout.block(name == "expert_ffn") is not None,
                 "shares": [[share.start, share.stop] for share in shares],
                 "uneven": len({len(share) for share in shares}) > 1,
                 "replicated": sum(map(len, shares)) > total,
@@ -249,11 +249,10 @@ def _seconds(layout: Layout, rank: int, tensors: Iterable[Tensor], gpu: Gpu, tok
 def _cache(layout: Layout, layer: int) -> dict[str, Any]:
     """What a layer keeps on every rank: bytes a token, and bytes whatever the length."""
     spec, cache = layout.spec, layout.spec.caches[layer]
-    per_token = cache.heads * cache.width * FORMATS[spec.dtype].bits // 8
-    k_heads = spec.state_heads or 1
+    per_token = int(cache.numbers_per_token * FORMATS[spec.dtype].bits / 8)
     return {
         "token_bytes": [per_token * len(shard.kv_heads) // spec.kv_heads for shard in layout.shards],
-        "state_bytes": [cache.state_bytes * len(shard.state_heads) // k_heads for shard in layout.shards],
+        "state_bytes": [layout.state_bytes(cache, rank) for rank in range(layout.tp)],
     }
 
 

@@ -11,11 +11,12 @@ from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import RankHealth
 from phalanx.server.recent import Recent
-from phalanx.server.supervisor import Supervisor
+from phalanx.server.supervisor import Supervisor, condition
 from phalanx.web.expect import Expectation, expectation
 from phalanx.web.sampler import EVERY_S, LoadSampler, Sample
 from phalanx.weights.checkpoint import Checkpoint, locate
@@ -24,7 +25,9 @@ STUCK_WRITE_S = 30.0
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine is right now. `reason` is why there is none, `loaded` how much of its weights are there."""
+    """How the engine is right now. `reason` is why there is none or why it is stuck, `loaded` how much of its weights
+    are there.
+    """
 
     status: str
     reason: dict[str, str] | None
@@ -104,12 +107,10 @@ class Live:
         supervisor, client = self._supervisor, self._supervisor.client
         ranks, started, loading = client.ranks(), client.started, client.loading
         death, expected = supervisor.death, self.sampler.expectation
-        status = supervisor.state
-        if status in ("ready", "draining") and any(rank.stuck for rank in ranks):
-            status = "stuck"
+        status = condition(supervisor.state, ranks)
         return EngineState(
             status=status,
-            reason=_reason(death) if death is not None else None,
+            reason=_reason(death) if death is not None else _hang(client.hang) if status == "stuck" else None,
             loaded=round(loading.done / max(loading.total, 1), 3) if loading is not None and started is None else None,
             restarts_left=supervisor.restarts_left,
             requests=client.live,
@@ -126,6 +127,11 @@ def _reason(death: EngineDeadError) -> dict[str, str]:
     """Without the traceback: that is for the log."""
     found, _, more = death.found.partition("\n")
     return {"code": death.code, "found": found, "fix": f"{death.fix} The server's log has more." if more else death.fix}
+
+
+def _hang(hang: Hang | None) -> dict[str, str] | None:
+    """Who holds up the step, once that is known. The stacks are for the log."""
+    return None if hang is None else {"code": hang.code, "found": hang.found, "fix": hang.fix}
 
 
 def _expectation(config: EngineConfig, device: str) -> Expectation:

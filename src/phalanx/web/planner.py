@@ -45,6 +45,10 @@ class PlanBody(_ClosedBody):
     electricity: Annotated[float, Field(ge=0, le=10)] = 0.12
     years: Annotated[float, Field(gt=0, le=50)] = 4.0
     context: TokenCount | None = None
+    rate: Annotated[float, Field(gt=0, le=100_000)] | None = None
+    shared_prefix: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 0
+    agents: Annotated[int, Field(ge=1, le=10_000)] = 1
+    network: Words = ""
 
 
 class ParetoBody(PlanBody):

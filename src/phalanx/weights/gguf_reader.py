@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.models.gguf import gguf_spec, keeps_pairs_together
 from phalanx.spec.gguf import GgufFile, StoredTensor
-from phalanx.weights.reader import Slices
+from phalanx.weights.reader import Slices, Unquantised
 
 _ROWS_AT_ONCE = 4096
 
@@ -35,7 +35,7 @@ _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1"
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-class GgufReader:
+class GgufReader(Unquantised):
     """Slices of a GGUF file's tensors as float32, under their Hugging Face names.
 
     Some files keep the rows of q and k as interleaved rotary pairs; they are handed out half-split.
@@ -55,9 +55,6 @@ class GgufReader:
         if stored is None:
             return None
         return stored.shape if expert is None else stored.shape[1:]
-
-    def is_fp8(self, name: str) -> bool:
-        return False
 
     def read(self, name: str, slices: Slices) -> Tensor:
         stored, expert = self._find(name)

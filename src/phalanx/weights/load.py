@@ -10,28 +10,26 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError
 from phalanx.kernels.cache import CacheScales
-from phalanx.kernels.fp8 import Fp8Weight, quantise_blocks, quantise_channels
 from phalanx.layers.decoder import Decoder
-from phalanx.layers.linear import Part
-from phalanx.spec import Layout
-from phalanx.spec.formats import FORMATS, Quantization
+from phalanx.layers.place import Part
+from phalanx.quant import at_work
+from phalanx.spec import Layout, Scheme
 from phalanx.spec.tensors import Pairs
 from phalanx.spec.tensors import Tensor as TensorSpec
-from phalanx.weights.reader import Reader, Slices
+from phalanx.weights.reader import DummyReader, Reader, Slices
 from phalanx.weights.views import ViewReader
 
 Progress = Callable[[int, int], None]
 """Called with the bytes loaded so far and in all."""
 
 _NAMED_IN_ERROR = 3
-_UNTOLD = Quantization(FORMATS["fp8"])
-"""What e4m3 weights need where the configuration says nothing of them."""
 
 
-def load_weights(model: Decoder, reader: Reader, progress: Progress) -> None:
+def load_weights(model: Decoder, reader: Reader, progress: Progress, checked: bool = False) -> None:
     """Stream this rank's slices from the files into the model, one tensor at a time; nothing else is read."""
     layout, rank = model.place.layout, model.place.group.rank
-    check_tensors(layout, reader)
+    if not checked:
+        check_tensors(layout, reader, rank)
     targets = list(model.parts())
     total, done = sum(target.nbytes for _, target in targets), 0
     for name, target in targets:
@@ -63,18 +61,14 @@ def _cache_scale(reader: Reader, prefix: str, letter: str) -> float:
     return float(values[0])
 
 
-def check_tensors(layout: Layout, reader: Reader) -> None:
-    """Refuse a checkpoint that lacks a tensor or has one of another shape, before anything is read."""
+def check_tensors(layout: Layout, reader: Reader, rank: int | None = None) -> None:
+    """Refuse a checkpoint that lacks a tensor or has one that it should not, before anything is read or allocated.
+
+    Of values that not every quantised format allows, only a rank's own are looked at, if one is named.
+    """
     tensors = layout.spec.tensors.values()
-    missing = [tensor.name for tensor in tensors if reader.shape(tensor.name) is None]
-    if missing:
-        named = ", ".join(missing[:_NAMED_IN_ERROR])
-        more = f" and {len(missing) - _NAMED_IN_ERROR} more" if len(missing) > _NAMED_IN_ERROR else ""
-        raise CheckpointError(
-            "missing_tensor",
-            f"The checkpoint lacks {len(missing)} of {len(layout.spec.tensors)} tensors: {named}{more}.",
-            "Download the whole checkpoint, or check that config.json belongs to it.",
-        )
+    schemes = {tensor.name: reader.scheme_of(tensor.name) for tensor in tensors}
+    _refuse_missing([name for name, scheme in schemes.items() if scheme is None and reader.shape(name) is None], layout)
     unknown = reader.unknown() if isinstance(reader, ViewReader) else []
     if unknown:
         named = ", ".join(unknown[:_NAMED_IN_ERROR])
@@ -84,10 +78,24 @@ def check_tensors(layout: Layout, reader: Reader) -> None:
             "Check that config.json belongs to these weights.",
         )
     for tensor in tensors:
-        _check_shape(reader, tensor.name, tensor.shape)
-        if reader.is_fp8(tensor.name):
-            stored = layout.spec.stored_fp8 or _UNTOLD
-            _check_shape(reader, tensor.name + stored.scales, stored.grid(tensor.shape))
+        scheme = schemes[tensor.name]
+        if scheme is None:
+            _check_shape(reader, tensor.name, tensor.shape)
+            _check_told(reader, layout, tensor)
+        elif isinstance(reader, ViewReader):
+            reader.check_pieces(tensor)
+    _check_values(layout, reader, schemes, rank)
+
+
+def _refuse_missing(missing: list[str], layout: Layout) -> None:
+    if missing:
+        named = ", ".join(missing[:_NAMED_IN_ERROR])
+        more = f" and {len(missing) - _NAMED_IN_ERROR} more" if len(missing) > _NAMED_IN_ERROR else ""
+        raise CheckpointError(
+            "missing_tensor",
+            f"The checkpoint lacks {len(missing)} of {len(layout.spec.tensors)} tensors: {named}{more}.",
+            "Download the whole checkpoint, or check that config.json belongs to it.",
+        )
 
 
 def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
@@ -100,40 +108,68 @@ def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
+def _check_told(reader: Reader, layout: Layout, tensor: TensorSpec) -> None:
+    """What the configuration tells of as four bits, and the file has wider, is not rounded behind anybody's back."""
+    scheme = layout.spec.scheme_of(tensor) if layout.spec.quantization else None
+    told = scheme is not None and not scheme.rounds and layout.spec.is_quantised(tensor)
+    if told and not isinstance(reader, DummyReader):
+        assert scheme is not None
+        raise CheckpointError(
+            "stored_wider",
+            f"{tensor.name} is not quantised, but the configuration says it is, as {scheme.format.name}.",
+            "List the module in config.json among those that are not converted.",
+        )
+
+
+def _check_values(layout: Layout, reader: Reader, schemes: dict[str, Scheme | None], rank: int | None) -> None:
+    for name, scheme in schemes.items():
+        if scheme is None or not at_work(scheme).checked:
+            continue
+        tensor = layout.spec.tensors[name]
+        slices = tuple(map(slice, [0] * len(tensor.shape), tensor.shape))
+        slices = slices if rank is None else layout.slices(tensor, rank)
+        pieces = reader.read_pieces(name, slices, at_work(scheme).checked)
+        obstacle = at_work(scheme).obstacle(pieces, slices)
+        if obstacle is not None:
+            raise CheckpointError(
+                "bad_values", f"{name} {obstacle}.", "Use a version of the model that was quantised otherwise."
+            )
+
+
 def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> None:
-    """Into FP8 memory values and scales go as they are stored; what is stored wider is brought to FP8 here."""
-    values, stored = reader.read(tensor.name, slices), layout.spec.stored_fp8
-    if stored is None or not reader.is_fp8(tensor.name):
-        values = _half_split(values, tensor.pairs)
-        if isinstance(target, Fp8Weight):
-            assert stored is not None
-            quantised = quantise_blocks(values) if stored.block > 1 else quantise_channels(values)
-            target.fill(*quantised, stored.block)
-        else:
+    """Quantised memory takes what is stored as it is; what is stored wider is rounded here."""
+    scheme = reader.scheme_of(tensor.name)
+    order = _half_split(torch.arange(slices[0].stop - slices[0].start), tensor.pairs) if tensor.pairs else None
+    if scheme is None:
+        values = reader.read(tensor.name, slices)
+        values = values if order is None else values[order]
+        if isinstance(target, Tensor):
             target.copy_(values)
+        else:
+            told = layout.spec.scheme_of(tensor)
+            assert told is not None
+            at_work(told).round(target, values)
         return
-    scales = reader.read(tensor.name + stored.scales, _tiles(slices, stored))
-    if isinstance(target, Fp8Weight):
-        _check_pairs(tensor, stored)
-        scales = scales if stored.block > 1 else _half_split(scales, tensor.pairs)
-        target.fill(_half_split(values.view(torch.uint8), tensor.pairs).view(values.dtype), scales, stored.block)
+    pieces = reader.read_pieces(tensor.name, slices)
+    if isinstance(target, Tensor):
+        values = at_work(scheme).widen(pieces, slices)
+        target.copy_(values if order is None else values[order])
     else:
-        target.copy_(_half_split(widen(values, scales, slices, stored), tensor.pairs))
+        _check_pairs(tensor, scheme)
+        at_work(scheme).fill(target, pieces, slices, order)
 
 
-def _half_split(rows: Tensor, pairs: Pairs | None) -> Tensor:
+def _half_split(rows: Tensor, pairs: Pairs) -> Tensor:
     """Rows of whole heads, with rotary pairs that lay side by side half of the rotated dimensions apart."""
-    if pairs is None:
-        return rows
     heads = rows.unflatten(0, (-1, pairs.head)).clone()
     turned = heads[:, pairs.first : pairs.first + pairs.rotated]
     turned.copy_(turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).clone())
     return heads.flatten(0, 1)
 
 
-def _check_pairs(tensor: TensorSpec, stored: Quantization) -> None:
+def _check_pairs(tensor: TensorSpec, scheme: Scheme) -> None:
     """Rows may change places only where they share their scale."""
-    pairs, block = tensor.pairs, stored.block
+    pairs, block = tensor.pairs, scheme.format.tile[0] if scheme.format.tile else 1
     if pairs is None or block == 1:
         return
     for head in range(0, tensor.shape[0], pairs.head):
@@ -144,26 +180,3 @@ def _check_pairs(tensor: TensorSpec, stored: Quantization) -> None:
                 f"{tensor.name} has a scale for every {block} rows, and rotary pairs that lie in two of them.",
                 "Use the bf16 version of this model.",
             )
-
-
-def _tile(stored: Quantization) -> tuple[int, int | None]:
-    assert stored.format.tile is not None
-    return stored.format.tile
-
-
-def _tiles(slices: Slices, stored: Quantization) -> Slices:
-    """The scales of the tiles that a part of a matrix touches."""
-    return tuple(
-        slice(0, 1) if size is None else slice(part.start // size, -(-part.stop // size))
-        for part, size in zip(slices, _tile(stored), strict=True)
-    )
-
-
-def widen(values: Tensor, scales: Tensor, slices: Slices, stored: Quantization) -> Tensor:
-    """FP8 to float32: every element times the scale of the tile it lies in, wherever the slice begins."""
-    grid = scales.float()
-    for axis, (part, size) in enumerate(zip(slices, _tile(stored), strict=True)):
-        if size is not None:
-            tile = torch.arange(part.start, part.stop) // size - part.start // size
-            grid = grid.index_select(axis, tile)
-    return values.float() * grid

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.kernels.fp8 import GROUP, quantise_blocks, quantise_channels
+from phalanx.quant import at_work
 from phalanx.spec import Layout, ModelSpec
-from phalanx.spec.formats import FORMATS, Quantization
+from phalanx.spec.schemes import DEFAULTS, Scheme
 from phalanx.weights.checkpoint import Checkpoint
-from phalanx.weights.load import Progress, check_tensors, widen
+from phalanx.weights.load import Progress, check_tensors
 from phalanx.weights.reader import Reader
 
 REPORT_FILE = "quantization_report.json"
@@ -31,7 +32,7 @@ _SHARD_BYTES = 4 * 2**30
 class Target:
     """A format to quantize to: how a matrix is brought to it, and how config.json tells of it."""
 
-    quantization: Quantization
+    scheme: Scheme
     quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
     config: Callable[[list[str]], dict[str, Any]]
 
@@ -63,8 +64,8 @@ def _channel_config(skipped: list[str]) -> dict[str, Any]:
 
 
 TARGETS = {
-    "fp8-block": Target(Quantization(FORMATS["fp8"]), quantise_blocks, _block_config),
-    "fp8-channel": Target(Quantization(FORMATS["fp8-channel"], scales="_scale"), quantise_channels, _channel_config),
+    "fp8-block": Target(DEFAULTS["fp8"], quantise_blocks, _block_config),
+    "fp8-channel": Target(DEFAULTS["fp8-channel"], quantise_channels, _channel_config),
 }
 
 
@@ -218,8 +219,8 @@ def _write(
         if tensor.is_linear:
             quantised, scales = target.quantise(values)
             shards.add(name, quantised)
-            shards.add(name + target.quantization.scales, scales)
-            errors.append(_error(name, values, quantised, scales, target.quantization))
+            shards.add(target.scheme.pieces[1].name(name), scales)
+            errors.append(_error(name, values, quantised, scales, target.scheme))
             if number_format == "fp8-block" and any(size % GROUP for size in tensor.shape):
                 uneven.append(name)
         else:
@@ -230,9 +231,9 @@ def _write(
     return QuantizedCheckpoint(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
 
 
-def _error(name: str, values: Tensor, quantised: Tensor, scales: Tensor, stored: Quantization) -> TensorError:
-    wide = values.float()
-    off = widen(quantised, scales, tuple(slice(0, size) for size in values.shape), stored) - wide
+def _error(name: str, values: Tensor, quantised: Tensor, scales: Tensor, scheme: Scheme) -> TensorError:
+    wide, whole = values.float(), tuple(slice(0, size) for size in values.shape)
+    off = at_work(scheme).widen({"values": quantised, "scales": scales}, whole) - wide
     return TensorError(name, float(off.norm() / wide.norm().clamp_min(1e-30)), float(off.abs().max()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.spec import ModelSpec
+from phalanx.spec import ModelSpec, Scheme
+from phalanx.spec.schemes import Role
 
 Slices = tuple[slice, ...]
+Pieces = dict[Role, Tensor]
 
 
 class Reader(Protocol):
@@ -27,8 +30,12 @@ class Reader(Protocol):
         """The whole tensor's shape; None where there is no such tensor."""
         ...
 
-    def is_fp8(self, name: str) -> bool:
-        """Whether the tensor is stored as e4m3, which means something only with its scales."""
+    def scheme_of(self, name: str) -> Scheme | None:
+        """How a matrix is quantised here; None where `read` gives it as it is."""
+        ...
+
+    def read_pieces(self, name: str, slices: Slices, roles: Sequence[Role] = ()) -> Pieces:
+        """Of a quantised matrix, all that its part is made of, or some of it, rows first; no other part is read."""
         ...
 
     def read(self, name: str, slices: Slices) -> Tensor:
@@ -38,7 +45,17 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class SafetensorsReader:
+class Unquantised:
+    """What a reader is that has no quantised matrices."""
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        return None
+
+    def read_pieces(self, name: str, slices: Slices, roles: Sequence[Role] = ()) -> Pieces:
+        raise LookupError(name)
+
+
+class SafetensorsReader(Unquantised):
     """Slices from the safetensors files of a folder, memory-mapped: only what is asked for is read."""
 
     def __init__(self, folder: Path) -> None:
@@ -60,8 +77,9 @@ class SafetensorsReader:
         file = self._holder.get(name)
         return tuple(file.get_slice(name).get_shape()) if file is not None else None
 
-    def is_fp8(self, name: str) -> bool:
-        return self._holder[name].get_slice(name).get_dtype() == "F8_E4M3"
+    def dtype(self, name: str) -> str:
+        """By the name that safetensors has for it."""
+        return str(self._holder[name].get_slice(name).get_dtype())
 
     def read(self, name: str, slices: Slices) -> Tensor:
         return self._holder[name].get_slice(name)[slices]
@@ -102,7 +120,7 @@ def _files_in_index(index: Path) -> list[str]:
         raise CheckpointError("broken_file", f"{index} is no index: {error!r}.", "Download the file again.") from None
 
 
-class DummyReader:
+class DummyReader(Unquantised):
     """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
@@ -115,9 +133,6 @@ class DummyReader:
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._spec.tensors.get(name)
         return tensor.shape if tensor else None
-
-    def is_fp8(self, name: str) -> bool:
-        return False
 
     def read(self, name: str, slices: Slices) -> Tensor:
         shape = [part.stop - part.start for part in slices]

@@ -3,122 +3,187 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.spec import ModelSpec
+from phalanx.kernels.four_bit import reordered
+from phalanx.spec import ModelSpec, Piece, Scheme
+from phalanx.spec.schemes import Role
 from phalanx.spec.tensors import Run, Spelling, Stored
 from phalanx.spec.tensors import Tensor as TensorSpec
-from phalanx.weights.reader import Reader, Slices
+from phalanx.weights.reader import Pieces, SafetensorsReader, Slices
 
-_FOR_ACTIVATIONS = re.compile(r".*\.(k_scale|v_scale|q_scale|input_scale|output_scale|activation_scale)")
-
-
-BLOCKS, SCALES = "_blocks", "_scales"
-MXFP4_BLOCK = 32
-_HALF_BYTES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def widen_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    """[rows, blocks, 16] bytes of two numbers each, the low half first, and a power of two for each block of 32."""
-    numbers = torch.tensor([*_HALF_BYTES, *(-number for number in _HALF_BYTES)])
-    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
-    return torch.ldexp(numbers[halves], scales.int()[..., None] - 127).flatten(-2)
+_FOR_ACTIVATIONS = re.compile(
+    r".*\.(k_scale|v_scale|q_scale|input_scale|input_global_scale|output_scale|activation_scale)"
+)
+_WHOLE = Piece("values", "", 1, 1, ())
+"""A matrix that is not quantised is its own only piece."""
 
 
 class _Place(NamedTuple):
-    """A tensor of the file, and how ours lies in it; `unit` is how many of our rows one of its rows stands for."""
+    """A tensor of the file, how ours lies in it, and which piece of ours it is."""
 
     name: str
     stored: Stored
-    unit: int
+    piece: Piece
+
+    @property
+    def run(self) -> Run | None:
+        """In elements of the piece, of which each may stand for several rows."""
+        run, unit = self.stored.run, self.piece.tall or 1
+        if run is None or unit == 1:
+            return run
+        if any(number % unit for number in run):
+            raise CheckpointError(
+                "cut_scales",
+                f"{self.name} has an element for every {unit} rows, which parts of {run.width} rows would cut.",
+                "Use the bf16 version of this model.",
+            )
+        return Run(*(number // unit for number in run))
+
+    @property
+    def transposed(self) -> bool:
+        return self.stored.transposed != self.piece.transposed
 
 
 class ViewReader:
     """Hands out a model's tensors from a reader of files that may hold them fused, stacked, transposed or renamed."""
 
-    def __init__(self, files: Reader, spec: ModelSpec) -> None:
+    def __init__(self, files: SafetensorsReader, spec: ModelSpec) -> None:
         self._files = files
         self._spec = spec
-        self._scales = spec.quantization.scales if spec.quantization else "_scale_inv"
 
     def names(self) -> list[str]:
         return self._files.names()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         place = self._find(name)
-        shape = self._files.shape(place.name) if place else None
-        if place is None or shape is None:
-            return None
-        stored = place.stored
-        if stored.is_plain:
+        return None if place is None else self._shape(place)
+
+    def _shape(self, place: _Place) -> tuple[int, ...]:
+        """Rows first, and as many as are ours."""
+        shape = self._files.shape(place.name)
+        assert shape is not None
+        if place.stored.is_plain and not place.transposed:
             return shape
-        if stored.mxfp4:
-            shape = (*shape[:-2], shape[-2] * MXFP4_BLOCK)
-        rest = shape[1:] if stored.stacked else shape
-        rows, *others = (rest[1], rest[0]) if stored.transposed else rest
-        run = _in_units(stored.run, place)
+        rest = shape[1:] if place.stored.stacked else shape
+        rows, *others = (rest[1], rest[0], *rest[2:]) if place.transposed and len(rest) > 1 else rest
+        run = place.run
         if run is None or rows % run.stride:
             return (rows, *others)
         return (rows // run.stride * run.width, *others)
 
-    def is_fp8(self, name: str) -> bool:
-        place = self._find(name)
-        return place is not None and self._files.is_fp8(place.name)
-
     def read(self, name: str, slices: Slices) -> Tensor:
         place = self._find(name)
         assert place is not None, name
-        if place.stored.is_plain:
+        return self._read(place, slices)
+
+    def _read(self, place: _Place, slices: Slices) -> Tensor:
+        stored = place.stored
+        if stored.is_plain and not place.transposed:
             return self._files.read(place.name, slices)
-        stored, (rows, *rest) = place.stored, slices
-        span, chosen = _spread(rows, _in_units(stored.run, place))
-        if stored.mxfp4:
-            values = self._read_mxfp4(place, span, rest[0])
-            return values if chosen is None else values[chosen]
-        wanted = (*rest, span) if stored.transposed else (span, *rest)
+        rows, *rest = slices
+        span, chosen = _spread(rows, place.run)
+        wanted = (rest[0], span, *rest[1:]) if place.transposed else (span, *rest)
         if stored.stacked:
             assert stored.expert is not None
             wanted = (slice(stored.expert, stored.expert + 1), *wanted)
         values = self._files.read(place.name, wanted)
         values = values[0] if stored.stacked else values
-        values = values.transpose(0, 1) if stored.transposed else values
-        values = values if chosen is None else values[chosen]
+        values = values.transpose(0, 1) if place.transposed else values
+        values = values if chosen is None else reordered(values, chosen)
         return values.float() + stored.plus if stored.plus else values
 
-    def _read_mxfp4(self, place: _Place, rows: slice, columns: slice) -> Tensor:
-        """Rows of one expert, in float32."""
-        stored, name = place.stored, place.name.removesuffix(BLOCKS)
-        assert stored.expert is not None
-        one = slice(stored.expert, stored.expert + 1)
-        blocks = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
-        packed = self._files.read(name + BLOCKS, (one, rows, blocks, slice(0, MXFP4_BLOCK // 2)))[0]
-        scales = self._files.read(name + SCALES, (one, rows, blocks))[0]
-        first = blocks.start * MXFP4_BLOCK
-        return widen_mxfp4(packed, scales)[:, columns.start - first : columns.stop - first]
+    def scheme_of(self, name: str) -> Scheme | None:
+        """As the configuration tells, where the file has such values."""
+        tensor = self._spec.tensors.get(name)
+        scheme = self._spec.scheme_of(tensor) if tensor else None
+        if tensor is None or scheme is None:
+            return None
+        values = scheme.pieces[0]
+        place = self._find_piece(tensor, values)
+        if place is None or (not values.ending and self._files.dtype(place.name) not in values.dtypes):
+            return None
+        return scheme
+
+    def read_pieces(self, name: str, slices: Slices, roles: Sequence[Role] = ()) -> Pieces:
+        scheme, tensor = self.scheme_of(name), self._spec.tensors[name]
+        assert scheme is not None, name
+        pieces: Pieces = {}
+        for piece in scheme.pieces:
+            place = self._find_piece(tensor, piece)
+            if place is not None and (not roles or piece.role in roles):
+                pieces[piece.role] = self._read_piece(place, slices)
+        return pieces
+
+    def _read_piece(self, place: _Place, slices: Slices) -> Tensor:
+        piece, shape = place.piece, self._shape(place)
+        if piece.vector or (piece.tall is None and piece.wide is None):
+            return self._files.read(place.name, tuple(slice(0, size) for size in shape))
+        inside = tuple(slice(0, size) for size in piece.trailing)
+        return self._read(place, (*piece.part(slices), *inside))
+
+    def check_pieces(self, tensor: TensorSpec) -> None:
+        """Refuse a quantised matrix of which a piece is missing, misshapen or of a wrong kind."""
+        scheme = self.scheme_of(tensor.name)
+        for piece in scheme.pieces if scheme else ():
+            name, place = piece.name(tensor.name), self._find_piece(tensor, piece)
+            if place is None:
+                if not piece.optional:
+                    raise CheckpointError(
+                        "missing_tensor",
+                        f"The checkpoint lacks {name}, without which {tensor.name} means nothing.",
+                        "Download the whole checkpoint, or check that config.json belongs to it.",
+                    )
+                continue
+            self._check_piece(place, name, tensor, scheme)
+
+    def _check_piece(self, place: _Place, name: str, tensor: TensorSpec, scheme: Scheme | None) -> None:
+        assert scheme is not None
+        piece, found, dtype = place.piece, self._shape(place), self._files.dtype(place.name)
+        if dtype not in piece.dtypes:
+            raise CheckpointError(
+                "wrong_dtype",
+                f"{name} is stored as {dtype}, where {scheme.format.name} has {' or '.join(piece.dtypes)}.",
+                "Check that config.json belongs to these weights.",
+            )
+        wanted = piece.stored_shape(tensor.shape)
+        meant = (wanted[1], wanted[0], *wanted[2:]) if piece.transposed else wanted
+        single = piece.tall is None and piece.wide is None and not piece.vector
+        if found != meant and not (single and set(found) <= {1}):
+            seen = (found[1], found[0], *found[2:]) if piece.transposed and len(found) > 1 else found
+            raise CheckpointError(
+                "misshapen_tensor",
+                f"{name} has shape {list(seen)}, but {list(tensor.shape)} in {_told(scheme)} makes it {list(wanted)}.",
+                "Check that config.json belongs to these weights.",
+            )
 
     def close(self) -> None:
         self._files.close()
 
     def _find(self, name: str) -> _Place | None:
-        tensor, suffix, unit = self._spec.tensors.get(name), "", 1
-        if tensor is None and name.endswith(self._scales):
-            suffix, unit = self._scales, self._spec.quantization.block if self._spec.quantization else 1
-            tensor = self._spec.tensors.get(name.removesuffix(suffix))
+        tensor = self._spec.tensors.get(name)
         if tensor is None:
-            return _Place(name, Stored(name), 1) if self._files.shape(name) is not None else None
-        for found, stored in self._candidates(tensor):
-            ending = BLOCKS if stored.mxfp4 else suffix
-            if self._files.shape(found + ending) is not None:
-                return _Place(found + ending, stored, unit)
+            return _Place(name, Stored(name), _WHOLE) if self._files.shape(name) is not None else None
+        return self._find_piece(tensor, _WHOLE)
+
+    def _find_piece(self, tensor: TensorSpec, piece: Piece) -> _Place | None:
+        for found, stored in self._candidates(tensor, piece is not _WHOLE):
+            name = piece.name(found)
+            if self._files.shape(name) is not None:
+                return _Place(name, stored, piece)
         return None
 
-    def _candidates(self, tensor: TensorSpec) -> Iterator[tuple[str, Stored]]:
-        for stored in tensor.sources or (Stored(tensor.name),):
+    def _candidates(self, tensor: TensorSpec, quantised: bool) -> Iterator[tuple[str, Stored]]:
+        sources = tensor.sources or (Stored(tensor.name),)
+        apart = any(stored.packed for stored in sources)
+        for stored in sources:
+            if (stored.transposed and apart) if quantised else stored.packed:
+                continue
             yield from ((name, stored) for name in self._spec.names(stored.name))
             for spelling in self._spec.spellings:
                 yield _spelt(stored.name, spelling), stored
@@ -127,8 +192,11 @@ class ViewReader:
         """Tensors of the files that belong to nothing in the model and are not among those it leaves alone."""
         known: set[str] = set()
         for tensor in self._spec.tensors.values():
-            for name, _ in self._candidates(tensor):
-                known |= {name, name + self._scales, name + BLOCKS, name + SCALES}
+            scheme = self._spec.scheme_of(tensor)
+            known |= {name for name, _ in self._candidates(tensor, False)}
+            for name, _ in self._candidates(tensor, True) if scheme else ():
+                known |= {piece.name(name) for piece in scheme.pieces} if scheme else set()
+                known |= {name + ending for ending in scheme.ignored} if scheme else set()
         if self._spec.tied_embeddings:
             known |= {"lm_head.weight", *(f"{theirs}lm_head.weight" for _, theirs in self._spec.prefixes)}
         ignored = [re.compile(pattern) for pattern in self._spec.ignored]
@@ -141,23 +209,16 @@ class ViewReader:
         ]
 
 
+def _told(scheme: Scheme) -> str:
+    tile = scheme.format.tile
+    size = "" if tile is None or tile[1] is None else f" with groups of {tile[1]}"
+    return f"{scheme.format.name}{size}" if tile is None or tile[0] == 1 else f"{scheme.format.name} in tiles of {tile}"
+
+
 def _spelt(name: str, spelling: Spelling) -> str:
     for ours, theirs in spelling:
         name = name.replace(ours, theirs)
     return name
-
-
-def _in_units(run: Run | None, place: _Place) -> Run | None:
-    """Where scales stand for several rows each, the run in scales."""
-    if run is None or place.unit == 1:
-        return run
-    if any(number % place.unit for number in run):
-        raise CheckpointError(
-            "cut_scales",
-            f"{place.name} has a scale for every {place.unit} rows, which parts of {run.width} rows would cut.",
-            "Use the bf16 version of this model.",
-        )
-    return Run(*(number // place.unit for number in run))
 
 
 def _spread(rows: slice, run: Run | None) -> tuple[slice, Tensor | None]:

@@ -45,15 +45,15 @@ def test_a_lowered_limit_warns_where_it_bites_or_differs() -> None:
 
 
 def test_the_circuit_carries_eight_boards_and_their_host() -> None:
-    """8 x 1.73 kW of a machine with H100s in it, 0.7 kW of that its board: a fifth less or half more, board by board.
+    """8 x 0.7 kW of boards and half of that around them: a fifth of a board less, or half a board more.
 
-    A three-phase PDU of 208 V and 60 A carries four fifths of 21.6 kW.
+    A three-phase PDU of 208 V and 30 A carries four fifths of 10.8 kW.
     """
     finding = power.power_supply(hgx())
     assert finding is not None
     assert finding.found == (
-        "12.7 kW sustained, 13.8 kW at the boards' limits: a 208 V 60 A three-phase PDU carries it "
-        "(17.3 kW continuous); supplies must ride out 16.6 kW for milliseconds."
+        "7.3 kW sustained, 8.4 kW at the boards' limits: a 208 V 30 A three-phase PDU carries it "
+        "(8.6 kW continuous); supplies must ride out 11.2 kW for milliseconds."
     )
 
 

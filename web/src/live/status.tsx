@@ -54,7 +54,7 @@ function toldBy(state: EngineState, tp: number): Told {
     case "stuck":
       return bad(
         `Rank ${stuck.join(", ")} ${stuck.length > 1 ? "are" : "is"} stuck`,
-        "Requests wait. If it does not move, the engine is ended and the reason told here.",
+        state.reason ? reasonOf(state) : "Requests wait. If it does not move, the engine is ended and the reason told here.",
       );
     case "ready":
       return { tone: "good", mark: "✓", headline: "Ready", detail: factsOf(state, tp) };

@@ -68,7 +68,8 @@ def _circuit(facts: Facts) -> str:
         return ""
     draw = power(machine)
     return (
-        f"{draw.sustained_w / 1000:.1f} kW sustained, {draw.limit_w / 1000:.1f} kW at the boards' limits: {draw.hint}."
+        f"{draw.server_sustained_w / 1000:.1f} kW sustained, {draw.server_w / 1000:.1f} kW at the boards' limits: "
+        f"{draw.hint}."
     )
 
 

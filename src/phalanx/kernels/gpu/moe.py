@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,9 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.gpu.four_bit import GROUPED_TILES, grouped_product
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
-from phalanx.kernels.gpu.rows import quantise, silu_and_mul
+from phalanx.kernels.gpu.rows import gate_and_mul, quantise
+from phalanx.spec.ffn import Activation
 
 CHUNK = 64
 """Pairs of token and expert that one program of the counting sort places."""
@@ -181,11 +186,11 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
 
 @triton.jit(do_not_specialize=["pairs", "x_rows"])
 def _grouped_product(
-    x, x_scales, weight, scales, order, owner, pair_weights, out, pairs, x_rows, pairs_a_row, outputs, inputs,
-    scale_rows, FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    x, x_scales, weight, scales, bias, order, owner, pair_weights, out, pairs, x_rows, pairs_a_row, outputs, inputs,
+    scale_rows, FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one expert: out[pair] = x[pair // pairs_a_row] @ weight[expert].T, or times its weight."""
+    """One tile of one expert: out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight."""
     cuda.gdc_launch_dependents()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tl.program_id(1)
@@ -199,6 +204,9 @@ def _grouped_product(
             scales, expert * scale_rows * tl.cdiv(inputs, 128), output, outputs, inputs, 0, inputs,
             FP8, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
         )  # fmt: skip
+        if HAS_BIAS:
+            bias_row = bias + expert * outputs + output
+            acc += tl.load(bias_row, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
         if WEIGHED:
             acc *= tl.load(pair_weights + pair, mask=known, other=0.0)[None, :]
         place = pair[None, :].to(tl.int64) * outputs + output[:, None]
@@ -218,40 +226,86 @@ def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
 
 
+Experts = tuple[Any, Tensor | None]
+"""The matrices of all experts, plain or in one of the formats below, and their biases."""
+
+
 def fused_experts(
-    x: Tensor, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight, weights: Tensor, chosen: Tensor
-) -> Tensor:
-    (rows, width), top, experts = x.shape, chosen.shape[1], gate_up.shape[0]
-    fp8 = isinstance(gate_up, Fp8Weight)
-    tile = FEW_EXPERTS if fp8 and rows * top <= FEW_EXPERT_PAIRS else _tile_for(fp8, rows * top, experts)
-    order, owner = sort_by_expert(chosen, experts, tile.rows)
-    entered = _grouped(quantise(x) if fp8 else x, gate_up, order, owner, top, None, rows * top, tile, x.dtype)
-    left = _grouped(silu_and_mul(entered, fp8), down, order, owner, 1, weights, rows * top, tile, x.dtype)
+    x: Tensor, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
+    weighs_input: bool,
+) -> Tensor:  # fmt: skip
+    """Where weights multiply what experts take, every pair has a row of its own."""
+    (rows, width), top, experts = x.shape, chosen.shape[1], gate_up[0].shape[0]
+    way = _way(gate_up[0])
+    tile = way.tile(rows * top, experts)
+    pairs = Pairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, x.dtype)
+    if weighs_input:
+        taken, pairs_a_row, pair_weights = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), 1, None
+    else:
+        taken, pairs_a_row, pair_weights = x, top, weights
+    entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
+    left = way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights)
     out = torch.empty_like(x)
     block = min(1024, triton.next_power_of_2(width))
     _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=True)
     return out
 
 
-def _tile_for(fp8: bool, pairs: int, experts: int) -> Tile:
-    """Tiles that hold twice an expert's average share, so that few experts need a second one."""
-    return pick_tile(FP8_TILES if fp8 else BF16_TILES, triton.cdiv(2 * pairs, experts))
+class Pairs(NamedTuple):
+    """Pairs of token and expert, sorted by expert into tiles."""
+
+    order: Tensor
+    owner: Tensor
+    number: int
+    tile: Tile
+    dtype: torch.dtype
+
+
+class _Way(NamedTuple):
+    """How experts of one format are multiplied; `quantised`: what lies between the products is brought to FP8."""
+
+    tiles: dict[int, Tile]
+    product: Callable[..., Tensor]
+    quantised: bool = False
+    few: Tile | None = None
+
+    def tile(self, pairs: int, experts: int) -> Tile:
+        """Tiles that hold twice an expert's average share, so that few experts need a second one."""
+        if self.few is not None and pairs <= FEW_EXPERT_PAIRS:
+            return self.few
+        return pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
+
+
+def _way(weight: Tensor | Fp8Weight | FourBitWeight) -> _Way:
+    if isinstance(weight, Fp8Weight):
+        return _Way(FP8_TILES, _grouped, True, FEW_EXPERTS)
+    return _Way(GROUPED_TILES, _four_bit_grouped) if isinstance(weight, FourBitWeight) else _Way(BF16_TILES, _grouped)
+
+
+def _four_bit_grouped(
+    x: Tensor, weight: FourBitWeight, bias: Tensor | None, pairs: Pairs, pairs_a_row: int, pair_weights: Tensor | None
+) -> Tensor:
+    order, owner, count, tile, _ = pairs
+    return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile)
 
 
 def _grouped(
-    x: Tensor | Quantised, weight: Tensor | Fp8Weight, order: Tensor, owner: Tensor, pairs_a_row: int,
-    pair_weights: Tensor | None, pairs: int, tile: Tile, dtype: torch.dtype,
+    x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: Pairs, pairs_a_row: int,
+    pair_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    values, x_scales = x if isinstance(x, Quantised) else (x, None)
-    matrices, scales, row_block = (
-        (weight.values, weight.scales, weight.row_block) if isinstance(weight, Fp8Weight) else (weight, None, 1)
-    )
+    order, owner, count, tile, dtype = pairs
+    if isinstance(weight, Fp8Weight):
+        x = quantise(x) if isinstance(x, Tensor) else x
+        values, x_scales, matrices, scales, row_block = *x, weight.values, weight.scales, weight.row_block
+    else:
+        assert isinstance(x, Tensor)
+        values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
-    out = torch.empty(pairs, outputs, dtype=dtype, device=values.device)
+    out = torch.empty(count, outputs, dtype=dtype, device=values.device)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
-        values, x_scales, matrices, scales, order, owner, pair_weights, out, pairs, values.shape[0], pairs_a_row,
+        values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
         outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,
-        WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        HAS_BIAS=bias is not None, WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
+        INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ from triton.language.extra import cuda
 
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
+from phalanx.spec.ffn import Activation
 
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE = 8
@@ -104,31 +105,47 @@ def add_rms_norm(
     return out
 
 
+@triton.jit
+def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
+    """In float32 but for the last product of SiLU and GELU."""
+    if LIMIT is not None:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    wide = gate.to(tl.float32)
+    if KIND == "clamped":
+        return ((up.to(tl.float32) + 1) * (wide / (1 + tl.exp(-1.702 * wide)))).to(up.dtype)
+    if KIND == "gelu":
+        inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
+        return (wide / (1 + tl.exp(-2 * inner))).to(up.dtype) * up
+    return (wide / (1 + tl.exp(-wide))).to(up.dtype) * up
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _silu_and_mul(
-    gate_up, out, out_scales, rows, width, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr
-):
+def _gate_and_mul(
+    gate_up, out, out_scales, rows, width, KIND: tl.constexpr, LIMIT: tl.constexpr, QUANTISED: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     cuda.gdc_launch_dependents()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     mask = column < width
     cuda.gdc_wait()
-    gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0)
-    product = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
+    product = _gated(gate, up, KIND, LIMIT)
     if QUANTISED:
         _store_quantised(out, out_scales, product.to(tl.float32), row, rows, first, width, BLOCK, LARGEST)
     else:
         tl.store(out + row * width + column, product, mask=mask)
 
 
-def silu_and_mul(gate_up: Tensor, quantised: bool = False) -> Tensor | Quantised:
+def gate_and_mul(gate_up: Tensor, activation: Activation, quantised: bool = False) -> Tensor | Quantised:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty_quantised(rows, width, gate_up.device) if quantised else gate_up.new_empty(rows, width)
     values, scales = out if isinstance(out, Quantised) else (out, None)
-    _silu_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
-        gate_up, values, scales, rows, width, quantised, COLUMNS_AT_ONCE, LARGEST, launch_pdl=True
-    )
+    _gate_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
+        gate_up, values, scales, rows, width, activation.kind, activation.limit, quantised, COLUMNS_AT_ONCE, LARGEST,
+        launch_pdl=True,
+    )  # fmt: skip
     return out
 
 

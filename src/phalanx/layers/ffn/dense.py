@@ -10,8 +10,8 @@ from torch import Tensor
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from phalanx.layers.place import Place
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Dense
 

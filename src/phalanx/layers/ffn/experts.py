@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.moe import ExpertWeights, fused_experts, route
 from phalanx.layers.ffn.dense import Mlp
-from phalanx.layers.linear import Part
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
-from phalanx.spec.ffn import SILU, Moe
+from phalanx.spec.ffn import Moe
 
 
 class Experts:
@@ -40,19 +39,13 @@ class Experts:
         self.shared_gate = Gemm(place.empty_for(gate)) if record.shared_gate else None
 
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
-        shape = (self.record.experts, sum(rows), columns)
-        matrices = (self.names.gate, self.names.up, self.names.down)
-        if all(place.keeps_fp8(f"{self.path}experts.0.{name}.weight") for name in matrices):
-            return Fp8Weight.empty(*shape, row_block=place.row_block(rows), device=place.device)
-        return place.empty(*shape)
+        names = [f"{self.path}experts.0.{name}" for name in (self.names.gate, self.names.up, self.names.down)]
+        return place.matrix(names, rows, columns, self.record.experts)
 
     takes_fp8 = False
     """The router wants its input as it is; what the experts take is brought to FP8 behind it."""
 
-    @property
-    def in_graphs(self) -> bool:
-        """Whether a GPU computes it without asking the host."""
-        return self.record.activation == SILU and not self.record.bias and not self.record.router.weighs_input
+    in_graphs = True
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         names = self.names

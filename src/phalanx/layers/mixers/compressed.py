@@ -9,19 +9,37 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.kernels.compressed import Rows, Seen, attend, choose, closing, compress, cut, far, near, turn
+from phalanx.kernels.compressed import (
+    Rows,
+    Seen,
+    Tile,
+    attend,
+    choose,
+    closing,
+    compress,
+    far,
+    line,
+    near,
+    remember,
+    room,
+    sources,
+    tiles,
+    together,
+    turn,
+)
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
-from phalanx.layers.stateless import Stateless
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.compressed import Compressed
 from phalanx.spec.latent import Indexer
 
 
-class CompressedAttention(Stateless):
+class CompressedAttention:
+    """Keeps entries in blocks, and the last vectors of a sequence in its place."""
+
     in_graphs = False
     takes_fp8 = False
 
@@ -41,32 +59,45 @@ class CompressedAttention(Stateless):
         self.sinks = place.empty_for(self.path + "sinks")
         self.narrowing = place.empty_for(self.path + "o_a_proj.weight")
         self.output = RowParallelLinear(place, self.path + "o_b_proj")
-        self.cache = place.empty(0, 0, record.head_dim)
+        self.vectors = place.empty(0, record.window, record.head_dim)
         path, indexer = f"{self.path}compressor.", record.indexer
         self.compressor = Compressor(place, record, path, record.head_dim) if record.ratio else None
         self.indexer = EntryIndexer(place, record, indexer, f"{path}indexer.") if indexer else None
-
-    @property
-    def _keepers(self) -> list[Compressor | EntryIndexer]:
-        return [keeper for keeper in (self.compressor, self.indexer) if keeper is not None]
+        both = (self.compressor, self.indexer.compressor if self.indexer else None)
+        self.compressors = [compressor for compressor in both if compressor is not None]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield from chain(self.enter.parts(), self.query_norm.parts(), self.query.parts(), self.norm.parts())
         yield f"{self.path}sinks", self.sinks
         yield f"{self.path}o_a_proj.weight", self.narrowing
-        yield from chain(self.output.parts(), *(keeper.parts() for keeper in self._keepers))
+        yield from self.output.parts()
+        yield from chain.from_iterable(part.parts() for part in (self.compressor, self.indexer) if part is not None)
 
     def products(self) -> Iterator[Product]:
         yield from (self.enter.product, self.query.product, self.output.product)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return self.record.width * self.cache.element_size()
+    def block_bytes(self, block_size: int) -> int:
+        return self.record.cache.block_numbers(block_size) * self.vectors.element_size()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
-        self.cache = self.cache.new_zeros(blocks, block_size, self.record.head_dim)
-        for keeper in self._keepers:
-            keeper.allocate_cache(blocks, block_size)
+        self.block_size = block_size
+        for compressor in self.compressors:
+            compressor.allocate_cache(blocks, block_size)
+
+    def states(self) -> list[Tensor]:
+        return [self.vectors, *(compressor.inputs for compressor in self.compressors)]
+
+    def allocate_states(self, places: int) -> None:
+        self.vectors = self.vectors.new_zeros(places, *self.vectors.shape[1:])
+        for compressor in self.compressors:
+            compressor.inputs = compressor.inputs.new_zeros(places, *compressor.inputs.shape[1:])
+
+    def working_bytes(self, tokens: int, rows: int) -> int:
+        """The vectors that each row of one token looks at, and what all entries are made from, in float32."""
+        record = self.record
+        seen = record.window + (record.indexer.top_k if record.indexer else 0)
+        made = 2 * record.entry * (record.span // record.ratio) ** 2 if record.ratio else 0
+        return 4 * (2 * rows * seen * record.head_dim + 2 * tokens * made)
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
@@ -74,29 +105,36 @@ class CompressedAttention(Stateless):
         record, (cos, sin) = self.record, step.turns(self.record.rope)
         low, kept = self.enter(x).split([record.q_rank, record.head_dim], -1)
         low, kept = self.query_norm(low.contiguous()), self.norm(kept.contiguous())
-        self.cache.flatten(0, 1)[step.batch.write_to] = turn(kept[:, None], cos, sin)[:, 0]
-        for keeper in self._keepers:
-            keeper.keep(x, step)
+        lines = self._keep(turn(kept[:, None], cos, sin)[:, 0], x, step)
         q = self.query(low).view(-1, self.heads, record.head_dim)
         q = q * (q.float().square().mean(-1, keepdim=True) + self.eps).rsqrt().to(q.dtype)
-        attended = turn(self._attended(turn(q, cos, sin), x, low, step), cos, -sin)
+        attended = turn(self._attended(turn(q, cos, sin), lines, x, low, step), cos, -sin)
         return self._leave(attended if rows is None else attended[rows])
 
-    def _attended(self, q: Tensor, x: Tensor, low: Tensor, step: StepContext) -> Tensor:
-        record, block_size = self.record, self.cache.shape[1]
-        cuts = _cuts(step, block_size)
-        close = step.once(("near", record.window), lambda: [near(rows, record.window, block_size) for rows in cuts])
+    def _keep(self, vectors: Tensor, x: Tensor, step: StepContext) -> list[Tensor]:
+        """The vectors that each sequence looks at, once they, and the entries that are complete, are kept."""
+        lines = []
+        for rows in _together(step, self.block_size):
+            lines.append(line(self.vectors, vectors, rows))
+            remember(self.vectors, vectors, rows)
+        for compressor in self.compressors:
+            compressor.keep(x, step, self.block_size)
+        return lines
+
+    def _attended(self, q: Tensor, lines: list[Tensor], x: Tensor, low: Tensor, step: StepContext) -> Tensor:
+        record, cut = self.record, _tiles(step, self.block_size)
+        close = step.once(("near", record.window), lambda: [near(tile.rows, record.window) for tile in cut])
         out = torch.empty_like(q)
         index = self.indexer.ask(x, low, step) if self.indexer is not None else None
-        for number, (rows, seen) in enumerate(zip(cuts, close, strict=True)):
-            kept = self.cache.flatten(0, 1)[seen.places]
+        for number, ((of, first, rows), allowed) in enumerate(zip(cut, close, strict=True)):
+            kept = lines[of][:, first : first + record.window - 1 + rows.at.shape[1]]
             if self.compressor is not None:
-                entries = _entries(step, cuts, record.ratio, block_size)[number]
+                entries = _entries(step, record.ratio, self.block_size)[number]
                 if self.indexer is not None and index is not None:
                     entries = self.indexer.choose(rows, entries, *index)
-                seen = seen.and_also(entries)
                 kept = torch.cat((kept, self.compressor.entries.flatten(0, 1)[entries.places]), 1)
-            out[rows.span] = attend(rows.of(q), kept, seen.allowed, self.sinks, record.scale).flatten(0, 1)
+                allowed = torch.cat((allowed, entries.allowed), -1)
+            out[rows.at] = attend(q[rows.at], kept, allowed, self.sinks, record.scale)
         return out
 
     def _leave(self, attended: Tensor) -> Tensor:
@@ -113,7 +151,7 @@ class Compressor:
         self.enter = ColumnParallelLinear(place, [path + "kv_proj", path + "gate_proj"])
         self.bias = place.empty_for(path + "position_bias")
         self.norm = RmsNorm(place, path + "kv_norm")
-        self.inputs = place.empty(0, 0, 2 * self.bias.shape[1])
+        self.inputs = place.empty(0, record.span, 2 * self.bias.shape[1])
         self.entries = place.empty(0, 0, width)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
@@ -122,24 +160,19 @@ class Compressor:
         yield from self.norm.parts()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
-        self.inputs = self.inputs.new_zeros(blocks, block_size, self.inputs.shape[-1])
-        self.entries = self.entries.new_zeros(blocks, block_size, self.entries.shape[-1])
+        self.entries = self.entries.new_zeros(blocks, room(block_size, self.record.ratio), self.entries.shape[-1])
 
-    def keep(self, x: Tensor, step: StepContext) -> None:
+    def keep(self, x: Tensor, step: StepContext, block_size: int) -> None:
         """What entries are made from, and those entries that these tokens complete."""
-        write_to, (ratio, span), block_size = step.batch.write_to, self._sizes, self.inputs.shape[1]
-        cuts = _cuts(step, block_size)
-        closed = step.once(("closing", ratio, span), lambda: closing(cuts, write_to, ratio, span, block_size))
-        inputs = self.inputs.flatten(0, 1)
-        inputs[write_to] = self.enter(x)
-        if len(closed.write_to):
-            made = self.norm(compress(inputs[closed.sources], closed.present, self.bias))
+        rows, (ratio, span) = _together(step, block_size), (self.record.ratio, self.record.span)
+        closed = step.once(("closing", ratio, span), lambda: closing(rows, ratio, span, block_size))
+        inputs = self.enter(x)
+        if closed.found:
+            made = self.norm(compress(sources(self.inputs, inputs, closed), closed.present, self.bias))
             turns = step.turns_at(self.record.rope, closed.positions)
             self.entries.flatten(0, 1)[closed.write_to] = turn(made[:, None], *turns)[:, 0]
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.record.ratio, self.record.span
+        for each in rows:
+            remember(self.inputs, inputs, each)
 
 
 class EntryIndexer:
@@ -151,7 +184,6 @@ class EntryIndexer:
         self.compressor = Compressor(place, record, path, indexer.head_dim)
         self.query = ColumnParallelLinear(place, [path + "q_b_proj"])
         self.weigh = ColumnParallelLinear(place, [path + "scorer.weights_proj"])
-        self.keep, self.allocate_cache = self.compressor.keep, self.compressor.allocate_cache
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         return chain(self.compressor.parts(), self.query.parts(), self.weigh.parts())
@@ -163,15 +195,20 @@ class EntryIndexer:
 
     def choose(self, rows: Rows, entries: Seen, q: Tensor, weights: Tensor) -> Seen:
         keys = self.compressor.entries.flatten(0, 1)[entries.places]
-        return choose(rows.of(q), rows.of(weights), keys, entries, self.indexer.top_k)
+        return choose(q[rows.at], weights[rows.at], keys, entries, self.indexer.top_k)
 
 
-def _cuts(step: StepContext, block_size: int) -> list[Rows]:
-    return step.once("cuts", lambda: cut(step.batch, block_size))
+def _together(step: StepContext, block_size: int) -> list[Rows]:
+    return step.once("together", lambda: together(step.batch, block_size))
 
 
-def _entries(step: StepContext, cuts: list[Rows], ratio: int, block_size: int) -> list[Seen]:
-    return step.once(("far", ratio), lambda: [far(rows, ratio, block_size) for rows in cuts])
+def _tiles(step: StepContext, block_size: int) -> list[Tile]:
+    return step.once("tiles", lambda: tiles(_together(step, block_size)))
+
+
+def _entries(step: StepContext, ratio: int, block_size: int) -> list[Seen]:
+    cut = _tiles(step, block_size)
+    return step.once(("far", ratio), lambda: [far(tile.rows, ratio, block_size) for tile in cut])
 
 
 RECORD, PART = Compressed, CompressedAttention

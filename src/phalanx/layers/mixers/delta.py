@@ -12,8 +12,8 @@ from torch import Tensor
 from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, unit_length
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from phalanx.layers.place import Place
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.delta import DeltaNet
 
@@ -26,7 +26,6 @@ class DeltaMixer:
 
     in_graphs = False
     takes_fp8 = False
-    cache_bytes_per_token = 0
 
     def __init__(self, place: Place, record: DeltaNet, prefix: str) -> None:
         self.record, self.path, self.dtype = record, f"{prefix}{record.module}.", place.dtype
@@ -55,6 +54,9 @@ class DeltaMixer:
 
     def products(self) -> Iterator[Product]:
         yield from (self.qkvz.product, self.rates.product, self.output.product)
+
+    def block_bytes(self, block_size: int) -> int:
+        return 0
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Nothing that grows with a sequence is kept."""

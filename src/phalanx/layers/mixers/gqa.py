@@ -14,9 +14,9 @@ from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.norm import add_rms_norm_torch
 from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
 from phalanx.layers.step import StepContext
 from phalanx.spec.attention import Gqa
@@ -58,9 +58,8 @@ class Attention(Stateless):
     def products(self) -> Iterator[Product]:
         yield from (linear.product for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)

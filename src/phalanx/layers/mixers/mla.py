@@ -12,9 +12,9 @@ from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.latent import Heads, choose, latent_attention
 from phalanx.kernels.rotary import apply_rotary
-from phalanx.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
-from phalanx.layers.place import Place
+from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
 from phalanx.layers.step import StepContext
 from phalanx.spec.latent import Indexer, Mla
@@ -53,10 +53,9 @@ class LatentAttention(Stateless):
     def products(self) -> Iterator[Product]:
         yield from (self.enter.product, self.query.product, self.output.product)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        index = self.indexer.cache_bytes_per_token if self.indexer else 0
-        return self.record.width * self.cache.element_size() + index
+    def block_bytes(self, block_size: int) -> int:
+        index = self.indexer.block_bytes(block_size) if self.indexer else 0
+        return block_size * self.record.width * self.cache.element_size() + index
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.cache = self.cache.new_zeros(blocks, block_size, self.record.width)
@@ -112,9 +111,8 @@ class LightningIndexer:
             yield f"{self.path}k_norm.weight", self.norm_weight
             yield f"{self.path}k_norm.bias", self.norm_bias
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return self.indexer.head_dim * self.cache.element_size() if self.indexer.own else 0
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * self.indexer.head_dim * self.cache.element_size() if self.indexer.own else 0
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         if self.indexer.own:

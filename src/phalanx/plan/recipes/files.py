@@ -10,9 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from phalanx.errors import ConfigError
-from phalanx.plan.recipes import spark
+from phalanx.plan.recipes import boxes, spark
 from phalanx.plan.recipes.fabric import fabric_environment
 from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
+from phalanx.plan.recipes.words import title, wrapped
 
 Files = dict[str, str]
 _VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "HABANA_VISIBLE_MODULES"}
@@ -25,11 +26,11 @@ def recipe(launch: Launch, kind: str) -> Files:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
         suggestion = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
-    if launch.spans_machines and kind != "ray":
+    if launch.spans_machines and kind not in (("ray",) if launch.one_gpu_machines else ("ray", "k8s")):
         raise ConfigError(
             "needs_ray",
-            f"TP={launch.tp} on {launch.machine.name} spans {launch.tp} machines of one GPU each.",
-            "Use --recipe ray with --engine vllm, phalanx cluster recipe for Phalanx, or --tp 1.",
+            f"A replica on {launch.machine.name} spans {launch.nodes} machines.",
+            "Use --recipe ray with --engine vllm, phalanx cluster recipe for Phalanx on DGX Spark, or a lower --tp.",
         )
     files = KINDS[kind](launch)
     if launch.engine.name == "trtllm" and kind != "k8s":
@@ -46,20 +47,10 @@ def _devices(launch: Launch, replica: int) -> list[str]:
     return [str(device) for device in range(replica * launch.tp, (replica + 1) * launch.tp)]
 
 
-def wrapped(words: list[str], indent: str = "    ") -> str:
-    """A command over several lines, a flag with its value on each."""
-    lines: list[list[str]] = [[]]
-    for word in words:
-        if word.startswith("--"):
-            lines.append([])
-        lines[-1].append(word)
-    return f" \\\n{indent}".join(shlex.join(line) for line in lines)
-
-
 def _shell(launch: Launch) -> Files:
     lines = [
         "#!/usr/bin/env bash",
-        f"# {_title(launch)}",
+        f"# {title(launch)}",
         "set -euo pipefail",
         "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
         "",
@@ -70,13 +61,6 @@ def _shell(launch: Launch) -> Files:
     return {"serve.sh": "\n".join([*lines, "wait -n", ""])}
 
 
-def _title(launch: Launch) -> str:
-    return (
-        f"{launch.model} with {launch.engine.title} in {launch.weight_format}: TP={launch.tp}, "
-        f"{launch.replicas} replica{'s' if launch.replicas > 1 else ''} on {launch.machine.name}"
-    )
-
-
 _DOCKERFILE = """FROM python:3.12-slim
 RUN pip install --no-cache-dir 'phalanx[serve]'
 ENTRYPOINT []
@@ -84,7 +68,7 @@ ENTRYPOINT []
 
 
 def _compose(launch: Launch) -> Files:
-    lines = [f"# {_title(launch)}", "services:"]
+    lines = [f"# {title(launch)}", "services:"]
     for replica in range(launch.replicas):
         words = command(launch, host="0.0.0.0")
         lines += [f"  replica-{replica}:", f"    image: {launch.image}"]
@@ -95,7 +79,7 @@ def _compose(launch: Launch) -> Files:
             f"    command: {json.dumps(words)}",
             "    ipc: host",
             "    restart: unless-stopped",
-            f'    ports: ["127.0.0.1:{FIRST_PORT + replica}:{FIRST_PORT}"]',
+            *_compose_network(launch, FIRST_PORT + replica),
             f"    environment: {_compose_environment(launch, _devices(launch, replica))}",
             "    volumes:",
             '      - "${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"',
@@ -104,6 +88,13 @@ def _compose(launch: Launch) -> Files:
             lines += [f"      - ./{TRTLLM_OPTIONS}:/app/{TRTLLM_OPTIONS}:ro", "    working_dir: /app"]
         lines += _compose_devices(launch, _devices(launch, replica))
     return {"compose.yaml": "\n".join([*lines, ""])}
+
+
+def _compose_network(launch: Launch, port: int) -> list[str]:
+    """A DGX Spark's container sees its RDMA devices and its host's network, and may pin memory for them."""
+    if launch.one_gpu_machines:
+        return ["    network_mode: host", "    devices: [/dev/infiniband]", "    ulimits: {memlock: -1}"]
+    return [f'    ports: ["127.0.0.1:{port}:{FIRST_PORT}"]']
 
 
 def _compose_environment(launch: Launch, devices: list[str]) -> str:
@@ -136,7 +127,7 @@ def _systemd(launch: Launch) -> Files:
         files[f"{launch.engine.name}-{replica}.service"] = "\n".join(
             [
                 "[Unit]",
-                f"Description={_title(launch)}, replica {replica}",
+                f"Description={title(launch)}, replica {replica}",
                 "After=network-online.target",
                 "Wants=network-online.target",
                 "",
@@ -163,6 +154,8 @@ def _systemd(launch: Launch) -> Files:
 
 
 def _kubernetes(launch: Launch) -> Files:
+    if launch.spans_machines:
+        return boxes.kubernetes_files(launch)
     name = re.sub(r"[^a-z0-9]+", "-", launch.model.rpartition("/")[2].lower()).strip("-")[:50]
     words = json.dumps(command(launch, host="0.0.0.0"))
     options = _kubernetes_options(launch, name) if launch.engine.name == "trtllm" else ""
@@ -172,7 +165,7 @@ def _kubernetes(launch: Launch) -> Files:
         else ""
     )
     volume = f"\n        - {{name: options, configMap: {{name: {name}}}}}" if options else ""
-    text = f"""# {_title(launch)}
+    text = f"""# {title(launch)}
 apiVersion: apps/v1
 kind: Deployment
 metadata: {{name: {name}}}
@@ -216,30 +209,40 @@ def _kubernetes_options(launch: Launch, name: str) -> str:
 
 def _ray(launch: Launch) -> Files:
     """One rank a machine over RoCE: the network, the limits, the cluster, and the server on its first machine."""
+    if launch.spans_machines and not launch.one_gpu_machines:
+        return boxes.ray_files(launch)
+    if not launch.one_gpu_machines:
+        raise ConfigError(
+            "no_ray_recipe",
+            f"{launch.machine.name} needs no Ray: every replica is in one box.",
+            "Use --recipe shell, compose, systemd or k8s.",
+        )
     if launch.engine.name != "vllm":
         raise ConfigError(
             "no_ray_recipe",
             f"This recipe is not for {launch.engine.title}.",
             "Use --engine vllm; for Phalanx there is phalanx cluster recipe; on one machine, another recipe will do.",
         )
-    nodes = launch.tp * launch.replicas
+    nodes = launch.nodes * launch.replicas
     files = {f"node-{node}/{spark.NETPLAN}": spark.netplan(node) for node in range(nodes)} | spark.system_files()
     for replica in range(launch.replicas):
-        files[f"replica-{replica}.sh"] = _ray_script(launch, replica * launch.tp)
+        files[f"replica-{replica}.sh"] = _ray_script(launch, replica * launch.nodes)
     return files
 
 
 def _ray_script(launch: Launch, head: int) -> str:
     address, interface = spark.address(head), spark.INTERFACES[0]
     serve = wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
-    workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.tp)) or "none"
+    workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.nodes)) or "none"
     fabric = "\n".join(f"export {name}={value}" for name, value in fabric_environment(interface, spark.RDMA).items())
     return f"""#!/usr/bin/env bash
-# {_title(launch)}
+# {title(launch)}
 # Run on every machine of this replica: first on {address}, which serves, then on its workers ({workers}).
 # Before: ray get-auth-token --generate on the first, and the same ~/.ray/auth_token (mode 600) on all.
 set -euo pipefail
 ulimit -l unlimited
+# The GPU's memory is the system's: what the page cache holds, the engine cannot take.
+sync && echo 3 | sudo tee /proc/sys/vm/drop_caches >/dev/null
 SELF=$(ip -4 -o addr show {interface} | grep -oP '(?<=inet )[0-9.]+')
 export VLLM_HOST_IP=$SELF
 {fabric}
@@ -249,7 +252,7 @@ if [ "$SELF" != {address} ]; then
   exec ray start --block --address={address}:6379 --node-ip-address="$SELF" --num-gpus=1
 fi
 ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1 --include-dashboard=false
-until [ "$(ray status | grep -c ' node_')" -ge {launch.tp} ]; do sleep 2; done
+until [ "$(ray status | grep -c ' node_')" -ge {launch.nodes} ]; do sleep 2; done
 exec {serve}
 """
 

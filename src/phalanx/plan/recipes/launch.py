@@ -27,8 +27,8 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `replicas` engines of `tp` GPUs. `prepare`: the command that first writes
-    the checkpoint, `note`: what to do where none is known."""
+    """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline. `prepare`: the command that first
+    writes the checkpoint, `note`: what to do where none is known."""
 
     model: str
     engine: EngineTraits
@@ -41,6 +41,7 @@ class Launch:
     max_num_seqs: int
     max_num_batched_tokens: int
     expert_parallel: bool = False
+    stages: int = 1
     prepare: tuple[str, ...] = ()
     note: str = ""
 
@@ -59,7 +60,19 @@ class Launch:
 
     @property
     def spans_machines(self) -> bool:
-        return self.one_gpu_machines and self.tp > 1
+        if self.one_gpu_machines:
+            return self.tp * self.stages > 1
+        return self.stages > 1 or (bool(self.machine.per_box) and self.tp > self.machine.per_box)
+
+    @property
+    def nodes(self) -> int:
+        """Machines of one replica."""
+        return -(-self.tp * self.stages // self.per_node)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of a machine."""
+        return 1 if self.one_gpu_machines else self.machine.per_box or len(self.machine)
 
     @property
     def image(self) -> str:
@@ -105,7 +118,9 @@ def _phalanx(launch: Launch) -> list[str]:
 
 def _vllm(launch: Launch) -> list[str]:
     words = ["vllm", "serve", launch.model, "--tensor-parallel-size", str(launch.tp)]
-    if launch.expert_parallel:
+    if launch.stages > 1:
+        words += ["--pipeline-parallel-size", str(launch.stages)]
+    if launch.expert_parallel and not launch.one_gpu_machines:
         words += ["--enable-expert-parallel"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
@@ -120,6 +135,8 @@ def _vllm(launch: Launch) -> list[str]:
 
 def _sglang(launch: Launch) -> list[str]:
     words = ["python3", "-m", "sglang.launch_server", "--model-path", launch.model, "--tp-size", str(launch.tp)]
+    if launch.stages > 1:
+        words += ["--pp-size", str(launch.stages)]
     if launch.expert_parallel:
         words += ["--ep-size", str(launch.tp)]
     if launch.kv_format == "fp8":
@@ -135,6 +152,8 @@ def _sglang(launch: Launch) -> list[str]:
 
 def _trtllm(launch: Launch) -> list[str]:
     words = ["trtllm-serve", launch.model, "--backend", "pytorch", "--tp_size", str(launch.tp)]
+    if launch.stages > 1:
+        words += ["--pp_size", str(launch.stages)]
     if launch.expert_parallel:
         words += ["--ep_size", str(launch.tp)]
     return [

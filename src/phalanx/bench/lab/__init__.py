@@ -1,0 +1,1 @@
+"""`phalanx lab`: the TP experiment as one command."""

@@ -1,0 +1,225 @@
+"""The experiment: one case at several TP degrees, each with what the plan expected of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from phalanx.bench.ceilings import Ceilings, measure_ceilings
+from phalanx.bench.emulate import SecondsOf, fabric_of, free_memory, parse_degrees, step_collectives
+from phalanx.bench.lab.point import Planned, Point, Waiting, point_of
+from phalanx.bench.offline import FixedBatch, Timing, least_work, time_case, time_requests
+from phalanx.engine.core import Engine
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.fabric.emulated import EmulatedGroup
+from phalanx.fabric.group import Group
+from phalanx.models.catalog import entries
+from phalanx.plan.predict import Predictor, predictor
+from phalanx.plan.price import Tariff, cost
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import pick_device, pick_dtype
+from phalanx.runtime.start import SOLO, start_engine
+from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.workload import Workload
+from phalanx.weights.checkpoint import Checkpoint, locate, model_name
+
+Tell = Callable[[str], None]
+
+_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to try. What is None is chosen by where it runs: much on a GPU, little on CPUs."""
+
+    config: EngineConfig
+    degrees: str | None = None
+    batch: int | None = None
+    inputs: int | None = None
+    outputs: int | None = None
+    iterations: int | None = None
+    warm_up: int | None = None
+    emulate: bool = False
+    machine: str | None = None
+    all_reduce_us: float | None = None
+    usd_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The results, in order of TP. `fabric` says where the times of collectives are from."""
+
+    model: str
+    device: str
+    case: str
+    fabric: str
+    random_weights: bool
+    ceilings: Ceilings
+    points: list[Point]
+
+
+def run_lab(asked: Asked, tell: Tell) -> Lab:
+    """Measure every degree. Those that the model cannot be dealt to are refused before anything loads."""
+    with _checkpoint_of(asked.config) as config:
+        path = locate(config.model)
+        spec = Checkpoint(path, config.load_format).spec
+        device = pick_device(config, 0)
+        case, warm_up = _case(asked, device.type == "cuda")
+        degrees = _degrees(asked, device)
+        for tp in degrees:
+            Layout(spec, tp)
+        tell("Measuring the machine")
+        bench = _Bench(
+            asked,
+            msgspec.structs.replace(config, max_num_seqs=case.batch, prefix_caching=False),
+            path,
+            spec,
+            device,
+            case,
+            warm_up,
+            measure_ceilings(device, pick_dtype(config, spec, device)),
+            tell,
+        )
+        points: list[Point] = []
+        for tp in degrees:
+            points.append(bench.point(tp, points[0] if points else None))
+        name = asked.config.model if asked.config.model in entries() else model_name(path)
+        return Lab(
+            model=name or "",
+            device=bench.ceilings.device,
+            case=str(case),
+            fabric=bench.fabric,
+            random_weights=config.load_format == "dummy",
+            ceilings=bench.ceilings,
+            points=points,
+        )
+
+
+@contextmanager
+def _checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
+    """A model of the catalog that is given by its name is built from its configuration, with random weights."""
+    entry = entries().get(config.model or "")
+    if entry is None:
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-lab-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(entry.config)))
+        yield msgspec.structs.replace(config, model=folder, load_format="dummy")
+
+
+def _case(asked: Asked, on_gpu: bool) -> tuple[FixedBatch, int]:
+    """Of the answers, only as many tokens as there are iterations are made."""
+    batch, inputs, outputs, iterations, warm_up = (32, 1024, 256, 100, 20) if on_gpu else (4, 64, 16, 12, 2)
+    wanted = min(asked.outputs or outputs, (asked.iterations or iterations) + 1)
+    case = FixedBatch.parse(f"{asked.batch or batch}x{asked.inputs or inputs}x{max(wanted, 2)}")
+    return case, asked.warm_up if asked.warm_up is not None else warm_up
+
+
+def _degrees(asked: Asked, device: torch.device) -> list[int]:
+    most = 8 if asked.emulate else torch.cuda.device_count() if device.type == "cuda" else 2
+    default = [degree for degree in (1, 2, 4, 8) if degree <= most]
+    degrees = parse_degrees(asked.degrees, "--tp") if asked.degrees is not None else default
+    if device.type == "cuda" and not asked.emulate and max(degrees) > torch.cuda.device_count():
+        raise ConfigError(
+            "too_few_gpus",
+            f"TP={max(degrees)}, but {torch.cuda.device_count()} GPUs are visible.",
+            "Add --emulate: one rank's real share on one GPU, with the waiting of a modelled fabric.",
+        )
+    return degrees
+
+
+@dataclass
+class _Bench:
+    """What all degrees have in common."""
+
+    asked: Asked
+    config: EngineConfig
+    path: Path
+    spec: ModelSpec
+    device: torch.device
+    case: FixedBatch
+    warm_up: int
+    ceilings: Ceilings
+    tell: Tell
+    fabric: str = "no ranks wait for each other"
+
+    def point(self, tp: int, base: Point | None) -> Point:
+        seconds_of = self._seconds_of(tp)
+        group: Group = SOLO
+        config = msgspec.structs.replace(self.config, tp=tp)
+        if self.asked.emulate:
+            config = self.config
+            if seconds_of is not None:
+                group = EmulatedGroup(tp, seconds_of, self.device)
+        self.tell(f"TP={tp}: loading")
+        engine = start_engine(config, self.path, lambda done, total: None, group)
+        try:
+            self.tell(f"TP={tp}: measuring {self.case}")
+            timing = time_case(engine, self.case, _REPEATS, warm_up=self.warm_up)
+            alone = min(time_requests(engine, [(self.case.inputs, 1)], run) for run in range(_REPEATS))
+            kv_tokens = engine.scheduler.pool.num_blocks * engine.scheduler.pool.block_size
+            waiting = self._waiting(timing, seconds_of, engine)
+        finally:
+            engine.close()
+            del engine
+            free_memory(self.device)
+        work = least_work(self.spec, msgspec.structs.replace(self.config, tp=tp), self.device)
+        longest = min(self.spec.max_positions, kv_tokens // self.case.batch)
+        return point_of(
+            tp, self.case, timing, alone, work, self.ceilings, waiting, (kv_tokens, longest), self._usd(tp), base,
+            self._planned(tp), on_gpu=self.device.type == "cuda",
+        )  # fmt: skip
+
+    def _seconds_of(self, tp: int) -> SecondsOf | None:
+        """What a collective takes; None where the ranks' own clocks say it."""
+        if tp == 1 or (not self.asked.emulate and self.device.type == "cpu"):
+            if tp > 1:
+                self.fabric = "by the clocks of the ranks"
+            return None
+        seconds_of, self.fabric = fabric_of(tp, self.asked.all_reduce_us, self.asked.machine, self.device)
+        return seconds_of
+
+    def _waiting(self, timing: Timing, seconds_of: SecondsOf | None, engine: Engine) -> Waiting:
+        """Seconds of a decode step and of the whole batch's prompts in collectives."""
+        if seconds_of is None:
+            decodes = timing.whole_clocks.all_reduce - timing.first_clocks.all_reduce
+            return Waiting(decodes / (self.case.outputs - 1), timing.first_clocks.all_reduce)
+        element = pick_dtype(self.config, self.spec, self.device).itemsize
+        tokens, budget = self.case.batch * self.case.inputs, engine.scheduler.limits.max_num_batched_tokens
+        steps = [min(budget, tokens - begun) for begun in range(0, tokens, budget)]
+        prompts = sum(step_collectives(self.spec, each, element, seconds_of, gathered=0) for each in steps)
+        return Waiting(step_collectives(self.spec, self.case.batch, element, seconds_of), prompts)
+
+    def _usd(self, tp: int) -> float | None:
+        """An hour of all ranks' GPUs."""
+        if self.asked.usd_per_hour is not None:
+            return tp * self.asked.usd_per_hour
+        gpu = self._gpu()
+        return None if gpu is None else cost(Machine((gpu,) * tp), Tariff()).hourly
+
+    def _gpu(self) -> Gpu | None:
+        if self.device.type != "cuda":
+            return None
+        try:
+            return Gpu.named(torch.cuda.get_device_name(self.device))
+        except PhalanxError:
+            return None
+
+    def _planned(self, tp: int) -> Planned | None:
+        """By the planner's model of these GPUs. Of CPUs it has none: there the measured limits stand alone."""
+        gpu = self._gpu()
+        if gpu is None:
+            return None
+        machine, case = Machine((gpu,) * tp), self.case
+        load = Workload(case.inputs, case.outputs, case.batch, requests=case.batch)
+        made: Predictor = predictor(self.spec, machine, tp, "phalanx", load)
+        decode, prompts = made.seconds(case.decode_step), made.seconds(case.prompts)
+        return Planned(prompts.mid, decode.mid, decode.low, decode.high, made.cost(case.decode_step).all_reduce)

@@ -1,0 +1,88 @@
+"""What the lab found, as a table, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from rich.table import Table
+
+from phalanx.bench.lab.experiment import Lab
+from phalanx.bench.lab.point import Point
+from phalanx.bench.lab.verdict import verdicts
+from phalanx.version import __version__
+
+_CLOCKS_AGREE = 0.03
+
+_ROWS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+    ("TTFT ms, whole batch", lambda p: _beside(p.ttft_ms, p.planned_ttft_ms, p.least_ttft_ms)),
+    ("TTFT ms, one prompt", lambda p: f"{p.ttft_alone_ms:,.1f}"),
+    ("TPOT ms", lambda p: _beside(p.tpot_ms, p.planned_tpot_ms, p.least_tpot_ms)),
+    ("step clocks ms", lambda p: f"{p.clocks_ms:,.2f}"),
+    ("tokens/s a replica", lambda p: f"{p.tok_s:,.1f}"),
+    ("tokens/s a rank", lambda p: f"{p.tok_s_per_gpu:,.1f}"),
+    ("efficiency", lambda p: f"{p.efficiency:.0%}"),
+    ("collectives, decode", lambda p: _share(p.decode_collectives, p.planned_collectives)),
+    ("collectives, prompts", lambda p: f"{p.prompt_collectives:.1%}"),
+    ("of that overlapped", lambda p: f"{p.overlap:.0%}"),
+    ("GB/s (of measured)", lambda p: f"{p.achieved_gb_s:,.1f} ({p.of_bandwidth:.0%})"),
+    ("GFLOP/s (of measured)", lambda p: f"{p.achieved_gflop_s:,.0f} ({p.of_flops:.0%})"),
+    ("USD a million tokens", lambda p: "-" if p.usd_per_million is None else f"{p.usd_per_million:.2f}"),
+    ("KV room, tokens", lambda p: f"{p.kv_tokens:,}"),
+    ("longest context", lambda p: f"{p.longest_context:,}"),
+    ("bottleneck", lambda p: p.bottleneck),
+)
+
+
+def _beside(measured: float, planned: float | None, least: float) -> str:
+    """The plan's figure, or, where it has none of this machine, the least that its limits allow."""
+    return f"{measured:,.2f} (≥ {least:,.2f})" if planned is None else f"{measured:,.2f} (plan {planned:,.2f})"
+
+
+def _share(measured: float, planned: float | None) -> str:
+    return f"{measured:.1%}" if planned is None else f"{measured:.1%} (plan {planned:.1%})"
+
+
+def heading(lab: Lab) -> str:
+    weights = ", random weights" if lab.random_weights else ""
+    return f"{lab.model} on {lab.device}, {lab.case}{weights}"
+
+
+def table(lab: Lab) -> Table:
+    made = Table(title=heading(lab), caption=_source(lab), box=None, padding=(0, 1, 0, 0))
+    made.add_column("")
+    for point in lab.points:
+        made.add_column(f"TP={point.tp}", justify="right", no_wrap=True)
+    for name, cell in _ROWS:
+        made.add_row(name, *map(cell, lab.points))
+    return made
+
+
+def _source(lab: Lab) -> str:
+    plan = "plan: the planner's model" if lab.points[0].planned_tpot_ms else "≥: the limits of this machine, measured"
+    return f"Collectives {lab.fabric}; {plan}."
+
+
+def remarks(lab: Lab) -> list[str]:
+    """What a reader should know before believing the figures."""
+    apart = [p for p in lab.points if abs(p.clocks_ms / p.tpot_ms - 1) > _CLOCKS_AGREE]
+    return [
+        f"TP={p.tp}: a step takes {p.tpot_ms:.2f} ms by the wall and {p.clocks_ms:.2f} by its own clocks; the rest "
+        "lies between steps."
+        for p in apart
+    ]
+
+
+def markdown(lab: Lab, picture: str) -> str:
+    titles = ["", *(f"TP={point.tp}" for point in lab.points)]
+    rows = [titles, ["---", *["--:"] * len(lab.points)], *([name, *map(cell, lab.points)] for name, cell in _ROWS)]
+    lines = [f"# {heading(lab)}", "", *(f"| {' | '.join(row)} |" for row in rows), "", _source(lab), ""]
+    lines += [f"- **{use}**: {told}" for use, told in verdicts(lab.points).items()]
+    lines += [f"- {remark}" for remark in remarks(lab)]
+    return "\n".join([*lines, "", f"![Scaling]({picture})", ""])
+
+
+def record(lab: Lab) -> dict[str, object]:
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "phalanx": __version__, **asdict(lab), "verdicts": verdicts(lab.points)}

@@ -1,0 +1,72 @@
+"""The stacks of a process that no longer answers."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+TELL = signal.SIGUSR1
+_WRITTEN_WITHIN_S = 1.0
+_MOST_BYTES = 16 * 1024
+_SPY_LIMIT_S = 5.0
+
+
+def tell_stacks(folder: Path, rank: int) -> None:
+    """From now on this process writes its threads' stacks into the folder when asked to, whatever it is doing."""
+    faulthandler.register(TELL, (folder / _name(rank)).open("w"), all_threads=True)
+
+
+def _name(rank: int) -> str:
+    return f"stacks-{rank}"
+
+
+def process_state(pid: int) -> str:
+    """The system's letter for it, as R, S or T; empty if it is gone or there is no telling."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def stacks_of(pid: int, folder: Path, rank: int) -> str:
+    """What a rank is doing, as it says itself. One that is stopped cannot: py-spy can, where it is installed."""
+    if process_state(pid) in ("T", "t"):
+        return _spied(pid)
+    return _told(pid, folder, rank)
+
+
+def last_stacks_of(pid: int, folder: Path, rank: int) -> str:
+    """The same of a process that is about to be ended: if it is stopped, it goes on for as long as telling takes."""
+    return _told(pid, folder, rank, signal.SIGCONT)
+
+
+def _told(pid: int, folder: Path, rank: int, *signals: int) -> str:
+    path = next(folder.rglob(_name(rank)), None)
+    if path is None:
+        return ""
+    before = path.stat().st_size
+    with contextlib.suppress(OSError):
+        for signum in (TELL, *signals):
+            os.kill(pid, signum)
+    deadline = time.monotonic() + _WRITTEN_WITHIN_S
+    size = before
+    while time.monotonic() < deadline and (size == before or path.stat().st_size > size):
+        size = path.stat().st_size
+        time.sleep(0.05)
+    return path.read_bytes()[before:][:_MOST_BYTES].decode(errors="replace").strip()
+
+
+def _spied(pid: int) -> str:
+    spy = shutil.which("py-spy")
+    if spy is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SPY_LIMIT_S).stdout.strip()
+    return ""

@@ -1,0 +1,145 @@
+"""The TP experiment: its figures are those of `bench offline` and of the steps' clocks, and its words follow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.bench import offline
+from phalanx.bench.ceilings import Ceilings
+from phalanx.bench.lab import experiment
+from phalanx.bench.lab.experiment import Asked, _checkpoint_of, run_lab
+from phalanx.bench.lab.point import Point
+from phalanx.bench.lab.report import markdown, remarks
+from phalanx.bench.lab.verdict import verdicts
+from phalanx.cli import app
+from phalanx.engine import core
+from phalanx.engine.core import Engine
+from phalanx.errors import ConfigError, LayoutError
+from phalanx.fabric import emulated
+from phalanx.runtime import clock
+from phalanx.runtime.config import EngineConfig
+
+COLLECTIVE_MS = 0.5
+CALLS = 2 * 4 + 2
+
+
+def asked(model: Path, degrees: str, **options: object) -> Asked:
+    given: dict[str, object] = {"batch": 2, "inputs": 8, "outputs": 6, "iterations": 3, "warm_up": 1} | options
+    return Asked(EngineConfig(model=str(model), max_model_len=160), degrees, **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "measure_ceilings", lambda device, dtype: Ceilings("a CPU", 1e10, 1e11))
+
+
+class Ticks:
+    """A clock that goes on by a microsecond whenever somebody looks at it, so that only those who wait take time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    monotonic = perf_counter
+
+
+def test_figures_are_those_of_bench_offline_and_of_the_clocks(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits in ten collectives; nothing else takes time."""
+    ticks = Ticks()
+    for module in (offline, core, clock, emulated):
+        monkeypatch.setattr(module, "time", ticks)
+    seen: dict[int, list[float]] = {}
+    time_requests = offline.time_requests
+
+    def timed(engine: Engine, lengths: list[tuple[int, int]], *how: object, **options: object) -> float:
+        seconds = time_requests(engine, lengths, *how, **options)  # type: ignore[arg-type]
+        seen.setdefault(lengths[0][1], []).append(seconds)
+        return seconds
+
+    monkeypatch.setattr(offline, "time_requests", timed)
+    monkeypatch.setattr(experiment, "time_requests", timed)
+    lab = run_lab(asked(tiny_llama, "3", emulate=True, all_reduce_us=COLLECTIVE_MS * 1e3), lambda text: None)
+    (point,) = lab.points
+    tpot = (min(seen[4]) - min(seen[1][:2])) / 3 * 1e3
+    assert lab.case == "2x8x4"
+    assert point.tpot_ms == pytest.approx(tpot)
+    assert point.tok_s == pytest.approx(2e3 / tpot)
+    assert point.ttft_ms == pytest.approx(min(seen[1][:2]) * 1e3)
+    assert point.ttft_alone_ms == pytest.approx(min(seen[1][2:]) * 1e3)
+    assert point.clocks_ms == pytest.approx(point.tpot_ms, rel=0.03)
+    assert point.tpot_ms == pytest.approx(CALLS * COLLECTIVE_MS, rel=0.03)
+    assert point.decode_collectives * point.tpot_ms == pytest.approx(CALLS * COLLECTIVE_MS)
+    assert point.prompt_collectives * point.ttft_ms == pytest.approx((CALLS - 1) * COLLECTIVE_MS)
+    assert point.bottleneck.startswith("collectives")
+    assert remarks(lab) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_command_measures_real_ranks_and_writes_what_it_found(tiny_llama: Path, tmp_path: Path) -> None:
+    case = ["--batch", "2", "--isl", "8", "--osl", "4", "--usd-per-hour", "3.6"]
+    result = CliRunner().invoke(app, ["lab", str(tiny_llama), "--tp", "1,2", *case, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "lab.json").read_text())
+    one, two = record["points"]
+    assert (one["tp"], one["decode_collectives"], one["efficiency"]) == (1, 0.0, 1.0)
+    assert 0 < two["decode_collectives"] < 1
+    assert 0 < two["prompt_collectives"] < 1
+    assert two["efficiency"] == pytest.approx(two["tok_s"] / 2 / one["tok_s"])
+    assert two["usd_per_million"] == pytest.approx(2 * 3.6 / 3600 / two["tok_s"] * 1e6)
+    assert one["longest_context"] == min(one["kv_tokens"] // 2, 512)
+    for use, told in record["verdicts"].items():
+        assert f"- **{use}**: {told}" in (tmp_path / "lab.md").read_text()
+    assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_tried_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="--tp is"):
+        run_lab(asked(tiny_llama, "2,x"), lambda text: None)
+    with pytest.raises(LayoutError):
+        run_lab(asked(tiny_llama, "1,64"), lambda text: None)
+    with pytest.raises(ConfigError, match="--all-reduce-us"):
+        run_lab(asked(tiny_llama, "2", emulate=True), lambda text: None)
+
+
+def test_a_model_of_the_catalog_needs_no_weights() -> None:
+    with _checkpoint_of(EngineConfig(model="Llama-3.3-70B")) as config:
+        assert config.load_format == "dummy"
+        assert json.loads((Path(config.model or "") / "config.json").read_text())["num_hidden_layers"] == 80
+    with _checkpoint_of(EngineConfig(model="a/folder")) as config:
+        assert (config.model, config.load_format) == ("a/folder", "auto")
+
+
+def point(tp: int, tpot: float, context: int, waits: float = 0.1) -> Point:
+    tok_s = 32e3 / tpot
+    return Point(
+        tp, 400, 30, tpot, tpot, tok_s, tok_s / tp, tok_s / tp / 3200, 1e4, waits, 0.1, 0, 1, 0.5, 1, 0.5,
+        tp * 0.2, 32 * context, context, "memory 50%", None, None, None, None, None, 100, 5,
+    )  # fmt: skip
+
+
+def test_each_use_has_its_own_winner_and_the_number_that_decides() -> None:
+    points = [point(1, 10, 1000), point(2, 6, 9000), point(4, 4, 30000), point(8, 3.9, 30000, waits=0.4)]
+    told = verdicts(points)
+    assert told["chat"].startswith("TP=4: 4.00 ms a token")
+    assert told["chat"].endswith("TP=8 has 3.90, with 40% of a step in collectives.")
+    assert told["long context"] == ("TP=4: 30,000 tokens for each request of this batch; TP=2 has room for 9,000.")
+    assert told["offline"].startswith("TP=1: 3,200.0 tokens/s a GPU, 0.20 USD a million")
+    assert "8 replicas of it make 25,600 tokens/s on 8 GPUs, one of TP=8 makes 8,205" in told["offline"]
+
+
+def test_figures_that_the_clocks_do_not_confirm_are_said(tiny_llama: Path) -> None:
+    lab = run_lab(asked(tiny_llama, "2", emulate=True, all_reduce_us=1000.0), lambda text: None)
+    far = replace(lab, points=[replace(lab.points[0], clocks_ms=lab.points[0].tpot_ms * 0.9)])
+    assert "lies between steps" in remarks(far)[0]
+    assert remarks(far)[0] in markdown(far, "lab.png")
