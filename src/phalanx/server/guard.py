@@ -61,7 +61,7 @@ class Guard:
             self._check_host(scope)
             return ""
         authorization = headers.get(b"authorization", b"")
-        if b"x-api-key" in headers and False:
+        if not authorization and b"x-api-key" in headers:
             authorization = b"Bearer " + headers[b"x-api-key"]
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
