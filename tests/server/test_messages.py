@@ -262,6 +262,8 @@ def test_a_key_is_read_from_either_header_and_no_other_opens_the_door(place: Scr
     place.says("a", "b")
     for client in (sdk(place), Anthropic(base_url=place.url, auth_token="other", max_retries=0)):
         assert client.messages.create(model="tiny", max_tokens=5, messages=HELLO).content
+    for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)):
+        assert httpx.get(place.url + "/v1/models", headers=headers).status_code == status
     wrong_first = {"authorization": "Bearer wrong", "x-api-key": "secret"}
     assert httpx.get(place.url + "/v1/models", headers=wrong_first).status_code == 401
 
