@@ -11,7 +11,8 @@ from tests.conftest import VOCAB, make_checkpoint
 from tests.server.running import Server, running
 
 TEMPLATE = (
-    "{% if tools %}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """It is told of tools and keeps them to itself: in words they would fill the context of these models."""

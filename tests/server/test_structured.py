@@ -135,6 +135,17 @@ def test_without_a_choice_the_model_may_answer_in_words(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_with_tools_and_a_form_an_answer_calls_or_is_of_that_form(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
+    kinds = set()
+    for seed in range(4):
+        message = chat(client, tools=[WEATHER], response_format=form, seed=seed, temperature=1).choices[0].message
+        kinds.add("call" if message.tool_calls else json.loads(message.content))
+    assert kinds <= {"call", 1, 2}
+    forced = chat(client, tools=[WEATHER], response_format=form, tool_choice="required")
+    assert forced.choices[0].message.tool_calls
+
+
 def test_unconstrained_neighbours_are_not_touched(client: OpenAI) -> None:
     def plain(_: int) -> str:
         return chat(client, temperature=0, max_tokens=40).choices[0].message.content
@@ -149,9 +160,7 @@ def test_unconstrained_neighbours_are_not_touched(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"response_format": {"type": "json_object"}, "tools": [WEATHER]}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "more than once"),
         ({"extra_body": {"structured_outputs": {"regex": "a" * 100_000}}}, "bytes"),
         ({"extra_body": {"structured_outputs": {"json": {"type": "string", "format": "nonsense"}}}}, "format"),
     ],
