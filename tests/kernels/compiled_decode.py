@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from phalanx.kernels.gpu.attention import _decode
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16, "SPLITS": 1, "GROUP": 16, "DIM": 128}
+SIZES = {"SINKS": False, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16, "SPLITS": 1, "GROUP": 16, "DIM": 128}
 
 
 def instructions(tokens: int, warps: int, stages: int) -> str:
@@ -18,7 +18,9 @@ def instructions(tokens: int, warps: int, stages: int) -> str:
         | dict.fromkeys(("q", "out"), "*bf16")
         | dict.fromkeys(("slots", "positions"), "*i64")
     )
-    types |= dict.fromkeys(("partial", "peaks", "totals"), "*fp32") | dict.fromkeys(("scale", "value_scale"), "fp32")
+    types |= dict.fromkeys(("partial", "peaks", "totals", "sinks"), "*fp32") | dict.fromkeys(
+        ("scale", "value_scale"), "fp32"
+    )
     types |= dict.fromkeys(("q_stride", "table_width", "window"), "i32")
     fixed, names = SIZES | {"TOKENS": tokens}, _decode.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}

@@ -16,7 +16,9 @@ from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 PAGE = 8
 
 
-def check_prompts(heads: int, kv_heads: int, head_dim: int, window: int | None, spans: list[tuple[int, int]]) -> None:
+def check_prompts(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, spans: list[tuple[int, int]], sunk: bool = False
+) -> None:
     """Prompts from their start, or chunks of longer ones, against a cache that already holds this step's keys."""
     tokens, width = sum(count for _, count in spans), 40
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim)
@@ -31,8 +33,9 @@ def check_prompts(heads: int, kv_heads: int, head_dim: int, window: int | None, 
         first += count
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), any(start for start, _ in spans))
     found, wanted = (torch.full((tokens, heads, head_dim), float("nan")) for _ in range(2))
-    gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found)
-    prefill_attention_torch(qkv[:, :heads], cache, cut, Sight(window), 0.2, wanted)
+    sinks = torch.randn(heads) * 2 if sunk else None
+    gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found, sinks=sinks)
+    prefill_attention_torch(qkv[:, :heads], cache, cut, Sight(window, sinks=sinks), 0.2, wanted)
     torch.testing.assert_close(found, wanted)
 
 
@@ -49,7 +52,13 @@ class Launches:
 
 
 def check_decode(
-    heads: int, kv_heads: int, lengths: list[int], window: int | None, parts: int, uneven: bool = False
+    heads: int,
+    kv_heads: int,
+    lengths: list[int],
+    window: int | None,
+    parts: int,
+    uneven: bool = False,
+    sunk: bool = False,
 ) -> None:
     """Every sequence in as many parts, each a program for every KV head."""
     rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
@@ -57,10 +66,11 @@ def check_decode(
     decode = DecodeRows(torch.randperm(len(cache)).view(rows, width).int(), torch.randperm(rows), positions, uneven)
     found = torch.full((rows, heads, head_dim), float("nan"))
     with patch.object(gpu, "_decode", Launches(gpu._decode)) as launches:
-        gpu.decode_attention(q, cache, decode, window, 0.2, found)
+        sinks = torch.randn(heads) * 2 if sunk else None
+        gpu.decode_attention(q, cache, decode, window, 0.2, found, sinks=sinks)
     assert launches.grids == [(kv_heads, rows, parts)]
     mask = SightMasks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
-    torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2))
+    torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2, sinks=sinks))
 
 
 def main() -> None:
@@ -69,13 +79,14 @@ def main() -> None:
     tiling.SPLIT_TARGET, gpu.MANY_PROGRAMS = 12, 18
     for window in (None, 150):
         check_decode(2, 2, [300], window, parts=8)
-        check_decode(4, 2, [1, 700, 130], window, parts=2)
+        check_decode(4, 2, [1, 700, 130], window, parts=2, sunk=True)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1)
+        check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1, sunk=True)
         check_decode(4, 2, [2000, 1, 3, 130], window, parts=16, uneven=True)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])
-        check_prompts(3, 3, 24, window, [(37, 20), (0, 129)])
+        check_prompts(3, 3, 24, window, [(37, 20), (0, 129)], sunk=True)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,20 @@ async def end(*groups: list[asyncio.Task[RequestPlace]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_one_request_never_fills_the_batch_that_others_share() -> None:
+    async def scene() -> None:
+        shared = places()
+        assert refused(await crowd(shared, "greedy", 1, choices=64)) == 1
+        large = await crowd(shared, "greedy", 1, choices=48)
+        assert len(inside(large)) == 1
+        honest = await crowd(shared, "honest", 1)
+        assert len(inside(honest)) == 1
+        assert len(inside(await crowd(places(shared=False), "", 1, choices=64))) == 1
+        await end(large, honest)
+
+    timeless.run(scene())
+
+
 def test_with_one_key_all_that_is_admitted_goes_through() -> None:
     async def scene() -> None:
         assert len(inside(await crowd(places(shared=False), "", 320, tokens=8192))) == 320
@@ -102,18 +116,19 @@ def test_long_prompts_of_one_key_are_let_in_as_they_are_read() -> None:
 def test_keys_that_wait_are_let_in_one_after_the_other() -> None:
     async def scene() -> None:
         house = places()
-        first = inside(await crowd(house, "first", 1, choices=64))
+        first = inside(await crowd(house, "first", 1, choices=48))
+        rest = await crowd(house, "rest", 1, choices=16)
         many, few = await crowd(house, "many", 50), await crowd(house, "few", 2)
         assert (len(inside(many)), len(inside(few))) == (0, 0)
         house.leave(first[0])
         await asyncio.sleep(0)
         assert (len(inside(many)) > 20, len(inside(few))) == (True, 2)
-        await end(many, few)
+        await end(rest, many, few)
 
     timeless.run(scene())
 
 
-@pytest.mark.parametrize("choices", [1, 128])
+@pytest.mark.parametrize("choices", [1, 48])
 def test_who_leaves_or_gives_up_leaves_nothing_behind(choices: int) -> None:
     async def scene() -> None:
         house = places()
@@ -137,10 +152,11 @@ def test_who_waits_while_the_server_stops_hears_of_it() -> None:
     async def scene() -> None:
         supervisor: Any = Supervisor()
         house = Places(supervisor, shared=True)
-        first = inside(await crowd(house, "first", 1, choices=64))
-        late = await crowd(house, "second", 1)
+        full = inside([*await crowd(house, "first", 1, choices=48), *await crowd(house, "second", 1, choices=16)])
+        late = await crowd(house, "third", 1)
         supervisor.stopped = True
-        house.leave(first[0])
+        for place in full:
+            house.leave(place)
         await asyncio.gather(*late, return_exceptions=True)
         assert refused(late) == 1
         assert not house._queue._held

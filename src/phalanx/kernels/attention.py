@@ -58,7 +58,7 @@ class Sight(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the GPU has a kernel for it."""
-        return not self.chunked and self.sinks is None
+        return not self.chunked
 
 
 class SightMasks:
@@ -150,7 +150,7 @@ def decode_attention(
     if q.is_cuda and sight.is_plain:
         from phalanx.kernels.gpu import attention as gpu
 
-        gpu.decode_attention(q, cache, rows, sight.window, scale, out, value_scale)
+        gpu.decode_attention(q, cache, rows, sight.window, scale, out, value_scale, sight.sinks)
     elif cpu.runs(cache):
         block_size, kv_heads = cache.shape[1], cache.shape[3]
         table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
@@ -195,7 +195,7 @@ def prefill_attention(
     if qkv.is_cuda and sight.is_plain:
         from phalanx.kernels.gpu import attention as gpu
 
-        gpu.prefill_attention(qkv, heads, cache, cut, sight.window, scale, out, value_scale)
+        gpu.prefill_attention(qkv, heads, cache, cut, sight.window, scale, out, value_scale, sight.sinks)
     else:
         prefill_attention_torch(qkv[:, :heads], cache, cut, sight, scale, out, value_scale)
 

@@ -25,6 +25,11 @@ class Shares:
     def free(self) -> int:
         return self.total - self._held.total()
 
+    @property
+    def most_at_once(self) -> int:
+        """What one key may hold while nobody else does."""
+        return _TIMES_WHAT_IS_LEFT * self.total // (_TIMES_WHAT_IS_LEFT + 1)
+
     def held(self, key: str) -> int:
         return self._held.get(key, 0)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 
 from phalanx.server.engine_client import EngineClient
-from phalanx.server.errors import queue_full
+from phalanx.server.errors import bad_request, queue_full
 from phalanx.server.fairness import Shares
 from phalanx.server.supervisor import Supervisor
 
@@ -44,6 +44,7 @@ class Places:
         if not self._shared:
             return place
         self._measure(engine)
+        self._check_size(choices)
         if not self._queue.take(key, choices):
             raise queue_full(f"This key has {self._queue.held(key)} requests here, and leaves the rest to others.")
         self._waiting.setdefault(key, deque()).append(place)
@@ -83,6 +84,17 @@ class Places:
         self._queue.total = self._supervisor.room
         self._sequences.total = engine.started.max_num_seqs
         self._prompts.total = max(engine.started.max_model_len, _STEPS_OF_PROMPTS * config.max_num_batched_tokens)
+
+    def _check_size(self, choices: int) -> None:
+        """A request that filled the batch would keep all other keys from any token until its end."""
+        most = max(1, self._sequences.most_at_once)
+        if choices > most:
+            raise bad_request(
+                f"This request asks for {choices} answers at once. Several keys share the {self._sequences.total} that "
+                f"this server makes together: ask for at most {most}.",
+                "too_many_answers",
+                param="n",
+            )
 
     @staticmethod
     def _fitting(shares: Shares, amount: int) -> int:

@@ -43,11 +43,14 @@ def _widened(values, queries):
 
 @triton.jit
 def _decode(
-    q, cache, tables, slots, positions, out, partial, peaks, totals, q_stride, table_width, window, scale, value_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    q, cache, tables, slots, positions, sinks, out, partial, peaks, totals, q_stride, table_width, window, scale,
+    value_scale, SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total."""
+    """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total.
+
+    A sink is a score of which nothing is attended: the first stretch begins with it.
+    """
     cuda.gdc_launch_dependents()
     kv, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -65,6 +68,9 @@ def _decode(
     stop = tl.minimum(start + share, last + 1)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
+    if SINKS and split == 0:
+        peak = tl.load(sinks + head, mask=g < group, other=0.0).to(tl.float32)
+        total += 1.0
     acc = tl.zeros([GROUP, DIM], tl.float32)
     for at in range(start, stop, TOKENS):
         position = at + tl.arange(0, TOKENS)
@@ -118,6 +124,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
@@ -127,8 +134,9 @@ def decode_attention(
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
-        q, cache, tables, decode.slots, decode.positions, out, partial, peaks, totals, q.stride(0), tables.stride(0),
-        window or 0, scale, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
+        q, cache, tables, decode.slots, decode.positions, sinks, out, partial, peaks, totals, q.stride(0),
+        tables.stride(0), window or 0, scale, value_scale, SINKS=sinks is not None, HEADS=heads,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
         num_warps=warps, num_stages=stages, launch_pdl=True,
     )  # fmt: skip
@@ -199,9 +207,10 @@ def _attend_fresh(
 
 @triton.jit
 def _prefill(
-    qkv, fresh, cache, tables, tiles, out, stride, table_width, window, scale, value_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
+    qkv, fresh, cache, tables, tiles, sinks, out, stride, table_width, window, scale, value_scale,
+    SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """One head of a tile of queries: first the keys that all of them see, then those around the diagonal.
 
@@ -221,6 +230,9 @@ def _prefill(
     oldest = tl.maximum(start - window + 1, 0) if WINDOWED else 0
     peak = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        peak = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     acc = tl.zeros([ROWS, DIM], tl.float32)
     if CACHED:
         lowest = oldest // KEYS * KEYS
@@ -261,6 +273,7 @@ def prefill_attention(
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Keys and values of this step come straight from qkv where that holds what the cache does, others by their pages.
 
@@ -273,8 +286,9 @@ def prefill_attention(
     as_cached = dim == head_dim and cache.dtype == qkv.dtype
     fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if as_cached else None
     _prefill[(heads, len(tiles.tiles))](
-        qkv, fresh, cache, tiles.tables, tiles.tiles, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
-        scale * 1.4426950408889634, value_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
+        qkv, fresh, cache, tiles.tables, tiles.tiles, sinks, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
+        scale * 1.4426950408889634, value_scale, SINKS=sinks is not None, HEADS=heads,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
         ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
         CACHED=tiles.resumed or not as_cached, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
         launch_pdl=True,
