@@ -38,8 +38,9 @@ environment = { GREETING = "it's $HOME" }
 PYTHON = "/opt/phalanx/bin/python"
 SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -F /etc/ssh.conf -l op -- beta "
 FABRIC = (
-    "NCCL_SOCKET_IFNAME=cx0 GLOO_SOCKET_IFNAME=cx0 TP_SOCKET_IFNAME=cx0 UCX_NET_DEVICES=cx0 NCCL_IB_DISABLE=0 "
-    "NCCL_IB_HCA=roce0,roce1 NCCL_IB_GID_INDEX=3 NCCL_IB_SUBNET_AWARE_ROUTING=1"
+    "NCCL_SOCKET_IFNAME=cx0 GLOO_SOCKET_IFNAME=cx0 TP_SOCKET_IFNAME=cx0 UCX_NET_DEVICES=cx0 "
+    "OMPI_MCA_btl_tcp_if_include=cx0 NCCL_IB_DISABLE=0 NCCL_IB_HCA=roce0,roce1 "
+    "NCCL_IB_GID_INDEX=3 NCCL_IB_SUBNET_AWARE_ROUTING=1"
 )
 QUIET = "RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0"
 
@@ -128,5 +129,6 @@ def test_without_rdma_nothing_is_said_of_it() -> None:
         "GLOO_SOCKET_IFNAME",
         "TP_SOCKET_IFNAME",
         "UCX_NET_DEVICES",
+        "OMPI_MCA_btl_tcp_if_include",
     }
     assert "NCCL_IB_SUBNET_AWARE_ROUTING" not in fabric_environment("eth0", ("mlx5_0",))

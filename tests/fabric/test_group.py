@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from phalanx.engine.whereabouts import Whereabouts
 from phalanx.fabric.group import FabricError, GlooGroup, open_store, poll, serve_store
 from phalanx.fabric.host import HostGroup
 from phalanx.kernels import cpu
@@ -98,12 +99,12 @@ def test_waiting_for_a_device_ends_once_a_rank_is_known_to_be_gone(failed: bool)
     check = Checked()
     check.gone = True
     with pytest.raises(FabricError, match="a rank is gone"):
-        poll(Never(failed), check)  # type: ignore[arg-type]
+        poll(Never(failed), check, Whereabouts())  # type: ignore[arg-type]
 
 
 def test_a_device_that_failed_of_itself_says_so() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        poll(Never(failed=True), Checked())  # type: ignore[arg-type]
+        poll(Never(failed=True), Checked(), Whereabouts())  # type: ignore[arg-type]
 
 
 def test_a_store_listens_on_its_address_alone() -> None:

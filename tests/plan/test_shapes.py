@@ -94,7 +94,7 @@ def test_one_gpu_has_no_experts_to_deal() -> None:
 
 
 def test_a_shape_that_cannot_be_counted_is_no_reason_to_give_up_the_plan() -> None:
-    """gpt-oss in AWQ: two KV heads fill a block, so eight ranks cannot be dealt whole ones."""
-    refused = judged("gpt-oss-120b", "awq", 8, "vllm")
+    """DeepSeek V4's heads leave by groups: sixteen ranks cannot be dealt whole ones."""
+    refused = judged("DeepSeek-V4-Flash", "bf16", 16, "vllm")
     assert not refused.is_legal
-    assert "4 groups of 2 KV heads" in refused.problems[-1]
+    assert "8 groups of 8 query heads" in refused.problems[-1]
