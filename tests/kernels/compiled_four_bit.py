@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from phalanx.kernels.gpu.four_bit import GROUPED_TILES, TILES, _grouped_product, _product, step_of
+from phalanx.kernels.gpu.four_bit import GROUPED_TILES, TILES, _grouped_product, _product
 
 SCALES = {"awq": "*fp16", "mxfp4": "*u8", "nvfp4": "*fp8e4nv"}
 GROUPS = {"awq": 128, "mxfp4": 32, "nvfp4": 16}
@@ -31,7 +31,7 @@ def build(
         "WEIGHED": True,
         "ROWS": tile.rows,
         "OUTPUTS": tile.outputs,
-        "STEP": step_of(GROUPS[kind]),
+        "STEP": 128 if kind == "mxfp4" and dtype == "bf16" else min(128, max(32, GROUPS[kind])),
         "SPLIT": True,
     }
     names = kernel.arg_names

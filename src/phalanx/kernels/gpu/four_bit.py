@@ -1,7 +1,8 @@
 """Products with weights of four bits: they stream through packed, and are widened where the tensor cores take them.
 
-A step takes as many columns as share a scale, at most 128. Of each 32 columns the first 16 are in the low halves of 16
-bytes, the others in the high halves: each half of the bytes is multiplied with columns of x that lie together.
+A step takes as many columns as share a scale, at most 128; where scales are powers of two, weights are scaled on the
+way, which is exact, and it takes 128. Of each 32 columns the first 16 are in the low halves of 16 bytes, the others in
+the high halves: each half of the bytes is multiplied with columns of x that lie together.
 """
 
 from __future__ import annotations
@@ -160,14 +161,17 @@ def four_bit_tile(
         low = numbers(packed, False, E2M1, ASSEMBLY, dtype)
         high = numbers(packed, True, E2M1, ASSEMBLY, dtype)
         group = start // GROUP
-        if GROUP >= 32:
-            part = tl.dot(high, high_x, tl.dot(low, low_x))
-            if ZEROS:  # what they take off is the same for all numbers of a group: weights need not be touched
+        if GROUP >= 32 and STEP > GROUP:
+            each = group + tl.arange(0, STEP // 32)
+            scale = _scale(scale_row[:, None] + each[None, :], wanted[:, None] & (each < groups)[None, :]).to(dtype)
+            spread = tl.broadcast_to(scale[:, :, None], [OUTPUTS, STEP // 32, 16]).reshape(OUTPUTS, STEP // 2)
+            acc = tl.dot(high * spread, high_x, tl.dot(low * spread, low_x, acc))
+        elif GROUP >= 32:
+            if ZEROS:
                 pair = tl.load(zeros + output.to(tl.int64) * tl.cdiv(groups, 2) + group // 2, mask=wanted, other=0)
-                zero = (((pair.to(tl.int32) >> (group % 2 * 4)) & 15) - 8).to(tl.float32)
-                total = tl.sum(low_x.to(tl.float32), 0) + tl.sum(high_x.to(tl.float32), 0)
-                part -= zero[:, None] * total[None, :]
-            acc += part * _scale(scale_row + group, wanted)[:, None]
+                zero = (((pair.to(tl.int32) >> (group % 2 * 4)) & 15) - 8).to(dtype)[:, None]
+                low, high = low - zero, high - zero
+            acc += tl.dot(high, high_x, tl.dot(low, low_x)) * _scale(scale_row + group, wanted)[:, None]
         else:
             acc += tl.dot(low, low_x) * _scale(scale_row + group, wanted)[:, None]
             acc += tl.dot(high, high_x) * _scale(scale_row + group + 1, wanted & (group + 1 < groups))[:, None]
@@ -214,19 +218,21 @@ def _product(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def step_of(group: int) -> int:
-    """Columns of a step: those that share a scale, or part of them."""
-    return max((step for step in (128, 64, 32) if group % step == 0), default=BLOCK)
+def step_of(weight: FourBitWeight, dtype: torch.dtype) -> int:
+    """Columns of a step: those that share a scale, or part of them; more where the dtype holds all powers of two."""
+    if weight.scales.dtype == torch.uint8 and weight.group == 32 and dtype != torch.float16:
+        return MOST_STEP
+    return max((step for step in (128, 64, 32) if weight.group % step == 0), default=BLOCK)
 
 
-def _switches(weight: FourBitWeight) -> dict[str, object]:
+def _switches(weight: FourBitWeight, dtype: torch.dtype) -> dict[str, object]:
     return {
         "E2M1": weight.numbers == "e2m1",
         "ZEROS": weight.zeros is not None,
         "GROUP": weight.group,
         "ASSEMBLY": not INTERPRETED,
         "HAS_FACTORS": weight.factors is not None,
-        "STEP": step_of(weight.group),
+        "STEP": step_of(weight, dtype),
     }
 
 
@@ -238,11 +244,11 @@ def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
 
 def run_tiles(x: Tensor, weight: FourBitWeight, bias: Tensor | None, tile: Tile) -> Tensor:
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    x, switches = x.contiguous(), _switches(weight)
+    x, switches, step = x.contiguous(), _switches(weight, x.dtype), step_of(weight, x.dtype)
     out = x.new_empty(rows, outputs)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    rounds = triton.cdiv(inputs, step_of(weight.group))
-    least = max(1, LEAST_ROUNDS * MOST_STEP // step_of(weight.group))
+    rounds = triton.cdiv(inputs, step)
+    least = max(1, LEAST_ROUNDS * MOST_STEP // step)
     splits = max(1, min(tile.programs // tiles, rounds // least))
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else None
@@ -293,7 +299,7 @@ def grouped_product(
     out = x.new_empty(pairs, outputs)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         x, weight.values, weight.scales, weight.zeros, weight.factors, bias, order, owner, pair_weights, out, pairs,
-        pairs_a_row, outputs, inputs, **_switches(weight), HAS_BIAS=bias is not None,
+        pairs_a_row, outputs, inputs, **_switches(weight, x.dtype), HAS_BIAS=bias is not None,
         WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, num_warps=tile.warps,
         num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip
@@ -331,7 +337,7 @@ def widen(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*stack, inputs, dtype=dtype, device=weight.values.device)
     size = min(WIDENED_AT_ONCE, triton.next_power_of_2(weight.values.shape[-1]))
     _widen[(rows, triton.cdiv(weight.values.shape[-1], size))](
-        weight.values, weight.scales, weight.zeros, weight.factors, out, inputs, **_switches(weight), BYTES=size,
+        weight.values, weight.scales, weight.zeros, weight.factors, out, inputs, **_switches(weight, dtype), BYTES=size,
         launch_pdl=True,
     )  # fmt: skip
     return out
