@@ -295,25 +295,28 @@ class Scheduler:
     def _draft(self, agenda: Agenda, rows: list[Request], budget: int, speculation: Speculation) -> list[Request]:
         """Give drafts to some of these rows. Returns those that compute one token.
 
-        Rows in all are no more than requests may run: so many fit a graph.
+        With drafts there are no more tokens than requests may run: so many fit a graph. Who has tokens to compute again
+        goes first, and a row that is then too many waits a step.
         """
-        left = min(budget, self.limits.max_num_seqs) - len(rows)
-        proposed = speculation.propose([request for request in rows if not request.pending], len(rows), left)
-        plain = []
+        rows.sort(key=lambda request: not request.rewound)
+        room = min(budget, self.limits.max_num_seqs) - sum(request.rest for request in rows)
+        proposed = speculation.propose([request for request in rows if not request.pending], len(rows), room)
+        left, plain = budget, []
         for request in rows:
-            left -= request.rest - 1
-            drafts = self._drafts_that_fit(agenda, request, proposed.get(request.id, [])[: max(0, left)])
+            if request.rest > left:
+                continue
+            drafts = self._drafts_that_fit(agenda, request, proposed.get(request.id, []))
             masks: list[bytes] = []
             if request.matcher is not None and (drafts or request.rest > 1):
                 masks = request.matcher.masks(drafts)
                 drafts = drafts[: len(masks) - 1]
-            if not drafts and request.rest == 1:
-                plain.append(request)
-                if request.untold:
-                    self._tell(agenda, request, [])
-            elif left >= 0:
+            left -= request.rest + len(drafts)
+            if drafts or request.rest > 1:
                 self._compute_drafts(agenda, request, drafts, masks)
-                left -= len(drafts)
+                continue
+            plain.append(request)
+            if request.untold:
+                self._tell(agenda, request, [])
         return plain
 
     def _drafts_that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:

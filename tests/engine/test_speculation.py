@@ -1,0 +1,79 @@
+"""How many drafts a step takes: as many as pay, and none where they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.engine.speculation import Speculation, StepLine
+from phalanx.engine.step_plan import StepPlan
+
+from .books import Guesser, check_answer, greedy, make_engine, run
+
+LONG = 400
+CONTEXT = 512
+
+
+def seconds(slope: float, batch: int, right: float | None, depth: int = 1) -> float:
+    """Of answers of `LONG` tokens, where a step takes one second, and `slope` more for each of its tokens."""
+    speculation = None if right is None else Speculation(Guesser(right), 8)
+    engine, runner = make_engine(
+        max_num_seqs=max(64, batch),
+        budget=1024,
+        max_model_len=CONTEXT,
+        num_blocks=batch * CONTEXT // 4 + 64,
+        depth=depth,
+        speculation=speculation,
+    )
+    runner._inner._price = lambda plan: 1.0 + slope * plan.num_tokens
+    requests = [engine.add([1, 2, 3], greedy(LONG, seed=seed)) for seed in range(batch)]
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        check_answer(request, CONTEXT)
+    return runner.clock
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafts_that_fail_cost_next_to_nothing(slope: float, batch: int) -> None:
+    assert seconds(slope, batch, right=0.0) < 1.025 * seconds(slope, batch, right=None)
+
+
+def test_drafts_pay_where_a_longer_step_costs_little() -> None:
+    assert seconds(0.01, 1, right=0.95) < 0.4 * seconds(0.01, 1, right=None)
+    assert seconds(0.1, 6, right=0.95) < 0.9 * seconds(0.1, 6, right=None)
+
+
+def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
+    line = StepLine()
+    assert line.share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"
+    for tokens in (1, 3, 8) * 20:
+        line.observe(tokens, 2.0 + 0.5 * tokens)
+    assert line.share_of_one_more(4) == pytest.approx(0.5 / 4.0)
+    assert line.share_of_one_more(100) == pytest.approx(0.5 / 52)
+
+
+def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:
+    """A state is taken back as a whole: the tokens that came true since are computed once more, with others beside."""
+    engine, _ = make_engine(
+        max_num_seqs=2, snapshots=0, max_model_len=200, num_blocks=100, speculation=Speculation(Guesser(0.5, seed=3), 4)
+    )
+    first = engine.add([1, 2, 3], greedy(40))
+    while not first.rewound:
+        engine.step()
+    other = engine.add([4, 5], greedy(150))
+    for _ in range(60):
+        engine.step()
+    assert first.finish_reason == "length"
+    assert other.finish_reason is None
+    run(engine)
+    check_answer(first, 200)
+    check_answer(other, 200)
+
+
+def test_a_step_says_what_its_drafts_cost() -> None:
+    plan = StepPlan(1, [], [0, 1, 2], [9, 4, 0], [1, 3, 5], [1, 3, 0], [])
+    sums = plan.sums()
+    assert (sums.decodes, sums.context) == (4, 10 + 5 + 6 + 7)
+    assert (sums.prompts, sums.prompt_tokens) == (1, 5)
+    assert plan.yielded() == ([0, 1, 1, 1], [10, 5, 6, 7])
