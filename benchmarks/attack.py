@@ -133,8 +133,8 @@ async def grammars(attacker: Attacker) -> None:
 
 
 async def places(attacker: Attacker) -> None:
-    """Requests with as many choices as there may be, each as long as it gets."""
-    body = json.dumps({"prompt": "a", "n": 64, "max_tokens": 4000, "ignore_eos": True}).encode()
+    """Requests with many choices, more in all than there are places, each as long as it gets."""
+    body = json.dumps({"prompt": "a", "n": 16, "max_tokens": 4000, "ignore_eos": True}).encode()
     await attacker.again(lambda: attacker.send(request("/v1/completions", body)), beside=16, pause_s=0.2)
 
 

@@ -44,6 +44,11 @@ def test_drafts_pay_where_a_longer_step_costs_little() -> None:
     assert seconds(0.1, 6, right=0.95) < 0.9 * seconds(0.1, 6, right=None)
 
 
+def test_two_steps_in_flight_make_room_for_drafts() -> None:
+    """Somebody whose next token is on its way has no drafts: a text that repeats itself waits for it."""
+    assert seconds(0.01, 1, right=0.95, depth=2) < 0.5 * seconds(0.01, 1, right=None, depth=2)
+
+
 def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
     line = StepLine()
     assert line.share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"
