@@ -34,11 +34,11 @@ def lab(
     """Measure which TP a model should have here: speed, scaling, waiting, cost and room at each, and a verdict."""
     with told_errors():
         import json
+        from importlib.util import find_spec
 
         from rich.console import Console
 
         from phalanx.bench.lab.experiment import Asked, run_lab
-        from phalanx.bench.lab.plot import save_plot
         from phalanx.bench.lab.report import markdown, record, remarks, table
         from phalanx.bench.lab.verdict import verdicts
         from phalanx.runtime.config import EngineConfig
@@ -56,7 +56,13 @@ def lab(
         for remark in remarks(found):
             console.print(remark, highlight=False)
         output.mkdir(parents=True, exist_ok=True)
-        (output / "lab.md").write_text(markdown(found, "lab.png"), encoding="utf-8")
+        drawn = find_spec("matplotlib") is not None
+        (output / "lab.md").write_text(markdown(found, "lab.png" if drawn else None), encoding="utf-8")
         (output / "lab.json").write_text(json.dumps(record(found), indent=1) + "\n")
-        save_plot(found, output / "lab.png")
-        console.print(f"Written: {output}/lab.md, lab.json and lab.png", highlight=False)
+        if drawn:
+            from phalanx.bench.lab.plot import save_plot
+
+            save_plot(found, output / "lab.png")
+        else:
+            console.print("Without matplotlib there is no picture: pip install matplotlib", highlight=False)
+        console.print(f"Written to {output}: lab.md, lab.json{', lab.png' if drawn else ''}", highlight=False)

@@ -74,13 +74,13 @@ def remarks(lab: Lab) -> list[str]:
     ]
 
 
-def markdown(lab: Lab, picture: str) -> str:
+def markdown(lab: Lab, picture: str | None) -> str:
     titles = ["", *(f"TP={point.tp}" for point in lab.points)]
     rows = [titles, ["---", *["--:"] * len(lab.points)], *([name, *map(cell, lab.points)] for name, cell in _ROWS)]
     lines = [f"# {heading(lab)}", "", *(f"| {' | '.join(row)} |" for row in rows), "", _source(lab), ""]
     lines += [f"- **{use}**: {told}" for use, told in verdicts(lab.points, lab.on_gpus).items()]
     lines += [f"- {remark}" for remark in remarks(lab)]
-    return "\n".join([*lines, "", f"![Scaling]({picture})", ""])
+    return "\n".join([*lines, "", *([f"![Scaling]({picture})", ""] if picture else [])])
 
 
 def record(lab: Lab) -> dict[str, object]:
