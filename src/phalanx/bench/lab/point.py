@@ -8,6 +8,7 @@ from typing import NamedTuple
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.offline import FixedBatch, Timing
 from phalanx.cost.work import RankWork
+from phalanx.errors import ConfigError
 
 _SECONDS_AN_HOUR = 3600
 _OVERLAPPED = 0.0
@@ -85,6 +86,9 @@ def point_of(
 ) -> Point:
     decodes = case.outputs - 1
     tpot = (timing.whole - timing.first) / decodes
+    if tpot <= 0:
+        message = f"TP={tp}: {case.outputs} tokens took no longer than the first alone: other work here hides them."
+        raise ConfigError("lab_disturbed", message, "Give a larger --osl, or run it when the machine is quiet.")
     clocks = timing.whole_clocks.since(timing.first_clocks)
     parts = (clocks.device, clocks.sample) if on_gpu else clocks
     tok_s = case.batch / tpot
