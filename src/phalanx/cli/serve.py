@@ -60,7 +60,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
     step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a step counts as hung.")] = 300.0,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 30.0,
-    restart: Annotated[int, typer.Option(min=0, help="How often to restart an engine that died.")] = 0,
+    restart: Annotated[int, typer.Option(min=0, help="How often to restart an engine that died, in ten minutes.")] = 0,
     max_body_size: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 4 * 2**20,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,

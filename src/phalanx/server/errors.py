@@ -37,7 +37,8 @@ class ApiError(HTTPException):
         """What the client hears of an error of the engine or of its own request."""
         status = _REFUSALS.get(error.code, 400) if isinstance(error, RequestError) else 500
         if isinstance(error, EngineDeadError):
-            return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
+            found = f"The engine stopped ({error.code}) while this request ran; the server's log says why."
+            return cls(status, found, error.code)
         if error.code == "prompt_too_long":
             return cls(status, f"The prompt is too long for the maximum context length: {error}", OVERFLOW)
         return cls(status, str(error), error.code)
