@@ -89,6 +89,10 @@ class ThreadedRunner:
     def where(self) -> Whereabouts:
         return self.ranks[0].where
 
+    def trace(self, slot: int, position: int) -> str:
+        place, *_ = self._threads.map(lambda rank: rank.trace(slot, position), self.ranks)
+        return str(place)
+
     def beats(self) -> list[Beat]:
         return []
 

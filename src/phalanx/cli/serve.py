@@ -78,6 +78,7 @@ def serve(
     interface: Interface = None,
     ray_address: RayAddress = None,
     share_gpus: ShareGpus = False,
+    canary: Annotated[bool, typer.Option(help="Compare ranks' bits every step, and watch their weights.")] = True,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with told_errors():
@@ -104,6 +105,7 @@ def serve(
             interface=interface,
             ray_address=ray_address,
             share_gpus=share_gpus,
+            canary=canary,
         )
         options = ServeOptions(
             host=host,

@@ -10,6 +10,8 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_sums import StepSums
 from phalanx.engine.whereabouts import Where, Whereabouts
 
+NO_TOKEN = -1
+
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request enters the batch: told to the ranks once, they keep it by slot until the slot is given anew."""
@@ -106,12 +108,16 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows."""
+    """The tokens that a step yields, in the order of its rows, `NO_TOKEN` where the scores are NaN or infinite.
+
+    `marks` are digests of what every rank must have with the same bits.
+    """
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     times: StepTimes = StepTimes()
+    marks: list[int] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):
@@ -177,7 +183,14 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """The result of the oldest step launched and not yet collected."""
+        """The result of the oldest step launched and not yet collected.
+
+        StepLostError if the ranks do not agree on it.
+        """
+        ...
+
+    def trace(self, slot: int, position: int) -> str:
+        """The part of the model in which the numbers of a token cease to be finite: it is computed once more."""
         ...
 
     def tend(self) -> bool:

@@ -245,6 +245,14 @@ void skinny_gemm(const float *x, const float *w, const float *bias, float *y, in
     for (index_t c = n / 4 * 4; c < n; c++) columns_of(x, w + c * k, bias ? bias + c : 0, y + c, m, k, n, 1);
 }
 
+/* out = sum over words of word * (2 * column + 1), modulo 2^64. */
+void row_digest(const unsigned long long *words, unsigned long long *out, index_t rows, index_t width) {
+    unsigned long long total = 0;
+    for (index_t row = 0; row < rows; row++)
+        for (index_t i = 0; i < width; i++) total += words[row * width + i] * (2 * (unsigned long long)i + 1);
+    *out = total;
+}
+
 #define FLAGS_APART 8 /* each rank's flag on a cache line of its own */
 
 /* Ranks that share memory: says that this one has come to `round` and looks whether all have, `looks` times at most.

@@ -20,6 +20,7 @@ from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Around, Ends, Stream
 from phalanx.layers.vocabulary import Embedding, Head
+from phalanx.layers.watch import Watch
 
 
 class DecoderLayer:
@@ -54,7 +55,10 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         where = self.group.where
         where.at(2 * self.number)
-        mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
+        taken = self.around_mixer.enter(stream, self.mixer.takes_fp8)
+        if step.watch is not None:
+            step.watch.mark(self.number, stream.residual)
+        mixed = self.mixer(taken, step, rows)
         stream.take_rows(rows)
         step.rows = rows
         self.around_mixer.leave(mixed, stream)
@@ -73,6 +77,7 @@ class Decoder:
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
+        self.watch: Watch | None = None
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Names and, for each, the memory that this rank's share of the tensor goes to."""
@@ -150,12 +155,15 @@ class Decoder:
         No row looks at another one behind the last mixer, so there the others are left out.
         """
         self.place.group.where.at(EMBEDDING)
-        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
+        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, self.watch)
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
             layer(stream, step)
         self.layers[-1](stream, step, rows)
-        return self.ends.finish(stream)
+        hidden = self.ends.finish(stream)
+        if self.watch is not None:
+            self.watch.mark(len(self.place.spec.layers), hidden)
+        return hidden
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""

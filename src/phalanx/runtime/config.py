@@ -35,6 +35,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     looks for what followed the last tokens in prompt and answer before, "auto" takes the best that the model has. There
     are at most `speculate_tokens` guesses a request and step; fewer where they cost more than they bring.
 
+    With `canary` ranks compare digests of every step before it is answered with, and read their weights once in a while
+    to see whether they are still what was loaded.
+
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
 
@@ -54,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: str = "off"
     speculate: str = "off"
     speculate_tokens: int = MOST_DRAFTS
+    canary: bool = True
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None

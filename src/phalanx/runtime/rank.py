@@ -15,10 +15,12 @@ from phalanx.fabric.group import Group
 from phalanx.kernels.sampling_table import TOKEN
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
+from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
+from phalanx.runtime.weight_watch import WeightWatch
 from phalanx.spec import Layout, ModelSpec
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
@@ -131,6 +133,8 @@ def load_model(
         torch.cuda.empty_cache()
     else:
         _pack(model, spot.ranks_here)
+    if config.canary and group.size > 1:
+        model.watch = Canary(len(checkpoint.spec.layers), device)
     return model
 
 
@@ -206,5 +210,7 @@ def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunn
     model.allocate_cache(sizes.num_blocks, config.block_size)
     model.allocate_states(StatePlaces.of(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    if config.canary:
+        runner.weights = WeightWatch(model)
     warm_up(runner, config.warm_up)
     return runner

@@ -14,11 +14,17 @@ from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
+from phalanx.layers.watch import Canary, Finite
 from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
+from phalanx.runtime.weight_watch import Reading, WeightWatch
+
+_SUSPICIOUS_STEPS = 256
+_MOST_TRACED = 512
+_NOT_AGAIN = "no layer that could be found: computed once more, they were finite"
 
 
 def digest(tokens: list[int]) -> int:
@@ -43,6 +49,8 @@ class _Launched(NamedTuple):
     sampled: Sampled | None
     clock: StepClock
     done: torch.cuda.Event | None
+    marks: torch.Tensor | None
+    weights: Reading | None
 
 
 class TorchRunner:
@@ -71,6 +79,8 @@ class TorchRunner:
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
+        self.weights: WeightWatch | None = None
+        self._suspicious_steps = 0
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -117,14 +127,25 @@ class TorchRunner:
         clock.mark()
         clock.stop()
         reading = sampled.start_reading() if sampled is not None else None
+        canary = self.model.watch
+        marks = canary.marks.to("cpu", copy=True, non_blocking=True) if isinstance(canary, Canary) else None
+        weights = self.weights.read() if self.weights is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, rows, reading, clock, done))
+        self._launched.append(_Launched(plan.step, rows, reading, clock, done, marks, weights))
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
             self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
+    def suspect(self) -> None:
+        """For some steps have the canary look at every layer, which graphs do not hold."""
+        self._suspicious_steps = _SUSPICIOUS_STEPS
+
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
+        if self._suspicious_steps and isinstance(self.model.watch, Canary):
+            self._suspicious_steps -= 1
+            self.model.watch.look_at_every_layer(self._suspicious_steps > 0)
+            return None
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
 
     @torch.inference_mode()
@@ -154,12 +175,30 @@ class TorchRunner:
         return self.sampler(scores, rows, self.batch, tokens), rows
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done = self._launched.popleft()
+        step, rows, sampled, clock, done, marks, weights = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
+        if weights is not None and self.weights is not None:
+            self.weights.check(weights)
         self.where.end_step(step)
-        return StepResult(step, tokens, logprobs, clock.times())
+        of_stream = [] if marks is None else marks.tolist()
+        return StepResult(step, tokens, logprobs, clock.times(), [*of_stream, digest(tokens)])
+
+    @torch.inference_mode()
+    def trace(self, slot: int, position: int) -> str:
+        """With the tokens before it, where it may have begun: as many as a step may hold, within reason."""
+        rows = 1 if self.batch.states else min(position + 1, self.limits[1], _MOST_TRACED)
+        finite = Finite()
+        canary, self.model.watch = self.model.watch, finite
+        try:
+            places = torch.arange(position + 1 - rows, position + 1)
+            slots, positions = self.batch.send(torch.full_like(places, slot), places)
+            tokens, attention = self.batch.decode_inputs(slots, positions, uneven=False)
+            scores = self.model.scores(self.model(tokens, positions, attention))
+        finally:
+            self.model.watch = canary
+        return finite.broke_in() or (_NOT_AGAIN if bool(scores.isfinite().all()) else "the head")
 
     def tend(self) -> bool:
         if self.put_off:

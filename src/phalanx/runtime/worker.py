@@ -20,7 +20,9 @@ from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
 from phalanx.runtime.messages import (
     CONNECT,
     GO_ON,
+    SUSPECT,
     TEND,
+    TRACE,
     CacheRoom,
     Done,
     Failure,
@@ -33,7 +35,6 @@ from phalanx.runtime.messages import (
 )
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
-from phalanx.runtime.runner import digest
 from phalanx.runtime.stacks import tell_stacks
 from phalanx.weights.checkpoint import Checkpoint
 
@@ -85,6 +86,12 @@ def _serve(assignment: RankAssignment) -> None:
         if frames == TEND:
             runner.tend()
             continue
+        if frames == SUSPECT:
+            runner.suspect()
+            continue
+        if frames is not None and frames[0] == TRACE:
+            runner.trace(*map(int, frames[1:]))
+            continue
         if frames is not None:
             step += 1
             pulse.begin(step)
@@ -104,7 +111,7 @@ def _serve(assignment: RankAssignment) -> None:
             result = runner.collect()
             pulse.end(busy=runner.in_flight > 0)
             totals.collected(result)
-            ends.reports.send(encode(Done(rank, result.step, digest(result.tokens))))
+            ends.reports.send(encode(Done(rank, result.step, result.marks)))
 
 
 def _page(assignment: RankAssignment) -> Whereabouts:

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 
-_REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503}
+_REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503, "not_finite": 500}
 """Requests that are refused for no fault of their own."""
 OVERFLOW = "context_length_exceeded"
 """What clients look for before they shorten a conversation, in OpenAI's word and in Anthropic's ("too long")."""
