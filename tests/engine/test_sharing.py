@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.engine.agenda import Drafted
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.engine.sharing import LONGEST_STEP_S, Pace, parts_of
+from phalanx.engine.sharing import LONGEST_STEP_S, Pace, charge, parts_of
 from phalanx.engine.speculation import Speculation
 
 from .books import Guesser, check_books, greedy, make_engine
@@ -190,25 +191,71 @@ def test_drafts_are_of_their_owners_part() -> None:
     assert tokens_in(5, others=20) >= 0.5 * alone
 
 
-@pytest.mark.parametrize("budget", [8, 64])
-def test_who_computes_again_more_than_its_part_goes_first_and_no_step_is_too_large(budget: int) -> None:
-    """States are taken back as a whole: four tokens to compute again, where each owner has one or two."""
-    speculation = Speculation(Guesser(0.6), 4)
-    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+def test_an_owner_computes_no_more_than_its_part_with_its_drafts() -> None:
     engine, _ = make_engine(
-        max_num_seqs=8,
-        budget=budget,
-        max_model_len=64,
-        num_blocks=400,
-        snapshots=0,
-        speculation=speculation,
-        price=lambda plan: CPU[0] + CPU[1] * plan.num_tokens,
+        max_num_seqs=32, budget=12, max_model_len=200, num_blocks=4096, speculation=eager(Guesser(1.0))
     )
-    requests = [engine.add([1, 2, 3], greedy(50, seed=seed), owner=f"owner {seed}") for seed in range(8)]
-    for _ in range(400):
+    for owner in ("greedy", "greedy", "greedy", "honest"):
+        engine.add([1, 2, 3], greedy(150), owner=owner)
+    scheduler, drafted = engine.scheduler, 0
+    for _ in range(40):
+        parts = scheduler._sharing.parts()
+        scheduler._sharing.parts = parts.copy  # type: ignore[method-assign]
+        plan = scheduler.schedule()
+        del scheduler._sharing.parts
+        assert plan is not None
+        owners = {request.slot: request.owner for request in scheduler.running}
+        computed = Counter[str]()
+        for slot, count in zip(plan.slots, plan.counts, strict=True):
+            computed[owners[slot]] += count
+        assert computed <= Counter(parts)
+        drafted += max(plan.samples) > 1
+        engine.runner.launch(plan)
+        scheduler.apply(engine.runner.collect())
+    assert drafted > 20
+
+
+def test_who_computes_again_more_than_its_part_is_not_kept_from_it() -> None:
+    """A state is taken back as a whole: then there are several tokens to compute, and others have come meanwhile."""
+    engine, _ = make_engine(
+        max_num_seqs=8, budget=8, max_model_len=64, num_blocks=400, snapshots=0, speculation=eager(Guesser(0.6))
+    )
+    first = engine.add([1, 2, 3], greedy(60), owner="first")
+    while not (first.rewound and first.rest > 2):
+        engine.step()
+    others = [engine.add([1, 2, 3], greedy(40, seed=seed), owner=f"owner {seed}") for seed in range(7)]
+    for _ in range(60):
         engine.step()
         check_books(engine.scheduler)
-    assert [request.finish_reason for request in requests] == ["length"] * 8
+    assert first.finish_reason == "length"
+    assert min(len(request.output) for request in others) > 20
+
+
+def eager(drafter: Guesser) -> Speculation:
+    """Drafts cost nothing, so there are always some."""
+    speculation = Speculation(drafter, 4)
+    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+    return speculation
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 6)), max_size=8),
+)
+def test_what_is_left_never_exceeds_what_the_step_has(parts: dict[str, int], rows: list[tuple[str, int]]) -> None:
+    budget, spent, plain, drafted = sum(parts.values()), 0, [], []
+    for owner, tokens in rows:
+        if owner in parts and spent + tokens <= budget:
+            spent += tokens
+            request = Request(len(rows), [1], SamplingParams(), 0, None, None, owner)
+            if tokens == 1:
+                plain.append(request)
+            else:
+                drafted.append(Drafted(request, 0, tokens, [], []))
+    left = dict(parts)
+    charge(left, plain, drafted)
+    assert min(left.values()) >= 0
+    assert sum(left.values()) + spent == budget
 
 
 @given(st.dictionaries(st.text("abc", max_size=2), st.integers(1, 500), min_size=1), st.integers(0, 2000))
