@@ -167,10 +167,11 @@ class EngineClient:
         choice: int,
         salt: str | None = None,
         grammar: bytes | None = None,
+        owner: str = "",
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
-        order = Submit(self._next_id, prompt, params, salt, grammar)
+        order = Submit(self._next_id, prompt, params, salt, grammar, owner)
         self._pending[order.id] = Pending(mailbox, choice, order)
         self._send(order)
         return order.id
