@@ -104,11 +104,17 @@ class ThreadedEngine:
     """Prompts in, tokens out, on `tp` ranks."""
 
     def __init__(
-        self, folder: Path, tp: int = 1, prefix_caching: bool = True, speculate: str = "off", **limits: int
+        self,
+        folder: Path,
+        tp: int = 1,
+        prefix_caching: bool = True,
+        speculate: str = "off",
+        invariant: bool = False,
+        **limits: int,
     ) -> None:
         usual = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40}
         asked = usual | {"max_model_len": 160} | limits
-        config = EngineConfig(tp=tp, device="cpu", speculate=speculate, **asked)
+        config = EngineConfig(tp=tp, device="cpu", speculate=speculate, invariant=invariant, **asked)
         spec = Checkpoint(folder).spec
         windows = len(spec.window_groups) * -(-asked["max_model_len"] // asked["block_size"])
         sizes = Sizes(num_blocks=asked["num_blocks"] + windows, max_model_len=asked["max_model_len"])

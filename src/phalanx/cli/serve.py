@@ -78,6 +78,7 @@ def serve(
     interface: Interface = None,
     ray_address: RayAddress = None,
     share_gpus: ShareGpus = False,
+    invariant: Annotated[bool, typer.Option(help="The same bits at every TP and in every batch.")] = False,
     canary: Annotated[bool, typer.Option(help="Compare ranks' bits every step, and watch their weights.")] = True,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
@@ -106,6 +107,7 @@ def serve(
             ray_address=ray_address,
             share_gpus=share_gpus,
             canary=canary,
+            invariant=invariant,
         )
         options = ServeOptions(
             host=host,

@@ -86,7 +86,12 @@ void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width)
             vec g = load(gate + i);
             store(out + row * width + i, g / (1.0f + vexp(-g)) * load(up + i));
         }
-        for (; i < width; i++) out[row * width + i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+        if (i < width) { /* the rest in the same way: a column is the same wherever it stands */
+            float g[LANES] = {0}, rest[LANES];
+            memcpy(g, gate + i, (width - i) * sizeof(float));
+            store(rest, load(g) / (1.0f + vexp(-load(g))));
+            for (index_t j = i; j < width; j++) out[row * width + j] = rest[j - i] * up[j];
+        }
     }
 }
 
@@ -205,44 +210,68 @@ void decode_attention(const float *q, const float *cache, const index_t *table, 
         }
 }
 
-/* `columns` outputs of `rows` inputs at once: every weight is loaded once for all rows, every input once for all columns. */
+/* `columns` outputs of `rows` inputs at once: every weight is loaded once for all rows, every input once for all columns.
+ * The inner dimension is summed in `units` stretches, a power of two, and these as a balanced tree. Each output is
+ * computed in one and the same order whatever the rows and columns beside it. */
 static inline __attribute__((always_inline)) void tile(const float *x, const float *w, const float *bias, float *y,
-                                                       index_t k, index_t n, const int rows, const int columns) {
-    vec acc[4][4];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) acc[r][c] = (vec){0};
-    index_t i = 0;
-    for (; i + LANES <= k; i += LANES) {
-        vec weights[4];
-        __builtin_prefetch(w + (columns + ((i / LANES) & 3)) * k + i); /* the next tile's weights, a column in turn */
-        for (int c = 0; c < columns; c++) weights[c] = load(w + c * k + i);
-        for (int r = 0; r < rows; r++) {
-            vec input = load(x + r * k + i);
-            for (int c = 0; c < columns; c++) acc[r][c] += input * weights[c];
+                                                       index_t k, index_t n, index_t units, index_t apart,
+                                                       const int rows, const int columns) {
+    float tree[8][4][4];
+    index_t width = k / units, level = 0;
+    for (index_t unit = 0; unit < units; unit++) {
+        const float *a = x + unit * width, *b = w + unit * width;
+        vec acc[4][4];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns; c++) acc[r][c] = (vec){0};
+        index_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            vec weights[4];
+            __builtin_prefetch(b + (columns + ((i / LANES) & 3)) * apart + i); /* the next tile's weights, a column in turn */
+            for (int c = 0; c < columns; c++) weights[c] = load(b + c * apart + i);
+            for (int r = 0; r < rows; r++) {
+                vec input = load(a + r * k + i);
+                for (int c = 0; c < columns; c++) acc[r][c] += input * weights[c];
+            }
         }
+        float part[4][4];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns; c++) {
+                part[r][c] = sum(acc[r][c]);
+                for (index_t j = i; j < width; j++) part[r][c] += a[r * k + j] * b[c * apart + j];
+                if (bias && unit == 0) part[r][c] += bias[c];
+            }
+        level = 0;
+        for (index_t left = unit; left & 1; left >>= 1, level++)
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < columns; c++) part[r][c] = tree[level][r][c] + part[r][c];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns; c++) tree[level][r][c] = part[r][c];
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) {
-            float total = sum(acc[r][c]);
-            for (index_t j = i; j < k; j++) total += x[r * k + j] * w[c * k + j];
-            y[r * n + c] = total + (bias ? bias[c] : 0);
-        }
+        for (int c = 0; c < columns; c++) y[r * n + c] = tree[level][r][c];
 }
 
 static void columns_of(const float *x, const float *w, const float *bias, float *y, index_t m, index_t k, index_t n,
-                       const int columns) {
-    for (; m >= 4; m -= 4, x += 4 * k, y += 4 * n) tile(x, w, bias, y, k, n, 4, columns);
-    if (m == 3) tile(x, w, bias, y, k, n, 3, columns);
-    if (m == 2) tile(x, w, bias, y, k, n, 2, columns);
-    if (m == 1) tile(x, w, bias, y, k, n, 1, columns);
+                       index_t units, index_t apart, const int columns) {
+    for (; m >= 4; m -= 4, x += 4 * k, y += 4 * n) tile(x, w, bias, y, k, n, units, apart, 4, columns);
+    if (m == 3) tile(x, w, bias, y, k, n, units, apart, 3, columns);
+    if (m == 2) tile(x, w, bias, y, k, n, units, apart, 2, columns);
+    if (m == 1) tile(x, w, bias, y, k, n, units, apart, 1, columns);
 }
 
-/* y = x @ w.T + bias for few rows: x is [m, k], w [n, k], y [m, n]. */
-void skinny_gemm(const float *x, const float *w, const float *bias, float *y, index_t m, index_t n, index_t k) {
+#define ROWS_AT_ONCE 64 /* whose inputs stay near while all weights pass by */
+
+/* y = x @ w.T + bias for few rows: x is [m, k], w [n, k] with rows so far apart, y [m, n]. */
+void skinny_gemm(const float *x, const float *w, const float *bias, float *y, index_t m, index_t n, index_t k,
+                 index_t units, index_t apart) {
+    for (; m > 0; m -= ROWS_AT_ONCE, x += ROWS_AT_ONCE * k, y += ROWS_AT_ONCE * n) {
+        index_t rows = m < ROWS_AT_ONCE ? m : ROWS_AT_ONCE;
 #pragma omp parallel for schedule(static) if (n * k > PARALLEL_FROM)
-    for (index_t column = 0; column < n / 4; column++)
-        columns_of(x, w + column * 4 * k, bias ? bias + column * 4 : 0, y + column * 4, m, k, n, 4);
-    for (index_t c = n / 4 * 4; c < n; c++) columns_of(x, w + c * k, bias ? bias + c : 0, y + c, m, k, n, 1);
+        for (index_t column = 0; column < n / 4; column++)
+            columns_of(x, w + column * 4 * apart, bias ? bias + column * 4 : 0, y + column * 4, rows, k, n, units, apart, 4);
+        for (index_t c = n / 4 * 4; c < n; c++)
+            columns_of(x, w + c * apart, bias ? bias + c : 0, y + c, rows, k, n, units, apart, 1);
+    }
 }
 
 /* out = sum over words of word * (2 * column + 1), modulo 2^64. */

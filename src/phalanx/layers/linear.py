@@ -42,7 +42,7 @@ class RowParallelLinear:
         bias = place.has(f"{name}.bias")
         rows, columns = place.share_of(f"{name}.weight")
         self.bias = place.empty(rows) if bias else None
-        self.product = place.product([name], [rows], columns, self.bias if place.group.rank == 0 else None)
+        self.product = place.product([name], [rows], columns, self.bias if place.group.rank == 0 else None, place.units)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield f"{self.name}.weight", self.product.weight

@@ -38,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     With `canary` ranks compare digests of every step before it is answered with, and read their weights once in a while
     to see whether they are still what was loaded.
 
+    With `invariant` an answer has the same bits at every TP that the model's sizes allow, whoever shares its batch.
+
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
 
@@ -58,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculate: str = "off"
     speculate_tokens: int = MOST_DRAFTS
     canary: bool = True
+    invariant: bool = False
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None

@@ -16,6 +16,7 @@ from phalanx.runtime.executor import Executor
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, cache_layout, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import Layout
+from phalanx.spec.invariant import invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
 
@@ -28,7 +29,7 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     A `group` other than that of one is what a single rank takes for its fellows: with an `EmulatedGroup`, nobody.
     """
     spec = Checkpoint(model_path, config.load_format).spec
-    Layout(spec, max(config.tp, group.size))
+    (invariant_layout if config.invariant else Layout)(spec, max(config.tp, group.size))
     runner: Runner
     if config.tp == 1:
         runner, sizes = _start_alone(config, model_path, progress, group)
