@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from phalanx.server.service import Service
 
 from phalanx.doctor.preflight import preflight
-from phalanx.errors import ConfigError, EngineDeadError
+from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
-from phalanx.server.door import room_for_connections
+from phalanx.server.door import Door, room_for_connections
 from phalanx.server.engine_client import ENGINE_MODULE, EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
@@ -36,6 +36,7 @@ from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions, default_name
 from phalanx.server.preparer import Preparer
 from phalanx.server.supervisor import Supervisor
+from phalanx.server.tls import HttpServer, tls_context
 from phalanx.version import __version__
 
 log = logging.getLogger("phalanx.server")
@@ -53,29 +54,9 @@ def serve(
 ) -> int:
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    _check_tls(options)
+    tls = tls_context(options)
     with listen(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ApiServer(config, options, engine_module, cockpit).run(listener))
-
-
-def _check_tls(options: ServeOptions) -> None:
-    """What is wrong with certificate or key is said before the model loads."""
-    certificate, key = options.tls_cert, options.tls_key
-    if certificate is None and key is None:
-        return
-    if certificate is None or key is None:
-        raise ConfigError("bad_option", "Of --tls-cert and --tls-key, one is missing.", "Give both, or none.")
-    for flag, path in (("--tls-cert", certificate), ("--tls-key", key)):
-        if not os.access(path, os.R_OK):
-            raise ConfigError("bad_option", f"{flag} {path} cannot be read.", "Give a readable PEM file.")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except OSError as error:
-        raise ConfigError(
-            "bad_option",
-            f"{certificate} and {key} are no certificate and its key: {error.strerror or error}.",
-            "Give PEM files that belong together, the key without a passphrase.",
-        ) from None
+        return runner.run(ApiServer(config, options, engine_module, cockpit, tls).run(listener))
 
 
 class ApiServer:
@@ -87,7 +68,10 @@ class ApiServer:
         options: ServeOptions,
         engine_module: str,
         make_cockpit: Callable[[Service], Cockpit] | None,
+        tls: ssl.SSLContext | None,
     ) -> None:
+        self._tls = tls
+        self._door = Door(room_for_connections())
         self._config = config
         self._options = options
         self._name = options.served_names[0] if options.served_names else default_name(config.model)
@@ -98,7 +82,7 @@ class ApiServer:
         self._make_cockpit = make_cockpit
         self._service: Service | None = None
         self._cockpit: Cockpit | None = None
-        self._http: _HttpServer | None = None
+        self._http: HttpServer | None = None
 
     async def run(self, listener: socket.socket) -> int:
         """The engine process starts first: while it loads, this one looks at the machine and gets ready."""
@@ -116,7 +100,7 @@ class ApiServer:
             )
             assert self._service is not None
             await self._preparer.start(self._service.assignment)
-            self._http = _HttpServer(config)
+            self._http = HttpServer(config, self._door, self._tls)
             if self._cockpit is not None:
                 beside.append(asyncio.create_task(self._cockpit.run()))
             return await self._serve(listener, supervising)
@@ -162,14 +146,12 @@ class ApiServer:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
         config = uvicorn.Config(
             app,
-            **protocol(room_for_connections()),
+            **protocol(self._door),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
-            ssl_certfile=options.tls_cert,
-            ssl_keyfile=options.tls_key,
         )
         config.load()
         return config
@@ -241,11 +223,3 @@ def _end_in_any_case(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to ApiServer."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
