@@ -116,6 +116,21 @@ def test_an_engine_that_runs_takes_requests_up_to_batch_and_queue(play: Callable
     play(scene, max_queued=2)
 
 
+def test_requests_are_taken_when_what_is_made_beside_the_engine_is_there_too(play: Callable[..., None]) -> None:
+    async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
+        other = Supervisor(supervisor.launch, 0, 0, lambda report: None)
+        beside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        run = asyncio.create_task(other.run(lambda started: None, beside))
+        await settle()
+        assert other.state == "starting"
+        beside.set_result(None)
+        await settle()
+        assert other.state == "ready"
+        run.cancel()
+
+    play(scene)
+
+
 def test_without_a_restart_a_death_is_final_and_told_to_whom_it_concerns(play: Callable[..., None]) -> None:
     async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
         last().died.set_result(death())

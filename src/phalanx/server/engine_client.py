@@ -38,6 +38,7 @@ from phalanx.server.messages import (
     Order,
     Pulses,
     Refused,
+    ResetPrefixes,
     Started,
     Startup,
     Stepped,
@@ -162,6 +163,10 @@ class EngineClient:
         """End a request and free its blocks. One that has ended already is left alone."""
         if self._mailboxes.pop(id, None) is not None:
             self._send(Cancel(id))
+
+    def reset_prefixes(self) -> None:
+        """Requests that come later find none of what was cached before, but for what running ones use."""
+        self._send(ResetPrefixes())
 
     @property
     def live(self) -> int:

@@ -16,7 +16,7 @@ from phalanx.server.incoming import BODY_DONE, CLIENT
 
 PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css")
 """The cockpit's files hold no secret: the page asks for the key."""
-OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
+OPEN_PATHS = frozenset({"/live", "/docs", *PAGE_PATHS})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 BODY_TIMEOUT_S = 30.0
 MAX_COCKPIT_BODY = 16 * 1024
@@ -24,7 +24,7 @@ _BODIES_AT_ONCE = 16
 
 
 class Guard:
-    """Wraps the application. Denies by default: where keys are set, all but /live and the cockpit's files need one.
+    """Wraps the application. Where keys are set, all but /live, /docs and the cockpit's files need one.
 
     Without keys, requests must be meant for this server: a web page that has its own name point here is not heard.
     """

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from phalanx.server.errors import bad_request, client_gone
+from phalanx.server.errors import ApiError, bad_request, client_gone
 
 log = logging.getLogger("phalanx.request")
 
@@ -21,11 +21,23 @@ CLIENT = "phalanx.client"
 BODY_DONE = "phalanx.body_done"
 """In a request's scope: to be called when its body is held no longer."""
 
+OPERATOR = "phalanx.operator"
+"""In a request's scope: whether its client may do what concerns all others too."""
+
 T = TypeVar("T")
 
 
 def client_of(request: Request) -> str:
     return str(request.scope.get(CLIENT, ""))
+
+
+def check_operator(request: Request) -> None:
+    if not request.scope.get(OPERATOR, True):
+        raise ApiError(
+            403,
+            "This concerns the clients of all keys: the key must be marked 'admin' in the file of --api-key-file.",
+            "not_an_operator",
+        )
 
 
 def request_id(request: Request) -> dict[str, str]:

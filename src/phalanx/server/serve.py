@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 if TYPE_CHECKING:
     from phalanx.server.app import Cockpit
+    from phalanx.server.grammar.compiler import GrammarCompiler
     from phalanx.server.service import Service
 
 from phalanx.doctor.preflight import preflight
@@ -107,7 +108,8 @@ class ApiServer:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signum, self._stop)
         self._preparer.spawn()
-        supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
+        warmed: asyncio.Future[None] = loop.create_future()
+        supervising = asyncio.create_task(self._supervisor.run(self._engine_started, warmed))
         beside = [asyncio.create_task(self._tell_loading())]
         try:
             _, config = await asyncio.gather(
@@ -116,6 +118,7 @@ class ApiServer:
             )
             assert self._service is not None
             await self._preparer.start(self._service.assignment)
+            beside.append(asyncio.create_task(self._warm_grammars(self._service.grammars, warmed)))
             self._http = _HttpServer(config)
             if self._cockpit is not None:
                 beside.append(asyncio.create_task(self._cockpit.run()))
@@ -129,6 +132,16 @@ class ApiServer:
             if self._service is not None:
                 await self._service.grammars.close()
             await self._preparer.close()
+
+    async def _warm_grammars(self, grammars: GrammarCompiler, warmed: asyncio.Future[None]) -> None:
+        """So that the first answer of a given form is as quick as the second."""
+        try:
+            if self._config.warm_up != "off":
+                await grammars.start()
+        except ConfigError as error:
+            log.warning("answers of a given form cannot be had: %s", error)
+        finally:
+            warmed.set_result(None)
 
     async def _serve(self, listener: socket.socket, supervising: asyncio.Task[EngineDeadError]) -> int:
         assert self._http is not None
