@@ -11,6 +11,7 @@ import pytest
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.errors import ApiError
+from phalanx.server.pace import Pace
 from phalanx.server.places import Places, RequestPlace
 from tests import timeless
 
@@ -23,7 +24,7 @@ class Supervisor:
     room = 320
 
     def __init__(self) -> None:
-        self.client: Any = SimpleNamespace(started=STARTED)
+        self.client: Any = SimpleNamespace(started=STARTED, pace=Pace())
         self.launch = EngineLaunch(EngineConfig(max_num_batched_tokens=2048), 10, "none")
         self.stopped = False
 
@@ -160,5 +161,27 @@ def test_who_waits_while_the_server_stops_hears_of_it() -> None:
         await asyncio.gather(*late, return_exceptions=True)
         assert refused(late) == 1
         assert not house._queue._held
+
+    timeless.run(scene())
+
+
+def test_of_those_who_wait_the_best_priority_goes_first_and_keys_alike_take_turns() -> None:
+    async def scene() -> None:
+        house = places()
+        full = inside([*await crowd(house, "first", 1, choices=48), *await crowd(house, "second", 1, choices=16)])
+        order: list[str] = []
+
+        async def wait(key: str, priority: int) -> None:
+            await house.enter(key, 1, 10, priority)
+            order.append(key)
+
+        waiting = [
+            asyncio.create_task(wait(key, priority))
+            for key, priority in [("late", 5), ("late", 5), ("a", 0), ("a", 0), ("b", 0), ("soon", -1)]
+        ]
+        await asyncio.sleep(0)
+        house.leave(full[1])
+        await asyncio.gather(*waiting)
+        assert order == ["soon", "a", "b", "a", "late", "late"]
 
     timeless.run(scene())

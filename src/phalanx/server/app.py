@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.fields import Body
-from phalanx.server.incoming import client_of, json_body, request_id, while_connected
+from phalanx.server.incoming import client_of, id_header, json_body, while_connected
 from phalanx.server.operator_routes import operator_routes, probes
 from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx.server.reference import add_reference
@@ -74,12 +74,12 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        asked = service.chat(await json_body(request), client_of(request), request_id(request))
+        asked = service.chat(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        asked = service.complete(await json_body(request), client_of(request), request_id(request))
+        asked = service.complete(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     created = int(time.time())
@@ -125,7 +125,7 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", openapi_extra=_takes(MessagesRequest))
     async def messages(request: Request) -> Response:
-        asked = service.message(await json_body(request), client_of(request), request_id(request))
+        asked = service.message(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=_takes(CountRequest))
@@ -135,7 +135,7 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        asked = service.respond(await json_body(request), client_of(request), request_id(request))
+        asked = service.respond(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.get("/v1/responses/{id}")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from phalanx.server.access_log import REQUEST_ID, request_id
 from phalanx.server.errors import ApiError, bad_request, client_gone
-
-log = logging.getLogger("phalanx.request")
 
 CLIENT = "phalanx.client"
 """In a request's scope: who sent it, as far as keys tell. Empty where there are none."""
@@ -40,10 +36,9 @@ def check_operator(request: Request) -> None:
         )
 
 
-def request_id(request: Request) -> dict[str, str]:
-    """The header of the answer: the client's own id of its request, or a new one."""
-    given = request.headers.get("x-request-id", "")
-    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}
+def id_header(request: Request) -> dict[str, str]:
+    """The request's id, as the answer's header."""
+    return {"x-request-id": request.scope.get(REQUEST_ID) or request_id(request.headers.get("x-request-id", ""))}
 
 
 async def json_body(request: Request) -> bytes:
@@ -65,7 +60,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        log.info("a request whose client left while it was read: reason=client_gone")
         raise client_gone()
     finally:
         gone.cancel()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.incoming import check_operator
 from phalanx.server.service import Service
 from phalanx.server.supervisor import condition
@@ -69,6 +70,14 @@ def probes(service: Service) -> APIRouter:
         return {"version": __version__}
 
     return router
+
+
+def create_admin_app(service: Service) -> FastAPI:
+    """Probes and metrics alone, for a port of their own."""
+    app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    add_error_handlers(app)
+    app.include_router(probes(service))
+    return app
 
 
 def operator_routes(service: Service) -> APIRouter:

@@ -16,11 +16,12 @@ _STEPS_OF_PROMPTS = 4
 class RequestPlace:
     """One request's share of the engine, until it is left."""
 
-    def __init__(self, engine: EngineClient, key: str, choices: int, tokens: int) -> None:
+    def __init__(self, engine: EngineClient, key: str, choices: int, tokens: int, priority: int) -> None:
         self.engine = engine
         self.key = key
         self.choices = choices
         self.tokens = tokens
+        self.priority = priority
         self.let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -28,7 +29,7 @@ class Places:
     """Lets requests through to the engine. With one key, all that the supervisor admits.
 
     With several, no key has all places to wait, nor all sequences of the batch, nor all tokens of prompts that the
-    engine has before it; those who wait for these are let in one key after the other.
+    engine has before it; those who wait for these are let in by the priority of their keys, one key after the other.
     """
 
     def __init__(self, supervisor: Supervisor, shared: bool) -> None:
@@ -37,16 +38,18 @@ class Places:
         self._queue, self._sequences, self._prompts = (Shares(0, shared) for _ in range(3))
         self._waiting: OrderedDict[str, deque[RequestPlace]] = OrderedDict()
 
-    async def enter(self, key: str, choices: int, tokens: int) -> RequestPlace:
+    async def enter(self, key: str, choices: int, tokens: int, priority: int = 0) -> RequestPlace:
         """A place, to be left. ApiError if there is none, or if the server has stopped meanwhile."""
         engine = self._supervisor.admit(choices)
-        place = RequestPlace(engine, key, choices, tokens)
+        place = RequestPlace(engine, key, choices, tokens, priority)
         if not self._shared:
             return place
         self._measure(engine)
         self._check_size(choices)
         if not self._queue.take(key, choices):
-            raise queue_full(f"This key has {self._queue.held(key)} requests here, and leaves the rest to others.")
+            held = self._queue.held(key)
+            why = f"This key has {held} requests here, and leaves the rest to others."
+            raise queue_full(why, engine.pace.seconds_until(choices))
         self._waiting.setdefault(key, deque()).append(place)
         self._let_in()
         try:
@@ -102,18 +105,22 @@ class Places:
         return min(amount, shares.total)
 
     def _let_in(self) -> None:
-        """The first of each key in turn, as long as there is room for one."""
-        refused = 0
-        while refused < len(self._waiting):
-            key, line = self._waiting.popitem(last=False)
-            if not self._take(line[0]):
-                self._waiting[key] = line
-                refused += 1
-                continue
-            refused = 0
-            line.popleft().let_in.set_result(None)
-            if line:
-                self._waiting[key] = line
+        """The first of each key in turn, those of the best priority first, as long as there is room for one."""
+        let_in = True
+        while let_in:
+            in_turn = sorted(self._waiting, key=lambda key: self._waiting[key][0].priority)
+            let_in = any(self._let_in_one_of(key) for key in in_turn)
+
+    def _let_in_one_of(self, key: str) -> bool:
+        """The key's first, if there is room; the key goes to the end of the line."""
+        line = self._waiting[key]
+        if not self._take(line[0]):
+            return False
+        line.popleft().let_in.set_result(None)
+        del self._waiting[key]
+        if line:
+            self._waiting[key] = line
+        return True
 
     def _take(self, place: RequestPlace) -> bool:
         sequences = self._fitting(self._sequences, place.choices)

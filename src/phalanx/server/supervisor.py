@@ -87,7 +87,10 @@ class Supervisor:
         if self.state != "ready" or self.client.started is None:
             raise ApiError(503, f"The server is {self.state}.", f"server_{self.state}", headers={"retry-after": "1"})
         if self.client.live + choices > self.room:
-            raise queue_full(f"{self.client.live} requests wait or run and {choices} more would exceed {self.room}.")
+            raise queue_full(
+                f"{self.client.live} requests wait or run and {choices} more would exceed {self.room}.",
+                self.client.pace.seconds_until(self.client.live + choices - self.room),
+            )
         return self.client
 
     @property
