@@ -55,8 +55,8 @@ class Engine:
         self.stuck = False
         self.hang: Hang | None = None
 
-    def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None) -> int:  # type: ignore[no-untyped-def]
-        self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt))
+    def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
+        self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt, owner=owner))
         for index, token in enumerate(self.tokens):
             last = "length" if token == self.tokens[-1] else None
             logprobs = None if params.logprobs is None else TokenLogprobs(-float("inf"), [(token, -0.5)])
@@ -72,7 +72,7 @@ class Engine:
 class Place:
     """A server without a network."""
 
-    def __init__(self, tokenizer: Tokenizer, share_prefixes: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, share_prefixes: bool = False, keys: KeyRing | None = None) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
         self.supervisor = SimpleNamespace(
             state="ready",
@@ -80,6 +80,7 @@ class Place:
             admit=self.admit,
             launch=EngineLaunch(EngineConfig(), 10, "none"),
             last_death=None,
+            room=100,
         )
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
@@ -92,13 +93,14 @@ class Place:
             tokenizer=tokenizer,
             supervisor=supervisor,
             metrics=self.metrics,
-            places=Places(supervisor, shared=False),
+            places=Places(supervisor, shared=keys is not None and keys.several),
             preparer=preparer,
             grammars=GrammarCompiler(Path(), vocab=49152, eos_token_ids=[2]),
             reasoning_parser=None,
             tool_parser=None,
             request_timeout_s=5,
             share_prefixes=share_prefixes,
+            keys=keys or KeyRing(),
         )
         asyncio.run(preparer.start(service.assignment))
         self.service = service

@@ -90,7 +90,7 @@ def test_a_key_s_priority_cannot_be_bettered_by_its_requests(file: Path) -> None
     alice, other = client(ring, "secret-a"), client(ring, "secret-b")
     assert [ring.priority(alice, asked) for asked in (-100, 0, 7)] == [-1, -1, 6]
     assert [ring.priority(other, asked) for asked in (-100, 0, 7)] == [0, 0, 7]
-    assert KeyRing(["one", "two"]).priority("", -100) == -100
+    assert KeyRing(["one", "two"]).priority(client(KeyRing(["one"]), "one"), -100) == -100
 
 
 def test_a_key_that_has_used_its_minute_is_told_when_to_come_back(file: Path) -> None:

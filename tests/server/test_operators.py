@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
 from tests.server.test_app import Place
@@ -82,3 +86,20 @@ def test_a_reset_of_the_cache_is_for_the_engine(place: Place) -> None:
     answer = place.ask("POST", "/reset_prefix_cache")
     assert (answer.status_code, answer.json(), resets) == (200, {"status": "reset"}, [True])
     assert place.ask("GET", "/reset_prefix_cache").status_code == 405
+
+
+def test_keys_with_priorities_are_served_by_them_and_others_in_equal_parts(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    for lines in ("one\ntwo", "one priority=3\ntwo"):
+        file = tmp_path / "keys"
+        file.write_text(lines)
+        ring = KeyRing([], file)
+        place = Place(tokenizer, keys=ring)
+        place.app = Guard(place.app, ring, max_body=10_000)
+        for key in ("one", "two"):
+            body = {"prompt": "a", "priority": -7}
+            assert place.ask("POST", "/v1/completions", body, {"authorization": f"Bearer {key}"}).status_code == 200
+        asked += [(each.params.priority, bool(each.owner)) for each in place.engine.asked]
+    assert asked == [(-7, True), (-7, True), (3, False), (0, False)]

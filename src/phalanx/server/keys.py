@@ -69,12 +69,15 @@ class KeyRing:
         """Who is alone concerns nobody else."""
         return key.operator or not self.several
 
+    @property
+    def ranked(self) -> bool:
+        """Whether keys are served by their priorities, and not in equal parts."""
+        return any(key.priority for key in self._keys.values())
+
     def priority(self, client: str, asked: int) -> int:
-        """Where any key has a priority, a request can only put itself behind others of its own key's."""
-        if not any(key.priority for key in self._keys.values()):
-            return asked
+        """Where keys have priorities, a request can only put itself behind others of its own key's."""
         key = self._keys.get(client)
-        return (key.priority if key is not None else 0) + max(asked, 0)
+        return key.priority + max(asked, 0) if key is not None and self.ranked else asked
 
 
 def _read(file: Path) -> list[Key]:

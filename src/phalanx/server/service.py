@@ -186,6 +186,7 @@ class Service:
                 keep_special=asked.keep_special,
                 keep_stop=asked.keep_stop,
                 tell_tokens=asked.tell_tokens,
+                owner=client if self.places.shared and not self.keys.ranked else "",
             )
             for prompt in asked.prompts
         ]
@@ -205,7 +206,6 @@ class Service:
     ) -> Reply:
         started = self.supervisor.client.started
         choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
-        priority = self.keys.priority(client, asked.params.priority)
         visit = Visit(self.places, self.quotas, self.metrics, client, tokens)
         answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
 
@@ -215,7 +215,7 @@ class Service:
 
         return Reply(
             answer,
-            engine=lambda: visit.enter(choices, priority),
+            engine=lambda: visit.enter(choices),
             format=format,
             stream=asked.stream,
             timeout_s=self.request_timeout_s,

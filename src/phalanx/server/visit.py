@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.server.engine_client import EngineClient
+from phalanx.server.errors import ApiError
 from phalanx.server.metrics import Metrics
 from phalanx.server.places import Places, RequestPlace
 from phalanx.server.quotas import Quotas
@@ -19,19 +20,17 @@ class Visit:
         self._tokens = tokens
         self._place: RequestPlace | None = None
 
-    async def enter(self, choices: int, priority: int) -> EngineClient:
+    def enter(self, choices: int) -> EngineClient:
         self._quotas.take(self._client, self._tokens)
         try:
-            self._place = await self._places.enter(self._client, choices, self._tokens, priority)
-        except BaseException:
+            self._place = self._places.enter(self._client, choices)
+        except ApiError:
             self._quotas.give_back(self._client, self._tokens)
             raise
         return self._place.engine
 
     def first_token(self, after_s: float) -> None:
         self._metrics.first_token(after_s)
-        if self._place is not None:
-            self._places.prefilled(self._place)
 
     def next_token(self, after_s: float) -> None:
         self._metrics.next_token(after_s)
