@@ -159,9 +159,10 @@ def in_one_packet(where: tuple[str, int], certificate: Path) -> bytes:
         connection.sendall(outgoing.read())
         answer = b""
         while not answer.endswith(b"/early 0"):
-            incoming.write(connection.recv(65536))
-            with suppress(ssl.SSLWantReadError):
+            try:
                 answer += client.read(65536)
+            except ssl.SSLWantReadError:
+                incoming.write(connection.recv(65536))
         return answer
 
 
