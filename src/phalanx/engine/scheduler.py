@@ -121,6 +121,7 @@ class Scheduler:
         self._masks = MaskBook(places_for(limits.max_num_seqs))
         self._free_slots = list(range(limits.max_num_seqs))
         self._in_flight: deque[_Launched] = deque()
+        self._ahead = speculation.most if speculation and speculation.by_ranks else 0
         self._passing = Passing()
         self._step = 0
 
@@ -153,6 +154,8 @@ class Scheduler:
         if not agenda.tokens:
             return None
         self._step += 1
+        if self.speculation is not None:
+            agenda.ahead = self.speculation.ahead(agenda.decoding)
         plan, sampled = agenda.to_plan(self._step, self._masks)
         for prompt, _, _ in agenda.prompts:
             self.caches.settle(prompt)
@@ -179,9 +182,10 @@ class Scheduler:
         booked = zip(launched.sampled, result.tokens, result.logprobs, strict=not launched.drafted)
         if self.speculation is not None:
             if not launched.plan.admissions and launched.plan.samples == launched.plan.counts:
-                self.speculation.observe(launched.plan.num_tokens, result.times.total)
+                self.speculation.observe(launched.plan.num_tokens, result.times, launched.plan.ahead)
             if launched.drafted:
                 booked = self._proven(self.speculation, launched, result)
+            self.speculation.came(launched.sampled, result.drafts)
         outputs = []
         block_size, running, finished = self.pool.block_size, Phase.RUNNING, Phase.FINISHED
         for request, token, logprobs in booked:
@@ -320,8 +324,11 @@ class Scheduler:
         return plain
 
     def _drafts_that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:
-        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have."""
-        if drafts and request.length + len(drafts) > request.room < request.longest - 1:
+        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have.
+
+        Ranks that make drafts need room for those too.
+        """
+        if drafts and request.length + len(drafts) + self._ahead > request.room < request.longest - 1:
             self.caches.trim(request)
             has_grown = any(slot == request.slot for slot, _ in agenda.blocks)
             if not has_grown and self.pool.available >= self.caches.layout.groups + self._kept_free(request):
