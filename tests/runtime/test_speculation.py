@@ -12,6 +12,7 @@ from phalanx.engine.ngram import NgramDrafter
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import Drafter, RankDrafter, Speculation
+from phalanx.engine.step_plan import StepPlan
 from tests.conftest import Reference
 from tests.drafts import Answer, Knowing, Known, Rememberer, answers_of
 from tests.heads import LAST_LAYER, HeadReference
@@ -32,7 +33,7 @@ class Compared:
 
     def check(self, drafter: Drafter, most: int, right: float) -> None:
         self.scheduler.speculation = speculation = Speculation(drafter, most)
-        speculation._line.share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
         if speculation.by_ranks:
             self._let_ranks_know(right)
             numbers = count()
@@ -78,15 +79,33 @@ def test_ranks_agree_on_drafts(
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(references: Callable[[str], Reference]) -> None:
-    """Drafts are drawn with the numbers that the answer is drawn with."""
+    """Drafts are drawn with the numbers that the answer is drawn with, and touch no block of anybody else."""
     reference = references("qwen2")
     compared = Compared(reference.folder, reference.prompts[2:4], 1, str(reference.folder))
     compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 5)
     speculation.ahead = lambda requests: 5  # type: ignore[method-assign]
+    _check_blocks(compared)
     compared._check_same(answers_of(compared.threaded, compared.prompts))
     totals = speculation.totals
     assert totals.accepted_tokens == totals.draft_tokens > 20
     compared.threaded.close()
+
+
+def _check_blocks(compared: Compared) -> None:
+    """From here on every step is held to the blocks that requests have, and the spare one."""
+    runner, launch = compared.threaded.runner, compared.threaded.runner.launch
+    companion = runner.ranks[0].model.companion
+    assert companion is not None
+    kept = companion.layers[0].mixer
+
+    def checked(plan: StepPlan) -> None:
+        before = kept.cache.clone()
+        launch(plan)
+        changed = (kept.cache != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+        held = {block for request in compared.scheduler.running for block in request.blocks}
+        assert set(changed) <= held | {companion.spare_block}
+
+    runner.launch = checked  # type: ignore[method-assign]
 
 
 def test_what_repeats_is_found() -> None:
