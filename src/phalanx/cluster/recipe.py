@@ -86,11 +86,14 @@ def _warnings(machine: Machine) -> list[str]:
 
 
 def default_model(machine: Machine) -> str:
-    """The checkpoint with the most parameters that Phalanx runs and that fits; of its formats, the smallest."""
+    """The checkpoint with the most parameters that Phalanx runs and that fits; of its formats, the smallest. Four bits
+    change answers more than someone who named no model may want.
+    """
     engine, found = ENGINES["phalanx"], []
+    formats = [name for name in engine.weight_formats if FORMATS[name].bits >= 8]
     for entry in catalog.entries().values():
-        for number_format in engine.weight_formats:
-            checkpoint = entry.checkpoint(number_format, by_modelopt=False)
+        for number_format in formats:
+            checkpoint = entry.checkpoint(number_format)
             if checkpoint is None or engine.refusal(entry.spec, number_format, "bf16") is not None:
                 continue
             context = _INPUT_TOKENS + _OUTPUT_TOKENS
@@ -104,7 +107,7 @@ def _plan(machine: Machine, model: str) -> Plan:
     """In the formats that there are checkpoints in: nothing is converted while loading."""
     own, entry = catalog.model(model).number_format, catalog.find(model)
     formats = ENGINES["phalanx"].weight_formats
-    others = [name for name in formats if entry and entry[0].checkpoint(name, by_modelopt=False)]
+    others = [name for name in formats if entry and entry[0].checkpoint(name)]
     plan = ask(
         PlanQuestion(
             model=model,
