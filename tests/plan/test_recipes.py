@@ -229,35 +229,10 @@ SPARK_FLAGS = ("--attention-backend", "--block-size", "--reasoning-parser", "--t
 
 def test_parsers_are_those_of_vllm() -> None:
     """Names of its two registries (vLLM at 0064cc9)."""
-    thoughts = [
-        "deepseek_r1",
-        "deepseek_v3",
-        "deepseek_v4",
-        "glm45",
-        "glm47",
-        "openai_gptoss",
-        "kimi_k2",
-        "minimax_m2",
-        "mistral",
-        "qwen3",
-    ]
-    tools = [
-        "deepseek_v3",
-        "deepseek_v31",
-        "deepseek_v32",
-        "deepseek_v4",
-        "glm45",
-        "glm47",
-        "hermes",
-        "kimi_k2",
-        "llama3_json",
-        "llama4_pythonic",
-        "minimax_m2",
-        "mistral",
-        "openai",
-        "qwen3_coder",
-        "qwen3_xml",
-    ]
+    thoughts = {"deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "kimi_k2", "minimax_m2", "mistral"}
+    thoughts |= {"openai_gptoss", "qwen3"}
+    tools = {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "hermes", "kimi_k2"}
+    tools |= {"llama3_json", "llama4_pythonic", "minimax_m2", "mistral", "openai", "qwen3_coder", "qwen3_xml"}
     for entry in catalog.entries().values():
         flags = spark_flags(entry.spec, entry.name)
         for flag, known in (("--reasoning-parser", thoughts), ("--tool-call-parser", tools)):
