@@ -86,7 +86,7 @@ def _warnings(machine: Machine) -> list[str]:
 
 
 def default_model(machine: Machine) -> str:
-    """The checkpoint with the most parameters that Phalanx runs and that fits; of its formats, the smallest. Not in four
+    """The checkpoint with the most parameters that Phalanx runs and that fits, in its smallest format. Not in four
     bits, which change answers more than who named no model may want, nor by ModelOpt: none was tried.
     """
     engine, found = ENGINES["phalanx"], []
