@@ -16,6 +16,7 @@ from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
 from phalanx.plan.recipes.spark_flags import spark_flags
+from phalanx.plan.scaling import scaling_curve
 from phalanx.spec.formats import FORMATS, FP8_FORMATS
 from phalanx.spec.model import ModelSpec
 
@@ -91,14 +92,15 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "meets_slo": bool(plan.feasible),
         "explanation": explain(plan),
         "advice": [*advice(plan), *([] if best else gpus_needed(plan))],
-        "best": _candidate_dict(plan, best) if best else None,
+        "best": candidate_dict(plan, best) if best else None,
         "fit": _fit_dict(best.fit) if best else None,
         "side_by_side": [
-            _candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
+            candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
         ],
-        "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
+        "candidates": [candidate_dict(plan, each) for each in plan.candidates],
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
+        "scaling": [vars(each) for each in scaling_curve(plan)],
         "all_reduces": [vars(each) for each in all_reduces(plan)],
         "power_w": _power_dict(plan),
         "verdict": verdict(plan),
@@ -146,7 +148,7 @@ def _interval_dict(interval: Interval, scale: float) -> dict[str, float]:
     return {"mid": interval.mid * scale, "low": interval.low * scale, "high": interval.high * scale}
 
 
-def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
+def candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
     tight, prediction = each.fit.tightest, each.prediction
     return {
         "engine": each.engine.name,

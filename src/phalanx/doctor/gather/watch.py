@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx.doctor.facts import Watched
-from phalanx.doctor.gather.nvml import throttle_of
+from phalanx.doctor.gather.nvml import binding, throttle_of
 from phalanx.doctor.gather.nvml.device import Device
 from phalanx.errors import ConfigError
 
@@ -17,8 +17,7 @@ _PERIOD_S = 1.0
 
 def watch(seconds: float, nvml: Any = None, sleep: Callable[[float], None] = time.sleep) -> tuple[Watched, ...]:
     """Of every GPU that answers: mean utilisation, and the share of samples in which each reason held it down."""
-    if nvml is None:
-        import pynvml as nvml
+    nvml = nvml or binding()
     try:
         nvml.nvmlInit()
         devices = {

@@ -37,7 +37,7 @@ def read_nvml(unread: list[str], nvml: Any = None, seconds: float = _SECONDS) ->
 
     def read() -> None:
         try:
-            found.append(_read(nvml or _binding(), sentences))
+            found.append(_read(nvml or binding(), sentences))
         except NvmlError as error:
             failures.append(error)
         except Exception as error:  # whatever the binding makes of a driver it does not know
@@ -54,7 +54,7 @@ def read_nvml(unread: list[str], nvml: Any = None, seconds: float = _SECONDS) ->
     return found[0]
 
 
-def _binding() -> Any:
+def binding() -> Any:
     try:
         import pynvml
     except ImportError:
