@@ -77,7 +77,7 @@ class Fit:
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
         if self.engine.trims_windows:
             return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
-        states = sum(self.layout.state_bytes(cache, rank) for cache in self.spec.caches)
+        states = sum(layers * self.layout.state_bytes(cache, rank) for cache, layers in self.spec.cache_kinds)
         return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens + states
 
     @property
