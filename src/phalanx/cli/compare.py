@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.shared import AsJson, Dtype, told_errors
+from phalanx.version import install_command
 
 if TYPE_CHECKING:
     from phalanx.bench.quality import Report
@@ -40,4 +41,4 @@ def tell(report: Report, as_json: bool) -> None:
         return
     Console(highlight=False).print(table(report))
     if report.lacks_tools:
-        print("BLEU and ROUGE of the answers need: pip install 'phalanx[quality]'", file=sys.stderr)
+        print(f"BLEU and ROUGE of the answers need: {install_command('quality')}", file=sys.stderr)

@@ -19,7 +19,10 @@ _WHEELS = "https://download.pytorch.org/whl/cu130"
 _REPOSITORY = "https://developer.download.nvidia.com/compute/cuda/repos"
 _KEYRING = "cuda-keyring_1.1-1_all.deb"
 ENGINES = {
-    "phalanx": (f"'phalanx[serve]=={__version__}'", f"torch=={_TORCH}"),
+    "phalanx": (
+        f"'phalanx[serve] @ file:///root/phalanx-{__version__}-py3-none-any.whl'  # made by make dist",
+        f"torch=={_TORCH}",
+    ),
     "vllm": ("vllm==0.24.0", f"torch=={_TORCH}"),
     "sglang": ("'sglang[all]==0.5.9'", "torch==2.9.1"),
     "trtllm": ("tensorrt_llm==1.2.0 --extra-index-url https://pypi.nvidia.com", "torch==2.9.1"),

@@ -64,7 +64,8 @@ class Request:
     that a launched step leaves and whose prefix is not known yet, `moving_node` that of the last one made in decoding.
 
     Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
-    has to be taken from its twin, since some drafts did not come true.
+    has to be taken from its twin, since some drafts did not come true. `drafts` are those that ranks have made behind
+    the last token that was read.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Request:
         seed: int,
         salt: str | None,
         matcher: Matcher | None = None,
+        owner: str = "",
     ) -> None:
         self.id = request_id
         self.order = (params.priority, request_id)
@@ -82,6 +84,7 @@ class Request:
         self.seed = seed
         self.salt = salt
         self.matcher = matcher
+        self.owner = owner
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.longest = len(prompt)
@@ -107,6 +110,7 @@ class Request:
         self.moving_node: int | None = None
         self.untold = False
         self.rewound = False
+        self.drafts: list[int] = []
         self.refusal: NoRoom | None = None
         self.found: int | None = None
 
@@ -122,3 +126,20 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    def end_behind(self, token: int) -> str | None:
+        """Why it ends with this token, its last, if it does. Its grammar moves on.
+
+        A complete grammar ends the answer whatever else the request asks for; a failed one ends it with an error.
+        """
+        if self.matcher is not None:
+            try:
+                self.matcher.accept(token)
+            except RequestError as error:
+                self.error = error
+                return "error"
+            if self.matcher.finished:
+                return "stop"
+        if token in self.ends and len(self.tokens) - self.prompt_length >= self.params.min_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.longest else None

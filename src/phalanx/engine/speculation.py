@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx.engine.request import Request
+from phalanx.engine.step_line import STEP_MEMORY, StepLine
 
 TRUSTED = 2.0
 """How many drafts that came true a request has to its credit before its first, and half as many that did not."""
@@ -20,7 +21,6 @@ MEMORY = 0.9
 """What is left of a request's record with each further row of drafts."""
 FORGIVENESS = 0.995
 """What is left of it with each token that was made without: in time a failed drafter gets another chance."""
-STEP_MEMORY = 0.98
 CHEAP = 0.02
 """The share of a step that one more row takes, as long as nothing is measured."""
 
@@ -30,7 +30,24 @@ class Drafter(Protocol):
         """Tokens that may follow those that are known of a request."""
         ...
 
+    def may_follow(self, request: Request) -> bool:
+        """Whether there may be drafts once a token that is on its way is read."""
+        ...
+
     def forget(self, request: Request) -> None: ...
+
+
+class RankDrafter:
+    """The ranks make drafts, with every step those for the next one: they come with its tokens."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return request.drafts[:most]
+
+    def may_follow(self, request: Request) -> bool:
+        return True
+
+    def forget(self, request: Request) -> None:
+        request.drafts = []
 
 
 class SpeculationTotals(msgspec.Struct, array_like=True):
@@ -40,33 +57,6 @@ class SpeculationTotals(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     by_position: list[int] = msgspec.field(default_factory=list)
-
-
-class StepLine:
-    """What a step without prompts takes, as a line over its tokens, by the steps of late."""
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._weight, self._tokens, self._seconds, self._squares, self._products = (
-            STEP_MEMORY * old + new
-            for old, new in zip(
-                (self._weight, self._tokens, self._seconds, self._squares, self._products),
-                (1.0, tokens, seconds, tokens * tokens, tokens * seconds),
-                strict=True,
-            )
-        )
-
-    def share_of_one_more(self, tokens: int) -> float:
-        """What one token more takes, to a step of so many."""
-        spread = self._weight * self._squares - self._tokens**2
-        if spread <= 1e-3 * self._tokens**2:
-            return CHEAP
-        slope = (self._weight * self._products - self._tokens * self._seconds) / spread
-        base = (self._seconds - slope * self._tokens) / self._weight
-        time = base + slope * tokens
-        return min(max(slope / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
 
 
 @dataclass
@@ -90,6 +80,8 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, most: int) -> None:
         self.most = most
+        self.by_ranks = isinstance(drafter, RankDrafter)
+        self._draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
         self._drafter = drafter
         self._line = StepLine()
@@ -97,7 +89,7 @@ class Speculation:
 
     def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
         """Drafts by request, in a step of so many rows that has room for as many tokens more."""
-        share = self._line.share_of_one_more(rows)
+        share = self._share_of_one_more(rows)
         if room <= 0 or rows * share >= 1:
             return {}
         hopeful = [(self._record(request).chance, request) for request in requests]
@@ -112,7 +104,7 @@ class Speculation:
         made, tokens = float(rows), rows
         while queue and room > 0:
             worth, id = heapq.heappop(queue)
-            if -worth <= made * self._line.share_of_one_more(tokens):
+            if -worth <= made * self._share_of_one_more(tokens):
                 break
             made, tokens, room = made - worth, tokens + 1, room - 1
             taken[id] += 1
@@ -123,8 +115,32 @@ class Speculation:
 
     def waits_for(self, request: Request, rows: int) -> bool:
         """Whether a token on its way is better read before the next: it may be the first of some that come true."""
-        worth = self._record(request).chance > rows * self._line.share_of_one_more(rows)
-        return worth and len(self._drafter.propose(request, 2)) > 1
+        worth = self._record(request).chance > rows * self._share_of_one_more(rows)
+        return worth and self._drafter.may_follow(request)
+
+    def ahead(self, requests: Sequence[Request]) -> int:
+        """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,
+        and that of the longer rows behind it.
+        """
+        if not self.by_ranks or not requests:
+            return 0
+        chances = [self._record(request).chance for request in requests]
+        rows = len(chances)
+        each = self._draft_s / self._line.mean if self._draft_s and self._line.mean else CHEAP
+        added = each + rows * self._share_of_one_more(rows)
+        made, time, worth = float(rows), 1.0, chances
+        for number in range(self.most):
+            if sum(worth) / made <= added / time:
+                return number
+            made, time = made + sum(worth), time + added
+            worth = [before * chance for before, chance in zip(worth, chances, strict=True)]
+        return self.most
+
+    def came(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
+        """Drafts that ranks have made of these requests, or none."""
+        if self.by_ranks:
+            for number, request in enumerate(requests):
+                request.drafts = drafts[number] if drafts else []
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         record, totals = self._record(request), self.totals
@@ -136,9 +152,12 @@ class Speculation:
         for position in range(accepted):
             totals.by_position[position] += 1
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """What a step without prompts took."""
+    def observe(self, tokens: int, seconds: float, ahead: int = 0, draft_s: float = 0.0) -> None:
+        """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
         self._line.observe(tokens, seconds)
+        if ahead:
+            before = draft_s / ahead if self._draft_s is None else self._draft_s
+            self._draft_s = STEP_MEMORY * before + (1 - STEP_MEMORY) * draft_s / ahead
         for record in self._records.values():
             record.right = TRUSTED + (record.right - TRUSTED) * FORGIVENESS
             record.wrong = TRUSTED / 2 + (record.wrong - TRUSTED / 2) * FORGIVENESS
@@ -146,6 +165,14 @@ class Speculation:
     def forget(self, request: Request) -> None:
         self._records.pop(request.id, None)
         self._drafter.forget(request)
+
+    def _share_of_one_more(self, tokens: int) -> float:
+        """What one token more takes, to a step of so many."""
+        line = self._line.fit()
+        if line is None:
+            return CHEAP
+        time = line.of(tokens)
+        return min(max(line.per_token / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request.id)
