@@ -36,13 +36,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("option", choices=OPTIONS)
     parser.add_argument("--model", help="Default: the default model.")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights.")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
     asked = parser.parse_args()
 
     room = asked.context + asked.steps + WARM_UP + 16
-    common = {"device": "cpu", "progress": False, "max_num_seqs": asked.rows, "max_model_len": room}
+    common = {
+        "device": "cpu",
+        "load_format": asked.load_format,
+        "progress": False,
+        "max_num_seqs": asked.rows,
+        "max_model_len": room,
+    }
     common["num_blocks"] = asked.rows * -(-room // 16) + 8
     with ExitStack() as stack:
         engines = [stack.enter_context(LLM(asked.model, **common, **given)) for given in OPTIONS[asked.option]]

@@ -26,6 +26,7 @@ from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.memory_limit import fix_of
 from phalanx.server.errors import ApiError
 from phalanx.server.hang_watch import HangWatch
 from phalanx.server.mailbox import Mailbox
@@ -38,6 +39,7 @@ from phalanx.server.messages import (
     Order,
     Pulses,
     Refused,
+    ResetPrefixes,
     Started,
     Startup,
     Stepped,
@@ -48,6 +50,7 @@ from phalanx.server.messages import (
     orders_address,
     reports_address,
 )
+from phalanx.server.pace import Pace
 
 ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
@@ -110,6 +113,7 @@ class EngineClient:
         self.loading: Loading | None = None
         self.started: Started | None = None
         self.books: Books | None = None
+        self.pace = Pace()
         self._on_step = on_step
         self._pending: dict[int, Pending] = {}
         self._successor: EngineClient | None = None
@@ -180,8 +184,20 @@ class EngineClient:
         """End a request and free its blocks. One that has ended already is left alone."""
         if self._successor is not None:
             self._successor.cancel(id)
-        elif self._pending.pop(id, None) is not None:
+        elif self._leave(id) is not None:
             self._send(Cancel(id))
+
+    def _leave(self, id: int) -> Mailbox | None:
+        """Where its tokens went, if it was still here."""
+        request = self._pending.pop(id, None)
+        if request is None:
+            return None
+        self.pace.one_ended()
+        return request.mailbox
+
+    def reset_prefixes(self) -> None:
+        """Requests that come later find none of what was cached before, but for what running ones use."""
+        self._send(ResetPrefixes())
 
     @property
     def live(self) -> int:
@@ -241,9 +257,9 @@ class EngineClient:
             now = time.monotonic()
             self._beats |= {beat.rank: (beat, now) for beat in report.beats}
         elif isinstance(report, Refused):
-            request = self._pending.pop(report.id, None)
-            if request is not None:
-                request.mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
+            mailbox = self._leave(report.id)
+            if mailbox is not None:
+                mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
         elif isinstance(report, Loading):
             self.loading = report
 
@@ -253,7 +269,7 @@ class EngineClient:
             if request is None:
                 continue
             if token.finish_reason is not None:
-                del self._pending[token.id]
+                self._leave(token.id)
             if not request.mailbox.put(request.choice, token):
                 self.cancel(token.id)
 
@@ -332,8 +348,9 @@ class EngineClient:
             cause = msgspec.json.decode(path.read_bytes(), type=Death)
         if cause is None:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            fix = "Signal 9 is often the system's out-of-memory killer: see dmesg." if status == -9 else "See its log."
-            cause = Death("engine_died", f"The engine process {how} without a report.", fix)
+            cause = Death(
+                "engine_died", f"The engine process {how} without a report.", fix_of(status) or "See its log."
+            )
         return EngineDeadError(cause.code, cause.found, cause.fix)
 
     async def stop(self) -> None:
