@@ -12,10 +12,10 @@ from typing import Any, overload
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from phalanx.engine.logprobs import TokenLogprobs
+from phalanx.engine.output import NO_TOKEN, Output
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import Output
-from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
@@ -42,10 +42,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Generation:
-    """The answers to one prompt: `choices` has `n` of them, and the first one's fields stand here too."""
+    """The answers to one prompt: `choices` has `n` of them, and the first one's fields stand here too.
+
+    `prompt_logprobs`, where they were asked for, has an entry for each token of the prompt; nothing is known of the
+    first.
+    """
 
     prompt_token_ids: list[int]
     choices: list[Choice]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -77,6 +82,8 @@ class _Answer:
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None
     finish_reason: str | None = None
 
     def to_choice(self) -> Choice:
@@ -211,7 +218,7 @@ class LLM:
                 self._step()
                 update(sum(answer.finish_reason is not None for answer in answers), len(answers))
         return [
-            Generation(prompt, [answer.to_choice() for answer in group])
+            Generation(prompt, [answer.to_choice() for answer in group], group[0].prompt_logprobs)
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
@@ -252,6 +259,11 @@ class LLM:
         """Book a token. A stop string may end the answer before the engine would."""
         if answer.request.error is not None:
             raise answer.request.error
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = [None, *output.prompt_logprobs]
+        if output.token == NO_TOKEN:
+            answer.embedding, answer.finish_reason = output.embedding, output.finish_reason
+            return
         answer.tokens.append(output.token)
         if output.logprobs is not None:
             answer.logprobs.append(output.logprobs)

@@ -191,7 +191,7 @@ class Caches:
         cache = self.pool.cache
         if cache is None:
             return Match([], [], [[] for _ in self.layout.windows], 0)
-        blocks, nodes = cache.match(request.tokens[:-1], request.salt)
+        blocks, nodes = cache.match(request.tokens[: request.resumable], request.salt)
         end = self._resumable(nodes)
         windows = [
             [TRIMMED] * start + [block for node in nodes[start:end] if (block := cache.window(node, group)) is not None]

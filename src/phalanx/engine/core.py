@@ -7,9 +7,10 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from phalanx.engine.output import Output
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import Output, Scheduler
+from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.step_plan import Runner, StepPlan, Totals
 from phalanx.errors import EngineDeadError, RequestError, StepMemoryError
 
@@ -23,11 +24,12 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max
     """Refuse what cannot be served, before it is in the books."""
     if not prompt:
         raise RequestError("empty_prompt", "The prompt has no tokens.", "Give at least one token.")
-    if len(prompt) >= max_model_len:
+    most, needs = (max_model_len, "") if params.max_tokens == 0 else (max_model_len - 1, " and the answer needs one")
+    if len(prompt) > most:
         raise RequestError(
             "prompt_too_long",
-            f"The prompt has {len(prompt)} tokens, the context is {max_model_len} and the answer needs at least one.",
-            f"Shorten the prompt to {max_model_len - 1} tokens or raise max_model_len.",
+            f"The prompt has {len(prompt)} tokens, the context is {max_model_len}{needs}.",
+            f"Shorten the prompt to {most} tokens or raise max_model_len.",
         )
     for what, ids in (
         ("The prompt", prompt),

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from phalanx.engine.blocks import Parent
+from phalanx.engine.logprobs import PromptLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 
@@ -65,6 +66,8 @@ class Request:
 
     Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
     has to be taken from its twin, since some drafts did not come true.
+
+    `prompt_logprobs` and `embedding` are what is known of its prompt so far, if it asked; once it is `told` it has it.
     """
 
     def __init__(
@@ -109,6 +112,10 @@ class Request:
         self.rewound = False
         self.refusal: NoRoom | None = None
         self.found: int | None = None
+        asked = params.prompt_logprobs
+        self.prompt_logprobs = None if asked is None else PromptLogprobs(1, 1 + asked)
+        self.embedding: bytes | None = None
+        self.told = False
 
     @property
     def length(self) -> int:
@@ -118,6 +125,17 @@ class Request:
     def rest(self) -> int:
         """Tokens that are still to be computed before the next one can be sampled."""
         return self.length - self.computed
+
+    @property
+    def resumable(self) -> int:
+        """Tokens that a cached prefix may stand for. Of what it holds, nothing more can be told than keys and values:
+        what is asked of the prompt and not known yet has to be computed. The last token always has.
+        """
+        if self.told or not self.params.looks_into_prompt:
+            return len(self.tokens) - 1
+        if self.params.pooling == "mean":
+            return 0
+        return len(self.tokens) - 1 if self.prompt_logprobs is None else len(self.prompt_logprobs)
 
     @property
     def output(self) -> list[int]:

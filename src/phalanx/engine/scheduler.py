@@ -12,22 +12,21 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-import msgspec
-
 from phalanx.engine.agenda import Agenda, Drafted
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
+from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.masks import MaskBook, places_for
+from phalanx.engine.output import NO_TOKEN, Output
 from phalanx.engine.passing import Passing
+from phalanx.engine.reports import Reports
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.speculation import Speculation
-from phalanx.engine.step_plan import Admission, StepPlan, StepResult, TokenLogprobs
+from phalanx.engine.step_plan import Admission, StepPlan, StepResult
 from phalanx.errors import ConfigError, RequestError
 
 KEPT_FREE = 0.02
 """The least share of all blocks that admissions leave to running requests to grow into."""
-
-NO_TOKEN = -1
 
 _order = attrgetter("order")
 _computed = attrgetter("computed")
@@ -50,20 +49,6 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-
-
-class Output(msgspec.Struct, frozen=True, gc=False):
-    """One new token of a request, and why it ends if it does. With `NO_TOKEN` it ends without one.
-
-    `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step.
-    """
-
-    request_id: int
-    token: int
-    logprobs: TokenLogprobs | None
-    finish_reason: str | None
-    cached_tokens: int
-    queued_s: float
 
 
 class _Launched(NamedTuple):
@@ -122,6 +107,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs))
         self._in_flight: deque[_Launched] = deque()
         self._passing = Passing()
+        self._reports = Reports()
         self._step = 0
 
     @property
@@ -130,11 +116,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         params = request.params
-        most = request.prompt_length + (params.max_tokens or self.limits.max_model_len)
+        most = self.limits.max_model_len if params.max_tokens is None else request.prompt_length + params.max_tokens
         request.longest = min(self.limits.max_model_len, most)
         request.ends = frozenset() if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
             request.ends = request.ends.union(params.stop_token_ids)
+        if params.max_tokens == 0:
+            request.longest, request.ends = request.prompt_length + 1, frozenset()
+        self._reports.add(request)
         self.requests[request.id] = request
         insort(self.waiting, request, key=_order)
 
@@ -154,6 +143,7 @@ class Scheduler:
             return None
         self._step += 1
         plan, sampled = agenda.to_plan(self._step, self._masks)
+        plan = self._reports.mark(plan)
         for prompt, _, _ in agenda.prompts:
             self.caches.settle(prompt)
         for request in sampled:
@@ -195,7 +185,7 @@ class Scheduler:
             if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
                 reason = self._conclude(request, token)
             outputs.append(Output(request.id, token, logprobs, reason, request.cached_tokens or 0, request.queued_s))
-        return outputs
+        return self._reports.complete(result, outputs) if self._reports.any_in_flight else outputs
 
     def _proven(
         self, speculation: Speculation, launched: _Launched, result: StepResult
@@ -247,6 +237,7 @@ class Scheduler:
         while self.running:
             self._preempt(self.running[-1])
         self._masks.forget()
+        self._reports.forget(plan)
         youngest = max(of_step, key=lambda request: request.id)
         youngest.error = error
         self._finish(youngest, "error")

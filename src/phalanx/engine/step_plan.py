@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_sums import StepSums
 from phalanx.engine.whereabouts import Where, Whereabouts
@@ -36,7 +37,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
-    `saved` behind it.
+    `saved` behind it. `reported` are rows whose requests ask for more of the prompt than the token behind it.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     restored: list[tuple[int, int]] = []
     saved: list[tuple[int, int]] = []
     told: list[tuple[int, int, list[int]]] = []
+    reported: list[int] = []
 
     @property
     def num_tokens(self) -> int:
@@ -82,13 +84,6 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
         return sums
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probability of the sampled token, and of the likeliest ones, best first."""
-
-    sampled: float
-    top: list[tuple[int, float]]
-
-
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens.
 
@@ -106,12 +101,17 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows."""
+    """The tokens that a step yields, in the order of its rows; and by slot, what it found out of prompts.
+
+    An embedding is told where the prompt ends: float32, of no particular length.
+    """
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     times: StepTimes = StepTimes()
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    embeddings: list[tuple[int, bytes]] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):

@@ -147,7 +147,7 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
         kept = 4 * len(place.shard.kv_heads) * spec.head_dim * size
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})
         layer += longest * (windows * tokens * size + 2 * min(tokens, longest) + kept)
-    return max(layer, score_bytes(rows, spec.vocab, longest))
+    return max(layer, score_bytes(rows, spec.vocab, longest, tokens))
 
 
 def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) -> ConfigError:

@@ -18,6 +18,7 @@ from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
+from phalanx.runtime.reports import Found, Reporter, reports_of
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
 
 
@@ -41,6 +42,7 @@ class _Launched(NamedTuple):
     step: int
     rows: SamplingRows
     sampled: Sampled | None
+    found: Found | None
     clock: StepClock
     done: torch.cuda.Event | None
 
@@ -71,6 +73,7 @@ class TorchRunner:
         self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
+        self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -108,40 +111,50 @@ class TorchRunner:
         clock = StepClock(self.model.place.device, self.model.place.group)
         self._copy_states(plan.restored)
         sampled: Sampled | None
+        found: Found | None = None
         graphs = self._graphs_for(plan)
         if graphs is not None:
             sampled, rows = self._replay(plan, graphs, clock)
         else:
-            sampled, rows = self._forward(plan, clock, self.model)
+            sampled, rows, found = self._forward(plan, clock, self.model)
         self._copy_states(plan.saved)
         clock.mark()
         clock.stop()
         reading = sampled.start_reading() if sampled is not None else None
+        found = found.start_reading() if found is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, rows, reading, clock, done))
+        self._launched.append(_Launched(plan.step, rows, reading, found, clock, done))
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
             self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
+        if plan.reported:
+            return None
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
 
     @torch.inference_mode()
     def rehearse(self, plan: StepPlan, model: Decoder) -> None:
         """Launch a step kernel by kernel with this model, the whole or a sketch of it. Nothing comes of it."""
-        sampled, _ = self._forward(plan, StepClock(model.place.device, model.place.group), model)
+        sampled, _, _ = self._forward(plan, StepClock(model.place.device, model.place.group), model)
         if sampled is not None:
             sampled.start_reading()
 
-    def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> tuple[Sampled | None, SamplingRows]:
+    def _forward(
+        self, plan: StepPlan, clock: StepClock, model: Decoder
+    ) -> tuple[Sampled | None, SamplingRows, Found | None]:
         inputs = self.batch.prepare(plan)
         clock.mark()
-        hidden = model(inputs.tokens, inputs.positions, inputs.attention, inputs.wanted)
-        rows = SamplingRows.of(plan, self.batch)
-        scores = model.scores(hidden) if rows else None
+        rows, reports = SamplingRows.of(plan, self.batch), reports_of(plan, self.batch)
+        wanted, yielding = inputs.wanted, len(inputs.wanted)
+        if reports:
+            wanted = torch.cat([wanted, *self.batch.send(tensor_of([row for each in reports for row in each.rows]))])
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, wanted)
+        found = self.reporter(model, hidden[yielding:], reports) if reports else None
+        scores = model.scores(hidden[:yielding]) if rows else None
         clock.mark()
-        return self.sampler(scores, rows, self.batch) if scores is not None else None, rows
+        return self.sampler(scores, rows, self.batch) if scores is not None else None, rows, found
 
     def _replay(
         self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
@@ -154,12 +167,13 @@ class TorchRunner:
         return self.sampler(scores, rows, self.batch, tokens), rows
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done = self._launched.popleft()
+        step, rows, sampled, found, clock, done = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         self.where.end_step(step)
-        return StepResult(step, tokens, logprobs, clock.times())
+        told = found.read() if found is not None else ([], [])
+        return StepResult(step, tokens, logprobs, clock.times(), *told)
 
     def tend(self) -> bool:
         if self.put_off:

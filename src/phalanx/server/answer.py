@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
+from phalanx.engine.output import NO_TOKEN
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.fields import MAX_TOOLS
 from phalanx.server.mailbox import Mailbox
@@ -39,7 +40,10 @@ class Question:
 
 @dataclass
 class Piece:
-    """What is new in a choice since the piece before, and by which tokens where the question asks for them."""
+    """What is new in a choice since the piece before, and by which tokens where the question asks for them.
+
+    The first one has what was asked about the prompt.
+    """
 
     choice: int
     content: str = ""
@@ -48,10 +52,12 @@ class Piece:
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
 
     def __bool__(self) -> bool:
         told = self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason or self.tokens
-        return bool(told)
+        return bool(told) or self.prompt_logprobs is not None
 
 
 class Listener(Protocol):
@@ -88,8 +94,14 @@ class GrowingChoice:
 
     def add(self, token: NewToken, piece: Piece) -> None:
         """Book a token. A stop string may end the choice before the engine does."""
-        self.output_tokens += 1
         self.cached_tokens, self.queued_s = token.cached_tokens, token.queued_s
+        if token.prompt_logprobs is not None:
+            piece.prompt_logprobs = token.prompt_logprobs
+        if token.token == NO_TOKEN:
+            piece.embedding = token.embedding
+            self.finish_reason = piece.finish_reason = token.finish_reason
+            return
+        self.output_tokens += 1
         if self._parser is not None and self._parser.in_reasoning:
             self.reasoning_tokens += 1
         if token.logprobs is not None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import SpeculationTotals
-from phalanx.engine.step_plan import Beat, TokenLogprobs, Totals
+from phalanx.engine.step_plan import Beat, Totals
 from phalanx.runtime.config import EngineConfig
 
 
@@ -67,6 +68,8 @@ class NewToken(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     queued_s: float
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
 
 
 class Books(msgspec.Struct, array_like=True, frozen=True):

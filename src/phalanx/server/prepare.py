@@ -41,7 +41,7 @@ from phalanx.server.prepared import (
     decode_assignment,
     encode,
 )
-from phalanx.server.prompts import Encoder, characters_of, echoes_of, prompts_of, token_rules
+from phalanx.server.prompts import Encoder, characters_of, check_told, echoes_of, prompts_of, token_rules
 from phalanx.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -104,6 +104,7 @@ class RequestReader:
         params = request.to_params(
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=request.top_logprobs or 0 if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
         constraint = constraint_of(request, offer, self._tool_parser)
         text, heeded = self._text(request.messages, offer.tools, request, request.reasoning_effort)
@@ -132,9 +133,13 @@ class RequestReader:
         options = request.stream_options
         if options is not None and not request.stream:
             raise bad_request("stream_options are for streams: set stream to true.", param="stream_options")
+        if request.stream and request.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs are not told in streams.", param="prompt_logprobs")
+        prompts = [self._truncated(prompt, request, params) for prompt in prompts]
+        check_told(prompts, params)
         return Prepared(
             model=request.model or self._names[0],
-            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
+            prompts=prompts,
             params=params,
             stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
@@ -145,6 +150,7 @@ class RequestReader:
             keep_special=not request.skip_special_tokens,
             keep_stop=request.include_stop_str_in_output,
             tell_tokens=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
             **more,
         )
 
@@ -168,13 +174,20 @@ class RequestReader:
     def _completion(self, body: bytes) -> Prepared:
         request, unknown = self._read(CompletionRequest, body)
         prompts = prompts_of(request, self._encoder)
+        echo_logprobs = bool(request.echo) and request.logprobs is not None
+        of_prompt = [request.prompt_logprobs, request.logprobs if echo_logprobs else None]
         return self._prepared(
             request,
             prompts,
-            request.to_params(request.max_tokens, request.logprobs),
+            request.to_params(
+                request.max_tokens,
+                request.logprobs,
+                max((most for most in of_prompt if most is not None), default=None),
+            ),
             constraint_of(request, Offer([], False, False), None),
             unknown=unknown,
             echoes=echoes_of(request, prompts, self._encoder),
+            echo_logprobs=echo_logprobs,
         )
 
     def _message(self, kind: type[CountRequest], body: bytes) -> tuple[ChatRequest, list[str]]:

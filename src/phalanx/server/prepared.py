@@ -67,7 +67,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """What a request for an answer comes to. `thinking` is whether its prompt ends within a thought, or after one.
 
     `model` is the name it was asked by; `echoes` has what goes before the answers to each prompt; `unknown` are fields
-    nobody reads.
+    nobody reads. With `echo_logprobs` the echo has its log-probabilities; `prompt_logprobs` are told on their own.
     """
 
     model: str
@@ -88,6 +88,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     keep_stop: bool = False
     tell_tokens: bool = False
     record: ResponseRecord | None = None
+    echo_logprobs: bool = False
+    prompt_logprobs: int | None = None
 
 
 class TokenizedText(msgspec.Struct, frozen=True, tag=True):

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 from phalanx.server.errors import bad_request
 from phalanx.server.grammar.rules import TokenRules
 from phalanx.server.protocol import CompletionRequest, Message, Sampling
 
+MOST_TOLD = 2**18
 _PROBED = 8
 _SURELY = 2
 
@@ -73,6 +75,19 @@ def token_rules(request: Sampling, encoder: Encoder, vocab: int) -> TokenRules |
     return TokenRules(allowed, banned)
 
 
+def check_told(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """What is told of prompts has a bound."""
+    if params.prompt_logprobs is None:
+        return
+    numbers = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+    if numbers > MOST_TOLD:
+        raise bad_request(
+            f"Log-probabilities of these prompts are {numbers} numbers; {MOST_TOLD} are told at once. Ask for fewer of "
+            "the likeliest, or send the prompts one by one.",
+            param="prompt_logprobs",
+        )
+
+
 def characters_of(messages: Sequence[Message]) -> int:
     """Of the texts in messages: what is surely part of the prompt."""
     contents = (message.content or "" for message in messages)
@@ -93,8 +108,6 @@ def echoes_of(request: CompletionRequest, prompts: list[list[int]], encoder: Enc
     """What the answers to each prompt begin with: the prompt where it is echoed, else nothing."""
     if not request.echo:
         return [""] * len(prompts)
-    if request.logprobs is not None:
-        raise bad_request("echo with logprobs asks for log-probabilities of the prompt, which are not computed.")
     given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = given if isinstance(given[0], str) else [encoder.decode(prompt) for prompt in prompts]
     return [str(text) for text in texts]

@@ -76,8 +76,11 @@ class Asking(Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Of the prompt's tokens; no streams.")
 
-    def to_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def to_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
@@ -92,6 +95,7 @@ class Asking(Sampling):
             logit_bias=_token_keys(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
@@ -238,7 +242,7 @@ class CompletionRequest(Constrained):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Count | None = 16
+    max_tokens: int | None = Field(16, ge=0, le=COUNT_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
 

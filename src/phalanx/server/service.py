@@ -89,13 +89,24 @@ class Service:
 
     async def chat(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("chat", body, client)
-        format = ChatFormat(f"chatcmpl-{_new()}", _now(), asked.model, self.tokenizer, **_usage_of(asked))
+        format = ChatFormat(
+            f"chatcmpl-{_new()}", _now(), asked.model, self.tokenizer, asked.prompt_logprobs, **_usage_of(asked)
+        )
         return await self._parsed_reply(asked, format, client, headers)
 
     async def complete(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("completion", body, client)
         echoes = [echo for echo in asked.echoes for _ in range(asked.params.n)]
-        format = CompletionFormat(f"cmpl-{_new()}", _now(), asked.model, self.tokenizer, echoes, **_usage_of(asked))
+        format = CompletionFormat(
+            f"cmpl-{_new()}",
+            _now(),
+            asked.model,
+            self.tokenizer,
+            echoes,
+            asked.echo_logprobs,
+            asked.prompt_logprobs,
+            **_usage_of(asked),
+        )
         return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
