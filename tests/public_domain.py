@@ -1,12 +1,12 @@
-"""A small set to score a model by, made for these tests of texts that belong to all, and what transformers makes of it."""
+"""A small set to score a model by, made of texts that belong to all, and what transformers makes of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PASSAGES = (
-    "Four score and seven years ago our fathers brought forth, upon this continent, a new nation, conceived in liberty, "
-    "and dedicated to the proposition that all men are created equal.",
+    "Four score and seven years ago our fathers brought forth, upon this continent, a new nation, conceived in "
+    "liberty, and dedicated to the proposition that all men are created equal.",
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
     "wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this "
     "truth is so well fixed in the minds of the surrounding families, that he is considered the rightful property of "

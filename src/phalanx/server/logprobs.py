@@ -70,7 +70,8 @@ def of_prompt(
         likeliest = {str(each): entry(each, logprob, rank) for rank, (each, logprob) in enumerate(logprobs.top, 1)}
         return {str(token): entry(token, logprobs.sampled, logprobs.rank)} | likeliest
 
-    return [each and entries(token, each) for token, each in told_of_prompt(prompt, found, likeliest)]
+    told = told_of_prompt(prompt, found, likeliest)
+    return [None if each is None else entries(token, each) for token, each in told]
 
 
 def _word(token: int, tokenizer: Tokenizer) -> str:
