@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, overload
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from phalanx.engine.embedding import normalised
 from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.output import NO_TOKEN, Output
 from phalanx.engine.request import Request
@@ -19,6 +21,7 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import ConfigError, RequestError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import start_engine
+from phalanx.spec.pooling import pooling_of
 from phalanx.text.answer import AnswerText
 from phalanx.text.tokenizer import Messages, Tokenizer
 from phalanx.weights.checkpoint import locate, model_name
@@ -115,7 +118,7 @@ class LLM:
             ) from None
         self._progress = progress
         self._answers: dict[int, _Answer] = {}
-        path = locate(model)
+        self._path = path = locate(model)
         self.tokenizer = Tokenizer.load(path)
         with _Bar(f"Loading {model_name(path)}, TP={tp}", DownloadColumn(), progress) as update:
             self.engine = start_engine(config, path, update)
@@ -173,6 +176,30 @@ class LLM:
         generations = self._run([self.encode_chat(conversation) for conversation in batch], params, salt)
         return generations[0] if single else generations
 
+    @overload
+    def embed(self, prompts: Prompt, pooling: str | None = None) -> list[float]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def embed(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str | None = None
+    ) -> list[list[float]]: ...
+
+    def embed(self, prompts: Any, pooling: str | None = None) -> Any:
+        """The embedding of a text (a string or token ids), or of each of a list of them.
+
+        `pooling` is "mean" or "last"; by default as the model's own files say, or "last". They have length 1, unless
+        those files say otherwise.
+        """
+        how = pooling_of(self._path, pooling)
+        if how.kind is None:
+            raise RequestError("bad_parameter", f"This model's pooling, {how.found}, is not known.", "Give one.")
+        single = isinstance(prompts, str) or _is_token_ids(prompts)
+        tokens = [self._encode(prompt) for prompt in ([prompts] if single else prompts)]
+        answers = self._answers_to(tokens, SamplingParams(max_tokens=0, pooling=how.kind), None)
+        found = [answer.embedding or b"" for (answer,) in answers]
+        vectors = [array("f", normalised(each) if how.normalised else each).tolist() for each in found]
+        return vectors[0] if single else vectors
+
     def encode_chat(self, messages: Messages) -> list[int]:
         """A conversation as the token ids of a prompt, by the model's chat template."""
         return self._need_tokenizer("chat").encode_chat(messages)
@@ -205,6 +232,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         salt: str | None,
     ) -> list[Generation]:
+        return [
+            Generation(prompt, [answer.to_choice() for answer in group], group[0].prompt_logprobs)
+            for prompt, group in zip(prompts, self._answers_to(prompts, params, salt), strict=True)
+        ]
+
+    def _answers_to(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: str | None,
+    ) -> list[list[_Answer]]:
         each = _params_for(params, len(prompts))
         for prompt, wanted in zip(prompts, each, strict=True):
             self._check(prompt, wanted)
@@ -217,10 +255,7 @@ class LLM:
             while not all(answer.finish_reason for answer in answers):
                 self._step()
                 update(sum(answer.finish_reason is not None for answer in answers), len(answers))
-        return [
-            Generation(prompt, [answer.to_choice() for answer in group], group[0].prompt_logprobs)
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
+        return groups
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         self.engine.check(prompt, params)

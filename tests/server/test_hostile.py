@@ -17,7 +17,7 @@ from tests.server.running import Server
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+MESSAGES, RESPONSES, EMBEDDINGS = "/v1/messages", "/v1/responses", "/v1/embeddings"
 HELLO = [{"role": "user", "content": "hi"}]
 TEXT_BLOCK = {"type": "text", "text": "x"}
 
@@ -59,6 +59,11 @@ CORPUS: dict[str, tuple[str, object]] = {
     "too many logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 10**6}),
     "log-probabilities of a prompt in a stream": (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}),
     "log-probabilities of many prompts": (COMPLETIONS, {"prompt": [[1] * 400] * 128, "n": 8, "prompt_logprobs": 0}),
+    "ten thousand texts to embed": (EMBEDDINGS, {"input": ["a"] * 10_000}),
+    "nothing to embed": (EMBEDDINGS, {"input": ""}),
+    "a text too long to embed": (EMBEDDINGS, {"input": "a " * 100_000}),
+    "tokens to embed that are none": (EMBEDDINGS, {"input": [[10**6]]}),
+    "half an embedding": (EMBEDDINGS, {"input": "a", "dimensions": 3}),
     "an echo in a chat": (CHAT, {"messages": HELLO, "echo": True}),
     "negative max_tokens": (COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
     "too many messages": (CHAT, {"messages": HELLO * 5000}),

@@ -73,6 +73,9 @@ def serve(
     response_store: Annotated[
         Path | None, typer.Option(help="A file for what /v1/responses keeps. Default: memory.")
     ] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="Of embeddings: mean or last. Default: as the model's files say, or last.")
+    ] = None,
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
@@ -125,6 +128,7 @@ def serve(
             share_prefixes=share_prefixes,
             vllm_metrics=vllm_metrics,
             response_store=response_store,
+            pooling=pooling,
         )
         raise typer.Exit(run(config, options))
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from phalanx.errors import RequestError
+from phalanx.spec.pooling import POOLINGS
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -15,7 +16,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 256
 COUNT_LIMIT = 2**31
 SEED_LIMIT = 2**63
-POOLINGS = ("mean", "last")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

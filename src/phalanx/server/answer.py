@@ -133,16 +133,25 @@ class GrowingChoice:
 
 
 class Answer:
-    """The choices of all questions of one HTTP request, `n` for each, numbered through."""
+    """The choices of all questions of one HTTP request, `n` for each, numbered through.
+
+    The engine has `at_once` of them at a time, or all.
+    """
 
     def __init__(
-        self, questions: Sequence[Question], tokenizer: Tokenizer, stop_tokens: Sequence[int], listener: Listener
+        self,
+        questions: Sequence[Question],
+        tokenizer: Tokenizer,
+        stop_tokens: Sequence[int],
+        listener: Listener,
+        at_once: int | None = None,
     ) -> None:
         self.questions = questions
         self.mailbox = Mailbox()
         self.arrived = time.perf_counter()
         self.asked = False
         self._listener = listener
+        self._at_once = at_once
         self.choices = [
             GrowingChoice(index, question, tokenizer, stop_tokens)
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
@@ -153,16 +162,21 @@ class Answer:
         ids: list[int] = []
         self.asked = True
         try:
-            for question in self.questions:
-                for number in range(question.params.n):
-                    params = question.params.of_choice(number)
-                    kept = question.salt, question.grammar, question.owner
-                    ids.append(engine.submit(question.prompt, params, self.mailbox, len(ids), *kept))
-            while any(choice.finish_reason is None for choice in self.choices):
+            while unfinished := sum(choice.finish_reason is None for choice in self.choices):
+                ended = len(self.choices) - unfinished
+                while len(ids) < len(self.choices) and (self._at_once is None or len(ids) - ended < self._at_once):
+                    ids.append(self._submit(len(ids), engine))
                 yield self._read(await self.mailbox.take(), engine, ids)
         finally:
             for id in ids:
                 engine.cancel(id)
+
+    def _submit(self, index: int, engine: EngineClient) -> int:
+        question = self.choices[index].question
+        params = question.params.of_choice(index % question.params.n)
+        return engine.submit(
+            question.prompt, params, self.mailbox, index, question.salt, question.grammar, question.owner
+        )
 
     def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[Piece]:
         pieces: dict[int, Piece] = {}

@@ -15,7 +15,13 @@ from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.fields import Body
 from phalanx.server.incoming import client_of, json_body, request_id, while_connected
-from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+)
 from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
 from phalanx.server.supervisor import condition
@@ -29,6 +35,7 @@ _BODIES: tuple[type[Body], ...] = (
     MessagesRequest,
     CountRequest,
     ResponsesRequest,
+    EmbeddingsRequest,
 )
 
 
@@ -78,6 +85,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         asked = service.complete(await json_body(request), client_of(request), request_id(request))
+        return await while_connected(request, asked)
+
+    @app.post("/v1/embeddings", openapi_extra=_takes(EmbeddingsRequest))
+    async def embeddings(request: Request) -> Response:
+        asked = service.embed(await json_body(request), client_of(request), request_id(request))
         return await while_connected(request, asked)
 
     created = int(time.time())

@@ -31,6 +31,7 @@ class ServeOptions:
     share_prefixes: bool = False
     vllm_metrics: bool = False
     response_store: Path | None = None
+    pooling: str | None = None
 
 
 def default_name(model: str | None) -> str:

@@ -31,6 +31,7 @@ from phalanx.server.prepared import (
     Assignment,
     Continues,
     DetokenizedText,
+    EmbeddingForm,
     Prepared,
     Problem,
     ReaderReady,
@@ -41,12 +42,13 @@ from phalanx.server.prepared import (
     decode_assignment,
     encode,
 )
-from phalanx.server.prompts import Encoder, characters_of, check_told, echoes_of, prompts_of, token_rules
+from phalanx.server.prompts import Encoder, characters_of, check_told, echoes_of, inputs_of, prompts_of, token_rules
 from phalanx.server.protocol import (
     ChatRequest,
     CompletionRequest,
     Constrained,
     DetokenizeRequest,
+    EmbeddingsRequest,
     Message,
     Rendering,
     TokenizeRequest,
@@ -69,6 +71,8 @@ class RequestReader:
         self._vocab = assignment.vocab
         self._context = assignment.context
         self._tool_parser = assignment.tool_parser
+        self._pooling = assignment.pooling
+        self._hidden = assignment.hidden
         self._encoder = Encoder(Tokenizer.from_str(assignment.tokenizer), assignment.context)
         self.templates = ChatTemplates(assignment.templates, assignment.special_tokens, assignment.tools_in_words)
         self.bad_template: str | None = None
@@ -83,6 +87,7 @@ class RequestReader:
             "message": lambda body: self._answer(*self._message(MessagesRequest, body)),
             "message_tokens": self._message_tokens,
             "response": lambda body: self._response(body, asked.earlier),
+            "embedding": self._embedding,
         }
         try:
             return readers[asked.kind](asked.body)
@@ -154,13 +159,16 @@ class RequestReader:
             **more,
         )
 
-    def _truncated(self, prompt: list[int], request: Constrained, params: SamplingParams) -> list[int]:
+    def _truncated(
+        self, prompt: list[int], request: Constrained | EmbeddingsRequest, params: SamplingParams
+    ) -> list[int]:
         most = request.truncate_prompt_tokens
         if most is None:
             return prompt
         if most == 0:
             raise bad_request("truncate_prompt_tokens leaves no prompt.", param="truncate_prompt_tokens")
-        return prompt[-(most if most > 0 else max(1, self._context - (params.max_tokens or 1))) :]
+        answer = 1 if params.max_tokens is None else params.max_tokens
+        return prompt[-(most if most > 0 else max(1, self._context - answer)) :]
 
     def _text(
         self, messages: list[Message], tools: list[Tool], how: Rendering, effort: str | None = None
@@ -188,6 +196,33 @@ class RequestReader:
             unknown=unknown,
             echoes=echoes_of(request, prompts, self._encoder),
             echo_logprobs=echo_logprobs,
+        )
+
+    def _embedding(self, body: bytes) -> Prepared:
+        request, unknown = self._read(EmbeddingsRequest, body)
+        if self._pooling.kind is None:
+            raise bad_request(f"This model's own pooling, {self._pooling.found}, is not known: use --pooling.")
+        if request.dimensions not in (None, self._hidden):
+            raise bad_request(
+                f"dimensions is {request.dimensions}. Embeddings of this model have {self._hidden} numbers, which mean "
+                "nothing if some are left out.",
+                param="dimensions",
+            )
+        params = SamplingParams(max_tokens=0, pooling=self._pooling.kind, priority=request.priority)
+        prompts = inputs_of(request, self._encoder, self._hidden)
+        return Prepared(
+            model=request.model or self._names[0],
+            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
+            params=params,
+            stream=False,
+            include_usage=False,
+            salt=request.cache_salt,
+            constraint=None,
+            unknown=unknown,
+            embedding=EmbeddingForm(
+                request.encoding_format == "base64",
+                self._pooling.normalised if request.normalize is None else request.normalize,
+            ),
         )
 
     def _message(self, kind: type[CountRequest], body: bytes) -> tuple[ChatRequest, list[str]]:

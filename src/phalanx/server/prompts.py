@@ -10,9 +10,9 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 from phalanx.server.errors import bad_request
 from phalanx.server.grammar.rules import TokenRules
-from phalanx.server.protocol import CompletionRequest, Message, Sampling
+from phalanx.server.protocol import CompletionRequest, EmbeddingsRequest, Message, Sampling, Texts
 
-MOST_TOLD = 2**18
+MOST_TOLD, MOST_NUMBERS = 2**18, 2**22
 _PROBED = 8
 _SURELY = 2
 
@@ -96,12 +96,27 @@ def characters_of(messages: Sequence[Message]) -> int:
 
 def prompts_of(request: CompletionRequest, encoder: Encoder) -> list[list[int]]:
     """The token ids of each prompt."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [encoder.encode(prompt, special_tokens=True)]
-    if isinstance(prompt[0], int):
-        return [list(prompt)]
-    return [encoder.encode(each, special_tokens=True) if isinstance(each, str) else list(each) for each in prompt]
+    return _encoded(request.prompt, encoder, special_tokens=True)
+
+
+def inputs_of(request: EmbeddingsRequest, encoder: Encoder, width: int) -> list[list[int]]:
+    """The token ids of each text whose embedding is wanted, of so many numbers."""
+    texts = len(request.input) if isinstance(request.input, list) and not isinstance(request.input[0], int) else 1
+    if texts * width > MOST_NUMBERS:
+        raise bad_request(
+            f"{texts} embeddings of {width} numbers are more than the {MOST_NUMBERS} numbers that are sent at once: "
+            f"ask for {MOST_NUMBERS // width} at a time.",
+            param="input",
+        )
+    return _encoded(request.input, encoder, request.add_special_tokens)
+
+
+def _encoded(given: Texts, encoder: Encoder, special_tokens: bool) -> list[list[int]]:
+    if isinstance(given, str):
+        return [encoder.encode(given, special_tokens)]
+    if isinstance(given[0], int):
+        return [list(given)]
+    return [encoder.encode(each, special_tokens) if isinstance(each, str) else list(each) for each in given]
 
 
 def echoes_of(request: CompletionRequest, prompts: list[list[int]], encoder: Encoder) -> list[str]:

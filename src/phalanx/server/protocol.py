@@ -18,6 +18,7 @@ from phalanx.engine.sampling import (
 from phalanx.server.errors import bad_request
 from phalanx.server.fields import (
     MAX_BAD_WORDS,
+    MAX_INPUTS,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TEMPLATE_SWITCHES,
@@ -245,6 +246,27 @@ class CompletionRequest(Constrained):
     max_tokens: int | None = Field(16, ge=0, le=COUNT_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
+
+
+Texts = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+)
+
+
+class EmbeddingsRequest(Body):
+    model: Name | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    user: Name | None = None
+    add_special_tokens: bool = True
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=COUNT_LIMIT, description="-1: to what fits.")
+    priority: int = Field(0, ge=-COUNT_LIMIT, le=COUNT_LIMIT, description="Lower numbers are served first.")
+    cache_salt: Name | None = None
 
 
 class TokenizeRequest(Rendering):

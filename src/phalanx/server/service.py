@@ -19,6 +19,7 @@ from phalanx.server.answer import Answer, Question
 from phalanx.server.anthropic.events import MessageFormat
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat
+from phalanx.server.embeddings import AT_ONCE, EmbeddingFormat
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, model_not_found, response_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
@@ -36,6 +37,7 @@ from phalanx.server.responses.store import Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
 from phalanx.server.tool_prompt import PARSER, templates_know_tools
 from phalanx.spec import ModelSpec
+from phalanx.spec.pooling import USUAL, Pooling, pooling_of
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 
@@ -68,6 +70,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     tools_in_words: bool = False
     responses: ResponseStore = field(default_factory=ResponseStore)
+    pooling: Pooling = USUAL
 
     @property
     def names(self) -> list[str]:
@@ -85,6 +88,8 @@ class Service:
             context=self.context,
             tool_parser=self.tool_parser,
             tools_in_words=self.tools_in_words,
+            pooling=self.pooling,
+            hidden=self.spec.hidden,
         )
 
     async def chat(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
@@ -108,6 +113,12 @@ class Service:
             **_usage_of(asked),
         )
         return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
+
+    async def embed(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("embedding", body, client)
+        assert asked.embedding is not None
+        questions = await self._questions(asked, None, None, client)
+        return self._reply(asked, questions, EmbeddingFormat(asked.model, asked.embedding), client, headers, AT_ONCE)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("message", body, client)
@@ -201,12 +212,18 @@ class Service:
         return lambda: OutputParser(self.reasoning_parser, tools, asked.tools, asked.thinking)
 
     def _reply(
-        self, asked: Prepared, questions: list[Question], format: Format, client: str, headers: dict[str, str]
+        self,
+        asked: Prepared,
+        questions: list[Question],
+        format: Format,
+        client: str,
+        headers: dict[str, str],
+        at_once: int | None = None,
     ) -> Reply:
         started = self.supervisor.client.started
         visit = _Visit(self.places, self.metrics)
-        choices = len(questions) * asked.params.n
-        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
+        choices = min(len(questions) * asked.params.n, at_once or len(questions) * asked.params.n)
+        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit, at_once)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
             visit.leave()
@@ -319,6 +336,7 @@ def build_service(
         aliases=options.served_names[1:],
         tools_in_words=in_words,
         responses=ResponseStore(options.response_store),
+        pooling=pooling_of(path, options.pooling),
     )
 
 
