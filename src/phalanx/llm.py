@@ -137,7 +137,7 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: Prompt, params: SamplingParams | None = None, salt: str | None = None
+        self, prompts: Prompt, params: SamplingParams | None = None, salt: str | None = None, adapter: str | None = None
     ) -> Generation: ...
 
     @overload
@@ -146,20 +146,28 @@ class LLM:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[Generation]: ...
 
-    def generate(self, prompts: Any, params: Any = None, salt: str | None = None) -> Any:
+    def generate(self, prompts: Any, params: Any = None, salt: str | None = None, adapter: str | None = None) -> Any:
         """Answer one prompt (a string or token ids) with a Generation, or a list of prompts with a list of them.
 
         `params` is for all prompts or a list with one each. Prompts with the same `salt` may share cached prefixes.
+        With an `adapter`, by its name, they are answered by the model as that changes it.
         """
         single = isinstance(prompts, str) or _is_token_ids(prompts)
         batch = [prompts] if single else prompts
-        generations = self._run([self._encode(prompt) for prompt in batch], params, salt)
+        generations = self._run([self._encode(prompt) for prompt in batch], params, salt, adapter)
         return generations[0] if single else generations
 
     @overload
-    def chat(self, messages: Messages, params: SamplingParams | None = None, salt: str | None = None) -> Generation: ...
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Generation: ...
 
     @overload
     def chat(
@@ -167,13 +175,14 @@ class LLM:
         messages: Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[Generation]: ...
 
-    def chat(self, messages: Any, params: Any = None, salt: str | None = None) -> Any:
+    def chat(self, messages: Any, params: Any = None, salt: str | None = None, adapter: str | None = None) -> Any:
         """Answer a conversation through the model's chat template, or a list of conversations with a list."""
         single = not messages or isinstance(messages[0], Mapping)
         batch = [messages] if single else messages
-        generations = self._run([self.encode_chat(conversation) for conversation in batch], params, salt)
+        generations = self._run([self.encode_chat(conversation) for conversation in batch], params, salt, adapter)
         return generations[0] if single else generations
 
     @overload
@@ -195,16 +204,29 @@ class LLM:
             raise RequestError("bad_parameter", f"This model's pooling, {how.found}, is not known.", "Give one.")
         single = isinstance(prompts, str) or _is_token_ids(prompts)
         tokens = [self._encode(prompt) for prompt in ([prompts] if single else prompts)]
-        answers = self._answers_to(tokens, SamplingParams(max_tokens=0, pooling=how.kind), None)
+        answers = self._answers_to(tokens, SamplingParams(max_tokens=0, pooling=how.kind), None, None)
         found = [answer.embedding or b"" for (answer,) in answers]
         vectors = [array("f", normalised(each) if how.normalised else each).tolist() for each in found]
         return vectors[0] if single else vectors
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter in PEFT's form. `lora_memory` says how much room there is for such."""
+        self.engine.load_adapter(name, Path(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        self.engine.unload_adapter(name)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """A conversation as the token ids of a prompt, by the model's chat template."""
         return self._need_tokenizer("chat").encode_chat(messages)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, salt: str | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Iterator[str]:
         """Answer one prompt piece by piece, as text comes. Leaving the loop early ends the request.
 
         For a conversation, give `llm.encode_chat(messages)`. With `n` above 1 only the first answer is made.
@@ -212,10 +234,10 @@ class LLM:
         tokens, params = self._encode(prompt), msgspec.structs.replace(params or SamplingParams(), n=1)
         self._need_tokenizer("streaming text")
         self._check(tokens, params)
-        return self._tell(tokens, params, salt)
+        return self._tell(tokens, params, salt, adapter)
 
-    def _tell(self, tokens: list[int], params: SamplingParams, salt: str | None) -> Iterator[str]:
-        (answer,) = self._submit(tokens, params, salt)
+    def _tell(self, tokens: list[int], params: SamplingParams, salt: str | None, adapter: str | None) -> Iterator[str]:
+        (answer,) = self._submit(tokens, params, salt, adapter)
         with self._dropped_at_the_end([answer]):
             told = 0
             while answer.finish_reason is None or told < len(answer.text):
@@ -231,10 +253,11 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         salt: str | None,
+        adapter: str | None,
     ) -> list[Generation]:
         return [
             Generation(prompt, [answer.to_choice() for answer in group], group[0].prompt_logprobs)
-            for prompt, group in zip(prompts, self._answers_to(prompts, params, salt), strict=True)
+            for prompt, group in zip(prompts, self._answers_to(prompts, params, salt, adapter), strict=True)
         ]
 
     def _answers_to(
@@ -242,11 +265,12 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         salt: str | None,
+        adapter: str | None,
     ) -> list[list[_Answer]]:
         each = _params_for(params, len(prompts))
         for prompt, wanted in zip(prompts, each, strict=True):
             self._check(prompt, wanted)
-        groups = [self._submit(prompt, wanted, salt) for prompt, wanted in zip(prompts, each, strict=True)]
+        groups = [self._submit(prompt, wanted, salt, adapter) for prompt, wanted in zip(prompts, each, strict=True)]
         answers = [answer for group in groups for answer in group]
         with (
             self._dropped_at_the_end(answers),
@@ -262,11 +286,13 @@ class LLM:
         if params.stop:
             self._need_tokenizer("stop strings")
 
-    def _submit(self, prompt: list[int], params: SamplingParams, salt: str | None) -> list[_Answer]:
+    def _submit(
+        self, prompt: list[int], params: SamplingParams, salt: str | None, adapter: str | None
+    ) -> list[_Answer]:
         """The n answers to a prompt are requests of their own, with seeds of their own; the prefix cache joins them."""
         answers = []
         for index in range(params.n):
-            request = self.engine.add(prompt, params.of_choice(index), salt)
+            request = self.engine.add(prompt, params.of_choice(index), salt, adapter=adapter)
             ends = (*self.engine.scheduler.eos_token_ids, *params.stop_token_ids)
             stream = AnswerText(self.tokenizer, params.stop, ends) if self.tokenizer else None
             self._answers[request.id] = _Answer(request, stream)

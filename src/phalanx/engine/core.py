@@ -6,7 +6,9 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from phalanx.engine.adapters import AdapterBook
 from phalanx.engine.output import Output
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
@@ -54,10 +56,11 @@ def _check_ids(what: str, ids: Sequence[int], vocab: int) -> None:
 class Engine:
     """Ties a scheduler to a runner. With a runner of depth 2, step N+1 is launched before step N is read."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, vocab: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, vocab: int, adapters: AdapterBook | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.vocab = vocab
+        self.adapters = adapters or AdapterBook()
         self.totals = Totals()
         self._next_id = 0
         self._short_at: float | None = None
@@ -76,23 +79,41 @@ class Engine:
         salt: str | None = None,
         matcher: Matcher | None = None,
         owner: str = "",
+        adapter: str | None = None,
     ) -> Request:
         """Queue a request. `salt` keeps its cached prefixes apart from others', `matcher` its answer to a grammar.
 
-        Requests of different owners share the engine in equal parts.
+        Requests of different owners share the engine in equal parts. With an `adapter`, it is answered by the model as
+        that changes it.
         """
         self.check(prompt, params)
+        number = 0 if adapter is None else self.adapters.number(adapter)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._next_id += 1
-        request = Request(self._next_id, list(prompt), params, seed, salt, matcher, owner)
+        request = Request(self._next_id, list(prompt), params, seed, salt, matcher, owner, number)
         self.scheduler.add(request)
         return request
 
     def cancel(self, request_id: int) -> bool:
         return self.scheduler.cancel(request_id)
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """From the next request on it can be asked for by this name. AdapterError if it cannot be had."""
+        self.runner.adapt(self.adapters.load(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """No more requests can ask for it; those that do already are answered by it."""
+        self.adapters.unload(name)
+        self._let_adapters_go()
+
+    def _let_adapters_go(self) -> None:
+        for order in self.adapters.left(self.scheduler.requests.values()):
+            self.runner.adapt(order)
+
     def step(self) -> list[Output]:
         """Launch the next step; read the oldest one when the runner is full or nothing could be launched."""
+        if self.adapters.any_leaving:
+            self._let_adapters_go()
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self.totals.schedule_s += time.perf_counter() - began

@@ -79,6 +79,7 @@ class Request:
         salt: str | None,
         matcher: Matcher | None = None,
         owner: str = "",
+        adapter: int = 0,
     ) -> None:
         self.id = request_id
         self.order = (params.priority, request_id)
@@ -87,6 +88,8 @@ class Request:
         self.salt = salt
         self.matcher = matcher
         self.owner = owner
+        self.adapter = adapter
+        self.root: Parent = (adapter, salt) if adapter else salt
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.longest = len(prompt)
@@ -104,7 +107,7 @@ class Request:
         self.arrived = time.monotonic()
         self.queued_s = 0.0
         self.preemptions = 0
-        self.cache_parent: Parent = salt
+        self.cache_parent: Parent = self.root
         self.registered_blocks = 0
         self.snapshot_ends: list[int] = []
         self.restored: int | None = None

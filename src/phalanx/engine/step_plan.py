@@ -10,6 +10,7 @@ from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_sums import StepSums
 from phalanx.engine.whereabouts import Where, Whereabouts
+from phalanx.models.adapter import AdapterOrder
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
@@ -20,6 +21,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[int]
     seed: int
     params: SamplingParams
+    adapter: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
@@ -174,6 +176,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> None:
         """StepMemoryError if the step found too little memory; it counts as never launched."""
+        ...
+
+    def adapt(self, order: AdapterOrder) -> None:
+        """Hold an adapter on all ranks from the next step on, or hold it no longer."""
         ...
 
     def collect(self) -> StepResult:

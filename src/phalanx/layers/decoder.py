@@ -11,9 +11,13 @@ from torch import Tensor
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
+from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.ffn import build_ffn
+from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.hyper import HyperAround, HyperEnds
+from phalanx.layers.linear import Linear
 from phalanx.layers.mixers import build_mixer
+from phalanx.layers.mixers.gqa import Attention
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
@@ -90,6 +94,13 @@ class Decoder:
                 yield from (product for product in part.products() if isinstance(product, Gemm))
         yield self.head.product
 
+    def linears(self) -> Iterator[Linear]:
+        """The products that adapters can be added to."""
+        for layer in self.layers:
+            for part in (layer.mixer, layer.ffn):
+                if isinstance(part, Attention | Mlp):
+                    yield from part.linears()
+
     @property
     def in_graphs(self) -> bool:
         """Whether a GPU computes all of it without asking the host."""
@@ -144,13 +155,20 @@ class Decoder:
         sketch.layers = [*{layer.kind: layer for layer in self.layers[:-1]}.values(), self.layers[-1]]
         return sketch
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """Hidden states before the last norm: of these rows, at least one of them, or of all.
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
         self.place.group.where.at(EMBEDDING)
-        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
+        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, adapters)
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
             layer(stream, step)

@@ -35,6 +35,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     looks for what followed the last tokens in prompt and answer before, "auto" takes the best that the model has. There
     are at most `speculate_tokens` guesses a request and step; fewer where they cost more than they bring.
 
+    `lora` are adapters by name, each a folder in PEFT's form. `lora_memory` is bytes a rank for these and for those
+    that are loaded later: what these take, if that is more.
+
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
 
@@ -54,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: str = "off"
     speculate: str = "off"
     speculate_tokens: int = MOST_DRAFTS
+    lora: dict[str, str] = {}
+    lora_memory: int = 0
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -67,6 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
+        if isinstance(self.lora_memory, bool) or not isinstance(self.lora_memory, int) or self.lora_memory < 0:
+            raise ConfigError("bad_option", f"lora_memory is {self.lora_memory!r}.", "It must be bytes, or 0.")
+        if not isinstance(self.lora, dict) or not all(self.lora):
+            raise ConfigError("bad_option", f"lora is {self.lora!r}.", "Give folders of adapters by name.")
         msgspec.structs.force_setattr(self, "dtype", _dtype(self.dtype))
         self._one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)

@@ -14,6 +14,8 @@ from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
+from phalanx.models.adapter import AdapterOrder
+from phalanx.runtime.adapters import drop_adapter, hold_adapter
 from phalanx.runtime.batch import Batch, tensor_of
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.graphs import DecodeGraphs
@@ -130,7 +132,7 @@ class TorchRunner:
             self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
-        if plan.reported:
+        if plan.reported or self.batch.is_adapted(plan):
             return None
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
 
@@ -150,7 +152,8 @@ class TorchRunner:
         wanted, yielding = inputs.wanted, len(inputs.wanted)
         if reports:
             wanted = torch.cat([wanted, *self.batch.send(tensor_of([row for each in reports for row in each.rows]))])
-        hidden = model(inputs.tokens, inputs.positions, inputs.attention, wanted)
+        adapters = self.batch.adapters_in(plan)
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, wanted, adapters)
         found = self.reporter(model, hidden[yielding:], reports) if reports else None
         scores = model.scores(hidden[:yielding]) if rows else None
         clock.mark()
@@ -174,6 +177,12 @@ class TorchRunner:
         self.where.end_step(step)
         told = found.read() if found is not None else ([], [])
         return StepResult(step, tokens, logprobs, clock.times(), *told)
+
+    def adapt(self, order: AdapterOrder) -> None:
+        if order.adapter is None:
+            drop_adapter(self.model, order.number)
+        else:
+            hold_adapter(self.model, order.number, order.adapter)
 
     def tend(self) -> bool:
         if self.put_off:
