@@ -64,6 +64,8 @@ CORPUS: dict[str, tuple[str, object]] = {
     "a text too long to embed": (EMBEDDINGS, {"input": "a " * 100_000}),
     "tokens to embed that are none": (EMBEDDINGS, {"input": [[10**6]]}),
     "half an embedding": (EMBEDDINGS, {"input": "a", "dimensions": 3}),
+    "an adapter without a key": ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}),
+    "no adapter without a key": ("/v1/unload_lora_adapter", {"lora_name": "a"}),
     "an echo in a chat": (CHAT, {"messages": HELLO, "echo": True}),
     "negative max_tokens": (COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
     "too many messages": (CHAT, {"messages": HELLO * 5000}),

@@ -37,6 +37,7 @@ class Question:
     keep_stop: bool = False
     tell_tokens: bool = False
     owner: str = ""
+    adapter: str | None = None
 
 
 @dataclass
@@ -174,9 +175,8 @@ class Answer:
     def _submit(self, index: int, engine: EngineClient) -> int:
         question = self.choices[index].question
         params = question.params.of_choice(index % question.params.n)
-        return engine.submit(
-            question.prompt, params, self.mailbox, index, question.salt, question.grammar, question.owner
-        )
+        how = question.salt, question.grammar, question.owner, question.adapter
+        return engine.submit(question.prompt, params, self.mailbox, index, *how)
 
     def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[Piece]:
         pieces: dict[int, Piece] = {}

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic.json_schema import models_json_schema
 
+from phalanx.server.adapter_routes import adapter_routes
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.fields import Body
@@ -54,6 +55,7 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     _add_agent_routes(app, service)
     app.include_router(probes(service))
     app.include_router(operator_routes(service))
+    app.include_router(adapter_routes(service))
     if cockpit is not None:
         cockpit.mount(app)
     app.openapi_schema = _with_own_errors(app.openapi())
@@ -97,20 +99,21 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        started = service.supervisor.client.started
+        started, is_adapter = service.supervisor.client.started, name in service.adapters
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "phalanx",
-            "root": service.name,
+            "root": name if is_adapter else service.name,
+            "parent": service.name if is_adapter else None,
             "max_model_len": started.max_model_len if started else None,
             "tools": None if service.tool_parser is None else "words" if service.tools_in_words else "template",
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in service.names]}
+        return {"object": "list", "data": [model(name) for name in (*service.names, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

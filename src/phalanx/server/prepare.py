@@ -71,6 +71,7 @@ class RequestReader:
         self._vocab = assignment.vocab
         self._context = assignment.context
         self._tool_parser = assignment.tool_parser
+        self._adapters: list[str] = []
         self._pooling = assignment.pooling
         self._hidden = assignment.hidden
         self._encoder = Encoder(Tokenizer.from_str(assignment.tokenizer), assignment.context)
@@ -79,6 +80,7 @@ class RequestReader:
 
     def outcome(self, asked: Asked) -> ReadRequest:
         """What a request comes to, or what is wrong with it."""
+        self._adapters = asked.adapters
         readers: dict[str, Callable[[bytes], ReadRequest]] = {
             "chat": lambda body: self._answer(*self._read(ChatRequest, body)),
             "completion": self._completion,
@@ -267,7 +269,7 @@ class RequestReader:
             raise complaint_of(error) from None
         check_fields(request.model_extra or {})
         asked = getattr(request, "model", None)
-        if asked is not None and asked not in self._names:
+        if asked is not None and asked not in self._names and asked not in self._adapters:
             raise model_not_found(asked, self._names[0])
         return request, list(islice(request.unknown_fields(), MAX_UNKNOWN_FIELDS))
 

@@ -48,11 +48,15 @@ class ReaderReady(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request's body, as it came; and what came before it, if it goes on with an answer that was kept."""
+    """A request's body, as it came; and what came before it, if it goes on with an answer that was kept.
+
+    `adapters` may be asked for by their names, beside the model's own.
+    """
 
     kind: RequestKind
     body: bytes
     earlier: bytes | None = None
+    adapters: list[str] = []
 
 
 class ResponseRecord(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -163,8 +164,27 @@ class Service:
         return outcome.text
 
     def check_model(self, asked: str) -> None:
-        if asked not in self.names:
+        if asked not in self.names and asked not in self.adapters:
             raise model_not_found(asked, self.name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders by name. An engine that is started again loads them again."""
+        return self.supervisor.launch.config.lora
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._change_adapter(name, folder)))
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._change_adapter(name, None)))
+
+    async def _change_adapter(self, name: str, folder: str | None) -> None:
+        """In the engine, then in the books; a client that leaves between them changes nothing."""
+        await self.supervisor.admit(0).change_adapter(name, folder)
+        others = {each: where for each, where in self.adapters.items() if each != name}
+        self.supervisor.set_adapters(others if folder is None else others | {name: folder})
+        self.preparer.adapters = list(self.adapters)
+        log.info("adapter %s is %s", name, "unloaded" if folder is None else f"loaded from {folder}")
 
     async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
@@ -209,6 +229,7 @@ class Service:
                 keep_stop=asked.keep_stop,
                 tell_tokens=asked.tell_tokens,
                 owner=client if self.places.shared and not self.keys.ranked else "",
+                adapter=asked.model if asked.model in self.adapters else None,
             )
             for prompt in asked.prompts
         ]
@@ -309,6 +330,9 @@ def build_service(
     in_words = options.tool_parser != "none" and (tools is None or not templates_know_tools(tokenizer.chat_templates))
     if in_words:
         log.info("the model's chat template knows no tools: they are told in plain words, and calls read as %s", PARSER)
+    preparer.adapters = list(config.lora)
+    for taken in {name, *options.served_names} & config.lora.keys():
+        raise ConfigError("bad_option", f"--lora {taken}: the model itself is called so.", "Use another name.")
     return Service(
         name=name,
         spec=spec,
