@@ -53,14 +53,20 @@ def serve(
         int, typer.Option(min=1, help="Most tokens in a step.")
     ] = defaults.MAX_NUM_BATCHED_TOKENS,
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes a rank for keys and values.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Most of a GPU's memory to take. Default: 0.99; 0.85 where the system shares it."),
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of common prefixes.")] = True,
     warm_up: Annotated[
         str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
     ] = "quick",
     speculate: Annotated[
-        str, typer.Option(help="Guess tokens ahead, with the same answers: off, auto or ngram.")
+        str, typer.Option(help="Guess tokens ahead, with the same answers: off, auto, ngram, mtp or a draft model.")
     ] = "off",
-    speculate_tokens: Annotated[int, typer.Option(min=1, help="Most guesses a request and step.")] = 8,
+    speculate_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most guesses a request and step. Default: up to 8.")
+    ] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     max_queued_requests: Annotated[int, typer.Option(min=0, help="Beyond max-num-seqs; then 429.")] = 256,
@@ -122,6 +128,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
             warm_up=warm_up,
             speculate=speculate,

@@ -39,7 +39,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
-    `saved` behind it. `reported` are rows whose requests ask for more of the prompt than the token behind it.
+    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens. `reported`
+    are rows whose requests ask for more of the prompt than the token behind it.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     restored: list[tuple[int, int]] = []
     saved: list[tuple[int, int]] = []
     told: list[tuple[int, int, list[int]]] = []
+    ahead: int = 0
     reported: list[int] = []
 
     @property
@@ -87,7 +89,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens.
+    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens, drafts.
 
     On a GPU, `device` holds the collectives too: they run inside the same graph.
     """
@@ -96,22 +98,25 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     device: float = 0.0
     all_reduce: float = 0.0
     sample: float = 0.0
+    draft: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.launch + self.device + self.all_reduce + self.sample
+        return self.launch + self.device + self.all_reduce + self.sample + self.draft
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows; and by slot, what it found out of prompts.
+    """The tokens that a step yields, in the order of its rows, and drafts behind each row that yields some; and by
+    slot, what it found out of prompts.
 
-    An embedding is told where the prompt ends: float32, of no particular length.
+    An embedding is told where the prompt ends, as float32.
     """
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     times: StepTimes = StepTimes()
+    drafts: list[list[int]] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     embeddings: list[tuple[int, bytes]] = []
 

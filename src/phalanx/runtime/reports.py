@@ -137,7 +137,7 @@ class Reporter:
 
     def _pooled(self, model: Decoder, hidden: Tensor, report: Report) -> Tensor:
         """The embedding of a prompt up to the end of this part."""
-        states = model.norm(hidden).float()
+        states = model.states(hidden).float()
         if report.params.pooling == "last":
             return states[-1]
         if self._sums is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
@@ -16,8 +17,9 @@ from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.adapters import drop_adapter, hold_adapter
-from phalanx.runtime.batch import Batch, tensor_of
+from phalanx.runtime.batch import Batch, StepInputs, tensor_of
 from phalanx.runtime.clock import StepClock
+from phalanx.runtime.drafting import Drafting, Drafts
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.reports import Found, Reporter, reports_of
@@ -44,9 +46,20 @@ class _Launched(NamedTuple):
     step: int
     rows: SamplingRows
     sampled: Sampled | None
-    found: Found | None
     clock: StepClock
     done: torch.cuda.Event | None
+    drafts: Drafts | None = None
+    found: Found | None = None
+
+
+class _Ran(NamedTuple):
+    """The forward pass of a step: inputs and what the model made of all rows are for who makes drafts of them."""
+
+    sampled: Sampled | None
+    rows: SamplingRows
+    inputs: StepInputs | None = None
+    hidden: Tensor | None = None
+    found: Found | None = None
 
 
 class TorchRunner:
@@ -72,7 +85,10 @@ class TorchRunner:
             states=spec.has_states,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
-        self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
+        self.prompt_graphs = None
+        if self.graphs is not None and model.draft_head is None:
+            self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
+        self.drafting = Drafting.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self.reporter = Reporter(self.batch)
@@ -112,20 +128,25 @@ class TorchRunner:
     def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         self._copy_states(plan.restored)
-        sampled: Sampled | None
-        found: Found | None = None
         graphs = self._graphs_for(plan)
-        if graphs is not None:
-            sampled, rows = self._replay(plan, graphs, clock)
-        else:
-            sampled, rows, found = self._forward(plan, clock, self.model)
-        self._copy_states(plan.saved)
+        ran = self._forward(plan, clock, self.model) if graphs is None else self._replay(plan, graphs, clock)
         clock.mark()
-        clock.stop()
-        reading = sampled.start_reading() if sampled is not None else None
-        found = found.start_reading() if found is not None else None
+        drafts = self._draft(plan, ran)
+        self._copy_states(plan.saved)
+        if self.drafting is not None:
+            clock.mark()
+        reading = ran.sampled.start_reading() if ran.sampled is not None else None
+        drafts = drafts.start_reading() if drafts is not None else None
+        found = ran.found.start_reading() if ran.found is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, rows, reading, found, clock, done))
+        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found))
+
+    def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
+        if self.drafting is None:
+            return None
+        assert ran.inputs is not None
+        assert ran.hidden is not None
+        return self.drafting(plan, ran.inputs, ran.hidden, ran.sampled.tokens if ran.sampled else None)
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
@@ -139,44 +160,47 @@ class TorchRunner:
     @torch.inference_mode()
     def rehearse(self, plan: StepPlan, model: Decoder) -> None:
         """Launch a step kernel by kernel with this model, the whole or a sketch of it. Nothing comes of it."""
-        sampled, _, _ = self._forward(plan, StepClock(model.place.device, model.place.group), model)
-        if sampled is not None:
-            sampled.start_reading()
+        ran = self._forward(plan, StepClock(model.place.device, model.place.group), model)
+        self._draft(plan, ran)
+        if ran.sampled is not None:
+            ran.sampled.start_reading()
 
-    def _forward(
-        self, plan: StepPlan, clock: StepClock, model: Decoder
-    ) -> tuple[Sampled | None, SamplingRows, Found | None]:
+    def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> _Ran:
+        """A head that drafts needs all rows, whatever they yield. Those that are reported on come behind the others."""
         inputs = self.batch.prepare(plan)
         clock.mark()
+        all_rows = model.draft_head is not None
         rows, reports = SamplingRows.of(plan, self.batch), reports_of(plan, self.batch)
         wanted, yielding = inputs.wanted, len(inputs.wanted)
         if reports:
             wanted = torch.cat([wanted, *self.batch.send(tensor_of([row for each in reports for row in each.rows]))])
         adapters = self.batch.adapters_in(plan)
-        hidden = model(inputs.tokens, inputs.positions, inputs.attention, wanted, adapters)
-        found = self.reporter(model, hidden[yielding:], reports) if reports else None
-        scores = model.scores(hidden[:yielding]) if rows else None
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, None if all_rows else wanted, adapters)
+        looked_at = hidden[wanted] if all_rows else hidden
+        found = self.reporter(model, looked_at[yielding:], reports) if reports else None
+        scores = model.scores(looked_at[:yielding]) if rows else None
         clock.mark()
-        return self.sampler(scores, rows, self.batch) if scores is not None else None, rows, found
+        sampled = self.sampler(scores, rows, self.batch) if scores is not None else None
+        return _Ran(sampled, rows, inputs, hidden, found)
 
-    def _replay(
-        self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
-    ) -> tuple[Sampled, SamplingRows]:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock) -> _Ran:
         self.batch.update(plan)
         rows = SamplingRows.of(plan, self.batch)
         clock.mark()
-        scores, tokens = graphs.run(plan, rows.drawn)
+        scores, tokens, hidden = graphs.run(plan, rows.drawn)
         clock.mark()
-        return self.sampler(scores, rows, self.batch, tokens), rows
+        sampled = self.sampler(scores, rows, self.batch, tokens)
+        inputs = self.batch.lay_out(plan) if self.drafting is not None else None
+        return _Ran(sampled, rows, inputs, hidden)
 
     def collect(self) -> StepResult:
-        step, rows, sampled, found, clock, done = self._launched.popleft()
+        step, rows, sampled, clock, done, drafts, found = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         self.where.end_step(step)
         told = found.read() if found is not None else ([], [])
-        return StepResult(step, tokens, logprobs, clock.times(), *told)
+        return StepResult(step, tokens, logprobs, clock.times(), drafts.read() if drafts is not None else [], *told)
 
     def adapt(self, order: AdapterOrder) -> None:
         if order.adapter is None:
