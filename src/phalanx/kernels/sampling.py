@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.engine.step_plan import NO_TOKEN
+from phalanx.engine.output import NO_TOKEN
 from phalanx.kernels.sampling_table import ONE, TOKEN
 
 

@@ -155,7 +155,13 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
 
 
 def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cpu" or dtype != torch.float32 or config.kv_cache_dtype != "auto" or cpu.library() is None:
+    if (
+        device.type != "cpu"
+        or dtype != torch.float32
+        or config.kv_cache_dtype != "auto"
+        or cpu.library() is None
+        or config.lora_memory
+    ):
         raise ConfigError(
             "not_invariant",
             f"invariant is for float32 on CPUs with a C compiler so far; this is {dtype} on {device.type}, with a KV "

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.engine.step_plan import NO_TOKEN, StepPlan, TokenLogprobs
+from phalanx.engine.logprobs import TokenLogprobs
+from phalanx.engine.output import NO_TOKEN
+from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, flag_broken, likeliest
 from phalanx.runtime.batch import Batch, Occupant

@@ -30,6 +30,7 @@ from phalanx.runtime.messages import (
     RankReady,
     Short,
     encode,
+    unpack_adapter,
     unpack_plan,
     unpack_sizes,
 )
@@ -91,6 +92,10 @@ def _serve(assignment: RankAssignment) -> None:
             continue
         if frames is not None and frames[0] == TRACE:
             runner.trace(*map(int, frames[1:]))
+            continue
+        adapter = unpack_adapter(frames) if frames is not None else None
+        if adapter is not None:
+            runner.adapt(adapter)
             continue
         if frames is not None:
             step += 1

@@ -33,6 +33,7 @@ from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Books,
     Cancel,
+    ChangeAdapter,
     Death,
     EngineReport,
     Loading,
@@ -40,6 +41,7 @@ from phalanx.server.messages import (
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
@@ -118,6 +120,7 @@ class EngineClient:
         self._pending: dict[int, Pending] = {}
         self._successor: EngineClient | None = None
         self._orders: zmq.asyncio.Socket | None = None
+        self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._next_id = 0
         self._verdict: Death | None = None
@@ -172,10 +175,11 @@ class EngineClient:
         salt: str | None = None,
         grammar: bytes | None = None,
         owner: str = "",
+        adapter: str | None = None,
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
-        order = Submit(self._next_id, prompt, params, salt, grammar, owner)
+        order = Submit(self._next_id, prompt, params, salt, grammar, owner, adapter)
         self._pending[order.id] = Pending(mailbox, choice, order)
         self._send(order)
         return order.id
@@ -195,6 +199,13 @@ class EngineClient:
         self.pace.one_ended()
         return request.mailbox
 
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter, or, without a folder, unload it. ApiError says why it cannot be."""
+        self._next_id += 1
+        settled = self._unsettled[self._next_id] = asyncio.get_running_loop().create_future()
+        self._send(ChangeAdapter(self._next_id, name, folder))
+        await settled
+
     def reset_prefixes(self) -> None:
         """Requests that come later find none of what was cached before, but for what running ones use."""
         self._send(ResetPrefixes())
@@ -207,6 +218,8 @@ class EngineClient:
     def close_mailboxes(self, error: ApiError) -> None:
         for request in self._pending.values():
             request.mailbox.close(error)
+        for id in list(self._unsettled):
+            self._settle(id, error)
 
     def succeed(self, dead: EngineClient, error: ApiError) -> int:
         """Take over the requests of a dead engine that told nothing of their answers. The others hear the error.
@@ -214,11 +227,12 @@ class EngineClient:
         So does what has seen two engines die: it may be the cause. Returns how many run again.
         """
         for number, request in dead._pending.items():
-            if request.mailbox.begun or request.lives == _MOST_LIVES:
-                request.mailbox.close(error)
-            else:
+            if not request.mailbox.begun and request.lives < _MOST_LIVES:
                 request.lives += 1
                 self._pending[number] = request
+        for number in self._pending:
+            del dead._pending[number]
+        dead.close_mailboxes(error)
         self._next_id, dead._successor = dead._next_id, self
         return len(self._pending)
 
@@ -226,6 +240,12 @@ class EngineClient:
         """Hand what was taken over to the engine, once it has started."""
         for request in self._pending.values():
             self._send(request.order)
+
+    def _settle(self, id: int, error: ApiError | None = None) -> None:
+        """Who waits for it, if someone still does, hears that it is done, or why it is not."""
+        settled = self._unsettled.pop(id, None)
+        if settled is not None and not settled.done():
+            settled.set_result(None) if error is None else settled.set_exception(error)
 
     def _send(self, order: Order) -> None:
         if self._orders is not None:
@@ -257,9 +277,13 @@ class EngineClient:
             now = time.monotonic()
             self._beats |= {beat.rank: (beat, now) for beat in report.beats}
         elif isinstance(report, Refused):
+            refusal = ApiError.of(RequestError(report.code, report.found, report.fix))
+            self._settle(report.id, refusal)
             mailbox = self._leave(report.id)
             if mailbox is not None:
-                mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
+                mailbox.close(refusal)
+        elif isinstance(report, Settled):
+            self._settle(report.id)
         elif isinstance(report, Loading):
             self.loading = report
 
