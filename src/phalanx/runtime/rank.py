@@ -155,18 +155,13 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
 
 
 def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if (
-        device.type != "cpu"
-        or dtype != torch.float32
-        or config.kv_cache_dtype != "auto"
-        or cpu.library() is None
-        or config.lora_memory
-    ):
+    exact = device.type == "cpu" and dtype == torch.float32 and cpu.library() is not None
+    if not exact or config.kv_cache_dtype != "auto" or config.lora_memory:
         raise ConfigError(
             "not_invariant",
-            f"invariant is for float32 on CPUs with a C compiler so far; this is {dtype} on {device.type}, with a KV "
-            f"cache in {config.kv_cache_dtype}.",
-            "Use device cpu, dtype and kv_cache_dtype auto, or leave invariant out.",
+            f"invariant is for float32 on CPUs with a C compiler and without adapters so far; this is {dtype} on "
+            f"{device.type}, with a KV cache in {config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
+            "Use device cpu, dtype and kv_cache_dtype auto, no adapters, or leave invariant out.",
         )
 
 
