@@ -17,6 +17,7 @@ from phalanx.cli.plan import plan
 from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
+from phalanx.cli.trace import trace
 from phalanx.version import __version__
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(serve)
 app.command()(studio)
 app.command()(generate)
 app.command()(lab)
+app.command()(trace)
 app.command()(quantize)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")

@@ -106,7 +106,7 @@ def _this_machine(peers: list[str], tp: int, measured: bool, url: str, api_key_f
     if url:
         from phalanx.doctor.running import read_server
 
-        serving = read_server(url, key=_key(api_key_file), tp=tp if tp > 1 else None)
+        serving = read_server(url, key=read_key(api_key_file), tp=tp if tp > 1 else None)
         facts = msgspec.structs.replace(facts, serving=serving)
     if measured:
         from phalanx.doctor.measure import measure
@@ -123,7 +123,7 @@ def _save_calibration(facts: Facts, path: Path) -> None:
     save_calibration(facts.measured, facts, path)
 
 
-def _key(file: Path | None) -> str | None:
+def read_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:

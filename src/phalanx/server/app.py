@@ -19,6 +19,7 @@ from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
 from phalanx.server.supervisor import condition
+from phalanx.server.trace_route import add_trace_route
 from phalanx.version import __version__
 
 _BODIES: tuple[type[Body], ...] = (
@@ -197,6 +198,8 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+    add_trace_route(app, supervisor)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

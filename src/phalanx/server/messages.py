@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Beat, TokenLogprobs, Totals
@@ -32,7 +33,20 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Order = Submit | Cancel
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Write down the next steps, of all ranks."""
+
+    id: int
+    steps: int
+
+
+class EndTrace(msgspec.Struct, frozen=True, tag=True):
+    """Tell what there is of this trace, if it has not been told."""
+
+    id: int
+
+
+Order = Submit | Cancel | Trace | EndTrace
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +125,14 @@ class Death(msgspec.Struct, frozen=True):
     fix: str
 
 
-EngineReport = Loading | Started | Stepped | Refused | Pulses
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """None if this engine's ranks cannot be traced."""
+
+    id: int
+    traces: StepTraces | None
+
+
+EngineReport = Loading | Started | Stepped | Refused | Pulses | Traced
 
 encode = msgspec.msgpack.encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
