@@ -23,6 +23,8 @@ _UNEVEN = 0.15
 _LOW_BANDWIDTH, _LOW_ARITHMETIC = 0.35, 0.25
 _THRASH = 0.05
 _FEW_ROWS = 8
+_LITTLE_LONGER = 1.5
+"""Than a decode step: a step with prompts that takes no more than this is mostly reading weights."""
 
 Rule = Callable[[Picture], Finding | None]
 
@@ -124,7 +126,9 @@ def collectives(seen: Picture) -> Finding | None:
 
 def no_overlap(seen: Picture) -> Finding | None:
     """Long collectives of prompts, which could run beside products."""
-    if not seen.prompt_exchanged or not seen.prompt_step or seen.prompt_exchanged < 0.15 * seen.prompt_step:
+    if not seen.prompt_exchanged or not seen.prompt_step or seen.prompt_step <= _LITTLE_LONGER * seen.step:
+        return None
+    if seen.prompt_exchanged < 0.15 * seen.prompt_step:
         return None
     return Finding(
         "note", "no_overlap", "Collectives of prompts overlap with nothing",
@@ -178,7 +182,7 @@ def chunk_small(seen: Picture) -> Finding | None:
     """Prompts are cut by the budget although a step with a full budget takes little longer than one without."""
     if not seen.prompt_step or not seen.step or seen.budget is None or not seen.waiting:
         return None
-    if (seen.prompt_full or 0.0) < 0.8 or seen.prompt_step > 1.5 * seen.step:
+    if (seen.prompt_full or 0.0) < 0.8 or seen.prompt_step > _LITTLE_LONGER * seen.step:
         return None
     return Finding(
         "warning", "chunk_small", "Prompts are cut into small pieces",
