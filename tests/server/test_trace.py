@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ def test_steps_of_a_server_under_load(server: Server, tmp_path: Path) -> None:
         answer = httpx.post(server.url + "/trace", json={"steps": 4, "seconds": 60}, timeout=90)
         saved = tmp_path / "trace.json"
         told = CliRunner().invoke(app, ["trace", "--url", server.url, "--steps", "3", "--output", str(saved)])
+        judged = CliRunner().invoke(app, ["doctor", "--live", server.url, "--json"])
     assert answer.status_code == 200, answer.text
     traces = records_of(answer.content)
     steps = steps_of(traces)
@@ -58,6 +60,10 @@ def test_steps_of_a_server_under_load(server: Server, tmp_path: Path) -> None:
     assert {event["ph"] for event in answer.json()["traceEvents"]} >= {"X", "C", "M"}
     assert told.exit_code == 0, told.output
     assert "steps on 2 ranks" in told.output
+    assert judged.exit_code == 0, judged.output
+    picture = json.loads(judged.output)["picture"]
+    assert picture["ranks"] == 2
+    assert picture["exchanged"] > 0
     assert len(steps_of(records_of(saved.read_bytes()))) == 3
 
 

@@ -7,10 +7,12 @@ import { Login } from "./login";
 import { PlanView } from "./plan/view";
 import { linkTo, usePlace } from "./router";
 import { about, type About } from "./session";
+import { TraceView } from "./trace/view";
 
 const VIEWS = {
   plan: { title: "Plan", needsEngine: false },
   live: { title: "Live", needsEngine: true },
+  trace: { title: "Trace", needsEngine: true },
   chat: { title: "Chat", needsEngine: true },
   layout: { title: "Layout", needsEngine: false },
 } as const;
@@ -88,6 +90,7 @@ function Cockpit(props: { server: About }) {
         <h1 class="hidden-label">{VIEWS[view].title}</h1>
         {view === "plan" && <PlanView server={server} query={place.query} />}
         {view === "live" && <LiveView server={server} />}
+        {view === "trace" && <TraceView />}
         {view === "chat" && <ChatView server={server} />}
         {view === "layout" && <LayoutView server={server} query={place.query} />}
       </main>

@@ -9,11 +9,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from phalanx.doctor.live import findings_of, picture_of
 from phalanx.engine.marks import MOST_STEPS, StepTraces
 from phalanx.server.errors import ApiError, bad_request
 from phalanx.server.incoming import json_body, while_connected
 from phalanx.server.supervisor import Supervisor
 from phalanx.trace.perfetto import to_chrome
+from phalanx.trace.summary import by_kind
+from phalanx.trace.timeline import steps_of
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,4 +48,8 @@ def _asked(body: bytes) -> TraceRequest:
 
 
 def _encoded(traces: StepTraces) -> bytes:
-    return msgspec.json.encode(to_chrome(traces))
+    """With what the cockpit shows of it."""
+    summaries = [{"kind": kind, **msgspec.to_builtins(found)} for kind, found in by_kind(steps_of(traces)).items()]
+    return msgspec.json.encode(
+        to_chrome(traces) | {"summaries": summaries, "findings": findings_of(picture_of(traces))}
+    )

@@ -144,14 +144,19 @@ def _waits(steps: Sequence[Step]) -> dict[int, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def by_kind(steps: Sequence[Step]) -> dict[str, Summary]:
+    """Of steps that only decode and of those with prompts, where there are some."""
+    kinds = {"decode": False, "prompt": True}
+    found = {kind: [step for step in steps if step.has_prompts == prompts] for kind, prompts in kinds.items()}
+    return {kind: summarise(each) for kind, each in found.items() if each}
+
+
 def show(steps: Sequence[Step], console: Console) -> None:
     """What dominates, for decodes and for steps with prompts."""
     if not steps:
         console.print("No step ran while it was traced.")
-    for kind, prompts in (("decode", False), ("prompt", True)):
-        found = [step for step in steps if step.has_prompts == prompts]
-        if found:
-            _show(kind, summarise(found), console)
+    for kind, summary in by_kind(steps).items():
+        _show(kind, summary, console)
 
 
 def _show(kind: str, summary: Summary, console: Console) -> None:
