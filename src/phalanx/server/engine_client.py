@@ -157,11 +157,12 @@ class EngineClient:
         choice: int,
         salt: str | None = None,
         grammar: bytes | None = None,
+        owner: str = "",
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
         self._mailboxes[self._next_id] = mailbox, choice
-        self._send(Submit(self._next_id, prompt, params, salt, grammar))
+        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner))
         return self._next_id
 
     def cancel(self, id: int) -> None:

@@ -249,7 +249,7 @@ class EngineLoop:
         try:
             if isinstance(matcher, PhalanxError):
                 raise matcher
-            request = self.engine.add(order.prompt, order.params, order.salt, matcher)
+            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner)
         except PhalanxError as error:
             self._refuse(order.id, error)
             return

@@ -27,6 +27,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams
     salt: str | None = None
     grammar: bytes | None = None
+    owner: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -174,6 +174,7 @@ class Service:
                 keep_special=asked.keep_special,
                 keep_stop=asked.keep_stop,
                 tell_tokens=asked.tell_tokens,
+                owner=client if self.places.shared else "",
             )
             for prompt in asked.prompts
         ]
@@ -193,7 +194,7 @@ class Service:
     ) -> Reply:
         started = self.supervisor.client.started
         visit = _Visit(self.places, self.metrics)
-        choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
+        choices = len(questions) * asked.params.n
         answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
@@ -202,7 +203,7 @@ class Service:
 
         return Reply(
             answer,
-            engine=lambda: visit.enter(client, choices, tokens),
+            engine=lambda: visit.enter(client, choices),
             format=format,
             stream=asked.stream,
             timeout_s=self.request_timeout_s,
@@ -238,14 +239,12 @@ class _Visit:
         self._metrics = metrics
         self._place: RequestPlace | None = None
 
-    async def enter(self, client: str, choices: int, tokens: int) -> EngineClient:
-        self._place = await self._places.enter(client, choices, tokens)
+    def enter(self, client: str, choices: int) -> EngineClient:
+        self._place = self._places.enter(client, choices)
         return self._place.engine
 
     def first_token(self, after_s: float) -> None:
         self._metrics.first_token(after_s)
-        if self._place is not None:
-            self._places.prefilled(self._place)
 
     def next_token(self, after_s: float) -> None:
         self._metrics.next_token(after_s)
