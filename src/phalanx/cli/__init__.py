@@ -18,6 +18,7 @@ from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
 from phalanx.cli.trace import trace
+from phalanx.cli.tune import tune
 from phalanx.version import __version__
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command()(studio)
 app.command()(generate)
 app.command()(lab)
 app.command()(trace)
+app.command()(tune)
 app.command()(quantize)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
