@@ -47,7 +47,11 @@ class EndTrace(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Order = Submit | Cancel | Trace | EndTrace
+class ResetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget all prefixes that no request uses now."""
+
+
+Order = Submit | Cancel | ResetPrefixes | Trace | EndTrace
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

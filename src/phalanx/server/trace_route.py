@@ -6,13 +6,13 @@ import asyncio
 from typing import Annotated
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from phalanx.doctor.live import findings_of, picture_of
 from phalanx.engine.marks import MOST_STEPS, StepTraces
 from phalanx.server.errors import ApiError, bad_request
-from phalanx.server.incoming import json_body, while_connected
+from phalanx.server.incoming import check_operator, json_body, while_connected
 from phalanx.server.supervisor import Supervisor
 from phalanx.trace.perfetto import to_chrome
 from phalanx.trace.summary import by_kind
@@ -26,11 +26,12 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[float, msgspec.Meta(gt=0, le=60)] = 10.0
 
 
-def add_trace_route(app: FastAPI, supervisor: Supervisor) -> None:
+def add_trace_route(router: APIRouter, supervisor: Supervisor) -> None:
     """It costs those who are served a little: no part of the public description. Needs the key where there is one."""
 
-    @app.post("/trace", include_in_schema=False)
+    @router.post("/trace", include_in_schema=False)
     async def trace(request: Request) -> Response:
+        check_operator(request)
         asked = _asked(await json_body(request))
         if supervisor.state != "ready":
             raise ApiError(503, f"The server is {supervisor.state}.", f"server_{supervisor.state}")
