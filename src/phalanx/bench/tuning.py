@@ -83,7 +83,7 @@ class Bench:
             min(setting.max_num_batched_tokens, self._config.max_num_batched_tokens),
             self._loaded.scheduler.limits.max_model_len,
         )
-        speculation = None if setting.speculate == "off" else Speculation(NgramDrafter(), self._config.speculate_tokens)
+        speculation = None if setting.speculate == "off" else Speculation(NgramDrafter(), self._config.most_drafts)
         scheduler = Scheduler(
             limits,
             BlockPool(pool.num_blocks, pool.block_size, setting.prefix_caching),

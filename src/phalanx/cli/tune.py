@@ -108,7 +108,7 @@ def _measure(
         if planned:
             return rungs, spec.number_format
         console.print(table("In virtual time, by the price of steps measured here", rungs))
-        guessing = replace(rungs[-1].setting, speculate="auto")
+        guessing = replace(rungs[-1].setting, speculate="ngram")
         return tune_for_real(bench, rungs[:1] + rungs[-1:], [guessing]), spec.number_format
 
 

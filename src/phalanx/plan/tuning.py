@@ -154,7 +154,3 @@ def spread_out(splits: Sequence[tuple[int, int]]) -> Lever:
     return Lever(
         "TP x replicas", lambda setting: [replace(setting, tp=tp, replicas=replicas) for tp, replicas in splits]
     )
-
-
-def speculation() -> Lever:
-    return Lever("speculation", lambda setting: [replace(setting, speculate="auto")])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
-from phalanx.runtime.graphs import DecodeGraphs, GraphKind, Recorded
+from phalanx.runtime.graphs import DecodeGraphs, GraphKind, Recorded, Replayed
 from phalanx.runtime.tracer import Stamped, Tracer
 
 
@@ -24,7 +23,7 @@ class TracedGraphs(DecodeGraphs):
         self._turns: list[dict[GraphKind, Recorded]] = [{}, {}]
         self._events: dict[torch.cuda.CUDAGraph, list[Stamped]] = {}
 
-    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
         self._turns.reverse()
         self._graphs = self._turns[0]
         kind = self._kind_for([position - 1 for position in plan.yielded()[1]], drawn)
@@ -43,7 +42,7 @@ class TracedGraphs(DecodeGraphs):
         marks, self._tracer.marks = self._tracer.marks, step_marks
         self._events[self._graphs[kind].graph] = marks
 
-    def rehearse(self, kind: GraphKind) -> tuple[Tensor, Tensor]:
+    def rehearse(self, kind: GraphKind) -> Replayed:
         """What it marks is of no use."""
         results = super().rehearse(kind)
         self._tracer.marks.clear()

@@ -138,6 +138,8 @@ def _rank_step(trace: RankTrace, step: StepMarks) -> tuple[RankStep, list[Call]]
 def _name(place: int, parts: list[tuple[str, str]]) -> tuple[str, int | None]:
     if place < 0:
         return _OUTSIDE.get(place, "other"), None
+    if place // 2 >= len(parts):
+        return "drafting", None
     mixer, ffn = parts[place // 2]
     return (_FFNS.get(ffn, ffn) if place % 2 else _MIXERS.get(mixer, mixer)), place // 2
 
