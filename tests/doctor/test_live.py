@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -112,10 +115,12 @@ def test_arithmetic_and_expectations() -> None:
     assert findings_of(msgspec.structs.replace(late, token_gap=24.0)) == []
 
 
-def test_every_rule_has_been_seen_here() -> None:
-    with open(__file__) as file:
-        text = file.read()
+def test_every_rule_has_been_seen_here_and_stands_in_the_docs() -> None:
+    text, docs = Path(__file__).read_text(), Path(__file__).parents[2] / "docs" / "trace.md"
     assert [rule.__name__ for rule in RULES if f'"{rule.__name__}"' not in text] == []
+    assert re.findall(r"^\| `(\w+)` \|", docs.read_text().partition("## What the rules find")[2], re.MULTILINE) == [
+        rule.__name__ for rule in RULES
+    ]
 
 
 def sample(*ranks: list[float], busy: float = 0.98, preemptions: int = 0) -> Sample:
