@@ -25,7 +25,7 @@ from phalanx.engine.marks import StepTraces
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.tracing import EngineTracer
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import AdapterError, ConfigError, PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
@@ -36,6 +36,7 @@ from phalanx.server.grammar.engine_thread import GrammarThread, read_tokenizer
 from phalanx.server.messages import (
     Books,
     Cancel,
+    ChangeAdapter,
     Death,
     EndTrace,
     EngineReport,
@@ -45,6 +46,7 @@ from phalanx.server.messages import (
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
@@ -229,6 +231,8 @@ class EngineLoop:
         elif isinstance(order, ResetPrefixes):
             self.engine.scheduler.pool.forget_idle()
             self._tell(Stepped([], self._books()))
+        elif isinstance(order, ChangeAdapter):
+            self._change_adapter(order)
         elif isinstance(order, Trace):
             self._trace(order)
         elif isinstance(order, EndTrace):
@@ -259,11 +263,22 @@ class EngineLoop:
         self._traced = None
         self._tell(Traced(id, traces))
 
+    def _change_adapter(self, order: ChangeAdapter) -> None:
+        try:
+            if order.folder is None:
+                self.engine.unload_adapter(order.name)
+            else:
+                self.engine.load_adapter(order.name, Path(order.folder))
+        except AdapterError as error:
+            self._refuse(order.id, error)
+            return
+        self._tell(Settled(order.id))
+
     def _add(self, order: Submit, matcher: Matcher | PhalanxError | None) -> None:
         try:
             if isinstance(matcher, PhalanxError):
                 raise matcher
-            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner)
+            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner, order.adapter)
         except PhalanxError as error:
             self._refuse(order.id, error)
             return
@@ -288,7 +303,16 @@ class EngineLoop:
                 self._refuse(id, request.error)
                 continue
             tokens.append(
-                NewToken(id, output.token, output.finish_reason, output.cached_tokens, output.queued_s, output.logprobs)
+                NewToken(
+                    id,
+                    output.token,
+                    output.finish_reason,
+                    output.cached_tokens,
+                    output.queued_s,
+                    output.logprobs,
+                    output.prompt_logprobs,
+                    output.embedding,
+                )
             )
         return tokens
 
