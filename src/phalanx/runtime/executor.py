@@ -14,8 +14,20 @@ from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts, read_pages
 from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
+from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.messages import CONNECT, GO_ON, TEND, CacheRoom, Done, RankReady, Short, encode, pack_plan
+from phalanx.runtime.messages import (
+    CONNECT,
+    GO_ON,
+    TEND,
+    CacheRoom,
+    Done,
+    RankReady,
+    Short,
+    encode,
+    pack_adapter,
+    pack_plan,
+)
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.runtime.speculate import open_checkpoint
@@ -143,6 +155,14 @@ class Executor:
         self._short.clear()
         self.workers.send(GO_ON)
         return True
+
+    def adapt(self, order: AdapterOrder) -> None:
+        self._check_alive()
+        try:
+            self.workers.send(pack_adapter(order))
+            self.runner.adapt(order)
+        except Exception as error:
+            raise self._stop(error) from error
 
     def tend(self) -> bool:
         if not self.runner.put_off:

@@ -7,6 +7,7 @@ from zlib import crc32
 import msgspec
 
 from phalanx.engine.step_plan import Beat, StepPlan
+from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, Spot
@@ -100,6 +101,9 @@ TEND = [b"tend"]
 CONNECT = [b"connect"]
 """An order: all ranks have loaded; meet them."""
 
+ADAPT = b"adapt"
+"""The first frame of an order about an adapter."""
+
 report_decoder = msgspec.msgpack.Decoder(RankReport)
 beat_decoder = msgspec.msgpack.Decoder(Beat)
 encode = msgspec.msgpack.encode
@@ -109,6 +113,15 @@ def pack_plan(plan: StepPlan) -> list[bytes]:
     """A plan with its checksum, as two frames."""
     body = encode(plan)
     return [crc32(body).to_bytes(4, "little"), body]
+
+
+def pack_adapter(order: AdapterOrder) -> list[bytes]:
+    return [ADAPT, encode(order)]
+
+
+def unpack_adapter(frames: list[bytes]) -> AdapterOrder | None:
+    """The order, if it is one about an adapter."""
+    return msgspec.msgpack.decode(frames[1], type=AdapterOrder) if frames[0] == ADAPT else None
 
 
 def unpack_plan(frames: list[bytes], expected_step: int) -> StepPlan:

@@ -28,6 +28,7 @@ from phalanx.runtime.messages import (
     RankReady,
     Short,
     encode,
+    unpack_adapter,
     unpack_plan,
     unpack_sizes,
 )
@@ -84,6 +85,10 @@ def _serve(assignment: RankAssignment) -> None:
         frames = ends.orders.receive(_LOOK_EVERY_MS if runner.in_flight else None)
         if frames == TEND:
             runner.tend()
+            continue
+        adapter = unpack_adapter(frames) if frames is not None else None
+        if adapter is not None:
+            runner.adapt(adapter)
             continue
         if frames is not None:
             step += 1

@@ -33,6 +33,7 @@ from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Books,
     Cancel,
+    ChangeAdapter,
     Death,
     EngineReport,
     Loading,
@@ -40,6 +41,7 @@ from phalanx.server.messages import (
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
@@ -102,6 +104,7 @@ class EngineClient:
         self.pace = Pace()
         self._on_step = on_step
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
+        self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._next_id = 0
         self._verdict: Death | None = None
@@ -156,11 +159,12 @@ class EngineClient:
         salt: str | None = None,
         grammar: bytes | None = None,
         owner: str = "",
+        adapter: str | None = None,
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
         self._mailboxes[self._next_id] = mailbox, choice
-        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner))
+        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner, adapter))
         return self._next_id
 
     def cancel(self, id: int) -> None:
@@ -175,6 +179,13 @@ class EngineClient:
             self.pace.one_ended()
         return mailbox
 
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter, or, without a folder, unload it. ApiError says why it cannot be."""
+        self._next_id += 1
+        settled = self._unsettled[self._next_id] = asyncio.get_running_loop().create_future()
+        self._send(ChangeAdapter(self._next_id, name, folder))
+        await settled
+
     def reset_prefixes(self) -> None:
         """Requests that come later find none of what was cached before, but for what running ones use."""
         self._send(ResetPrefixes())
@@ -187,6 +198,14 @@ class EngineClient:
     def close_mailboxes(self, error: ApiError) -> None:
         for mailbox, _ in self._mailboxes.values():
             mailbox.close(error)
+        for id in list(self._unsettled):
+            self._settle(id, error)
+
+    def _settle(self, id: int, error: ApiError | None = None) -> None:
+        """Who waits for it, if someone still does, hears that it is done, or why it is not."""
+        settled = self._unsettled.pop(id, None)
+        if settled is not None and not settled.done():
+            settled.set_result(None) if error is None else settled.set_exception(error)
 
     def _send(self, order: Order) -> None:
         self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
@@ -217,9 +236,13 @@ class EngineClient:
             now = time.monotonic()
             self._beats |= {beat.rank: (beat, now) for beat in report.beats}
         elif isinstance(report, Refused):
+            refusal = ApiError.of(RequestError(report.code, report.found, report.fix))
+            self._settle(report.id, refusal)
             mailbox = self._leave(report.id)
             if mailbox is not None:
-                mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
+                mailbox.close(refusal)
+        elif isinstance(report, Settled):
+            self._settle(report.id)
         elif isinstance(report, Loading):
             self.loading = report
 

@@ -23,7 +23,7 @@ import zmq
 from phalanx.engine.core import Engine
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.speculation import SpeculationTotals
-from phalanx.errors import PhalanxError
+from phalanx.errors import AdapterError, PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
@@ -33,6 +33,7 @@ from phalanx.runtime.start import start_engine
 from phalanx.server.grammar.engine_thread import GrammarThread, read_tokenizer
 from phalanx.server.messages import (
     Books,
+    ChangeAdapter,
     Death,
     EngineReport,
     Loading,
@@ -41,6 +42,7 @@ from phalanx.server.messages import (
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
@@ -222,6 +224,8 @@ class EngineLoop:
         elif isinstance(order, ResetPrefixes):
             self.engine.scheduler.pool.forget_idle()
             self._tell(Stepped([], self._books()))
+        elif isinstance(order, ChangeAdapter):
+            self._change_adapter(order)
         elif order.id in self._requests:
             request = self._forget(order.id)
             self.engine.cancel(request.id)
@@ -229,11 +233,22 @@ class EngineLoop:
         else:
             self._grammars.drop(order.id)
 
+    def _change_adapter(self, order: ChangeAdapter) -> None:
+        try:
+            if order.folder is None:
+                self.engine.unload_adapter(order.name)
+            else:
+                self.engine.load_adapter(order.name, Path(order.folder))
+        except AdapterError as error:
+            self._refuse(order.id, error)
+            return
+        self._tell(Settled(order.id))
+
     def _add(self, order: Submit, matcher: Matcher | PhalanxError | None) -> None:
         try:
             if isinstance(matcher, PhalanxError):
                 raise matcher
-            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner)
+            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner, order.adapter)
         except PhalanxError as error:
             self._refuse(order.id, error)
             return
@@ -258,7 +273,16 @@ class EngineLoop:
                 self._refuse(id, request.error)
                 continue
             tokens.append(
-                NewToken(id, output.token, output.finish_reason, output.cached_tokens, output.queued_s, output.logprobs)
+                NewToken(
+                    id,
+                    output.token,
+                    output.finish_reason,
+                    output.cached_tokens,
+                    output.queued_s,
+                    output.logprobs,
+                    output.prompt_logprobs,
+                    output.embedding,
+                )
             )
         return tokens
 
