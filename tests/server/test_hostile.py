@@ -146,6 +146,11 @@ CORPUS: dict[str, tuple[str, object]] = {
     "a damaged seal": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "phalanx:!"}, *HELLO]}),
     "a response that is not there": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
     "too much metadata": (RESPONSES, {"input": "a", "metadata": {str(index): "x" for index in range(17)}}),
+    "tools of the server's own, by the thousand": (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}] * 5000}),
+    "a namespace of endless size": (
+        RESPONSES,
+        {"input": "a", "tools": [{"type": "namespace", "tools": [{"a": [0] * 20_000}]}]},
+    ),
     "an answer in the background": (RESPONSES, {"input": "a", "background": True}),
     "tokens that are none": ("/detokenize", {"tokens": [10**7]}),
     "neither prompt nor messages": ("/tokenize", {}),

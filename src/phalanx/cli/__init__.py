@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.bench import bench
+from phalanx.cli.calibrate import calibrate
 from phalanx.cli.cluster import cluster
 from phalanx.cli.compare import compare
 from phalanx.cli.config import config
@@ -37,6 +38,7 @@ app.command()(pull)
 app.command()(studio)
 app.command()(generate)
 app.command()(lab)
+app.command()(calibrate)
 app.command()(quantize)
 app.command()(compare)
 app.add_typer(bench, name="bench")
