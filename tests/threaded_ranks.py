@@ -91,8 +91,8 @@ class ThreadedRunner:
     def where(self) -> Whereabouts:
         return self.ranks[0].where
 
-    def trace(self, slot: int, position: int) -> str:
-        place, *_ = self._threads.map(lambda rank: rank.trace(slot, position), self.ranks)
+    def find_break(self, slot: int, position: int) -> str:
+        place, *_ = self._threads.map(lambda rank: rank.find_break(slot, position), self.ranks)
         return str(place)
 
     def adapt(self, order: AdapterOrder) -> None:

@@ -118,7 +118,7 @@ class CheckingRunner:
         self.in_flight += 1
         self._inner.launch(plan)
 
-    def trace(self, slot: int, position: int) -> str:
+    def find_break(self, slot: int, position: int) -> str:
         return f"slot {slot} at {position}"
 
     def collect(self) -> StepResult:

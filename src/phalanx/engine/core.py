@@ -132,7 +132,7 @@ class Engine:
                 self._compute_again(error)
                 return []
             self.totals.collected(result)
-            return self.scheduler.apply(result, self.runner.trace)
+            return self.scheduler.apply(result, self.runner.find_break)
         return []
 
     def _compute_again(self, error: StepLostError) -> None:

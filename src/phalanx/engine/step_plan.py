@@ -196,7 +196,7 @@ class Runner(Protocol):
         """
         ...
 
-    def trace(self, slot: int, position: int) -> str:
+    def find_break(self, slot: int, position: int) -> str:
         """The part of the model in which the numbers of a token cease to be finite: it is computed once more."""
         ...
 

@@ -6,6 +6,7 @@ from zlib import crc32
 
 import msgspec
 
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.channel import Keys
@@ -90,7 +91,14 @@ class Failure(msgspec.Struct, frozen=True):
     fix: str | None = None
 
 
-RankReport = RankReady | CacheRoom | Done | Short
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """A rank's answer to a ping: what its clock says, in ns."""
+
+    rank: int
+    time: int
+
+
+RankReport = RankReady | CacheRoom | Done | Short | RankTrace | Pong
 
 GO_ON = [b"go on"]
 """An order: no rank had memory for the last step, and all gave it up at the same point."""
@@ -101,8 +109,11 @@ TEND = [b"tend"]
 SUSPECT = [b"suspect"]
 """An order: ranks disagreed on a step; look at every layer of the next ones."""
 
-TRACE = b"trace"
+FIND_BREAK = b"find break"
 """An order, with slot and position: find where the numbers of this token cease to be finite."""
+
+TRACE, END_TRACE, PING = [b"trace"], [b"end trace"], [b"ping"]
+"""Orders between steps: write down what follows; tell it; say what your clock says."""
 
 CONNECT = [b"connect"]
 """An order: all ranks have loaded; meet them."""

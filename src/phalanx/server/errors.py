@@ -40,7 +40,9 @@ class ApiError(HTTPException):
             found = f"The engine stopped ({error.code}) while this request ran; the server's log says why."
             return cls(status, found, error.code)
         if error.code == "prompt_too_long":
-            return cls(status, f"The prompt is too long for the maximum context length: {error}", OVERFLOW)
+            return cls(
+                status, f"The prompt is too long: this model's maximum context length is exceeded. {error}", OVERFLOW
+            )
         return cls(status, str(error), error.code)
 
 
