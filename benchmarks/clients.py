@@ -27,7 +27,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "openai": ("with_openai.py", ["openai"]),
     "anthropic": ("with_anthropic.py", ["anthropic"]),
     "langchain-openai": ("with_langchain.py", ["langchain-openai"]),
-    "litellm": ("with_litellm.py", ["litellm"]),
+    "litellm": ("with_litellm.py", ["litellm", "mcp"]),
     "instructor": ("with_instructor.py", ["instructor"]),
     "pydantic-ai": ("with_pydantic_ai.py", ["pydantic-ai-slim[openai]"]),
     "openai-agents": ("with_agents.py", ["openai-agents"]),

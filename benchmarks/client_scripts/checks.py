@@ -33,11 +33,12 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def run() -> None:
     """Run all checks: a line of JSON each, with what went wrong or null."""
+    loop = asyncio.new_event_loop()
     for name, function in _checks.items():
         try:
             outcome = function()
             if inspect.isawaitable(outcome):
-                asyncio.run(outcome)  # type: ignore[arg-type]
+                loop.run_until_complete(outcome)
             problem = None
         except Exception as error:
             traceback.print_exc()
