@@ -101,6 +101,7 @@ def test_an_adapter_stays_until_its_last_request_has_ended(
     core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_llm_takes_adapters_at_its_start_and_later(references: Callable[[str], Reference], tmp_path: Path) -> None:
     """Over processes; without room there is none."""

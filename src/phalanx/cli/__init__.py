@@ -21,6 +21,8 @@ from phalanx.cli.pull import pull
 from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
+from phalanx.cli.trace import trace
+from phalanx.cli.tune import tune
 from phalanx.version import __version__
 
 app = typer.Typer(
@@ -38,6 +40,8 @@ app.command()(pull)
 app.command()(studio)
 app.command()(generate)
 app.command()(lab)
+app.command()(trace)
+app.command()(tune)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(compare)

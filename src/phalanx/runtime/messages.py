@@ -6,6 +6,7 @@ from zlib import crc32
 
 import msgspec
 
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.channel import Keys
@@ -90,13 +91,23 @@ class Failure(msgspec.Struct, frozen=True):
     fix: str | None = None
 
 
-RankReport = RankReady | CacheRoom | Done | Short
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """A rank's answer to a ping: what its clock says, in ns."""
+
+    rank: int
+    time: int
+
+
+RankReport = RankReady | CacheRoom | Done | Short | RankTrace | Pong
 
 GO_ON = [b"go on"]
 """An order: no rank had memory for the last step, and all gave it up at the same point."""
 
 TEND = [b"tend"]
 """An order: do the next piece of what was put off. Every rank has put off the same."""
+
+TRACE, END_TRACE, PING = [b"trace"], [b"end trace"], [b"ping"]
+"""Orders between steps: write down what follows; tell it; say what your clock says."""
 
 CONNECT = [b"connect"]
 """An order: all ranks have loaded; meet them."""

@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
@@ -24,6 +25,8 @@ from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.reports import Found, Reporter, reports_of
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
+from phalanx.runtime.traced_graphs import TracedGraphs
+from phalanx.runtime.tracer import Tracer
 
 
 def digest(tokens: list[int]) -> int:
@@ -212,6 +215,17 @@ class TorchRunner:
         if self.put_off:
             self.put_off.popleft()()
         return bool(self.put_off)
+
+    def start_trace(self) -> int:
+        """Decode steps run in graphs that tell their times, steps with prompts kernel by kernel."""
+        self._tracer, self._usual = Tracer(self.model, self), (self.graphs, self.prompt_graphs)
+        if self.graphs is not None:
+            self.graphs, self.prompt_graphs = TracedGraphs(self.graphs, self._tracer), None
+        return len(self.model.layers) * self.model.place.group.size
+
+    def end_trace(self) -> list[RankTrace]:
+        traced, (self.graphs, self.prompt_graphs) = self.graphs, self._usual
+        return [self._tracer.end(traced.replayed if isinstance(traced, TracedGraphs) else None)]
 
     def beats(self) -> list[Beat]:
         return []

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from phalanx.engine.hang import Hang
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
@@ -35,6 +36,7 @@ from phalanx.server.messages import (
     Cancel,
     ChangeAdapter,
     Death,
+    EndTrace,
     EngineReport,
     Loading,
     Order,
@@ -46,6 +48,8 @@ from phalanx.server.messages import (
     Startup,
     Stepped,
     Submit,
+    Trace,
+    Traced,
     death_file,
     decode_report,
     encode,
@@ -61,6 +65,7 @@ _STOP_WAIT_S = 5.0
 _NODES_RETURN_WITHIN_S = 120.0
 _LOOK_EVERY_S = 1.0
 _RECEIVE_SLICE_S = 0.02
+_TRACE_TOLD_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class EngineClient:
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
         self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
+        self._traced: tuple[int, asyncio.Future[StepTraces | None]] | None = None
         self._next_id = 0
         self._verdict: Death | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
@@ -171,6 +177,27 @@ class EngineClient:
         """End a request and free its blocks. One that has ended already is left alone."""
         if self._leave(id) is not None:
             self._send(Cancel(id))
+
+    async def trace(self, steps: int, within_s: float) -> StepTraces | None:
+        """The next steps, or as many as there were in this time. None if this engine cannot be traced."""
+        if self._traced is not None:
+            raise ApiError(409, "Another trace is being taken.", "trace_runs", headers={"retry-after": "10"})
+        self._next_id += 1
+        id, told = self._next_id, asyncio.get_running_loop().create_future()
+        self._traced = id, told
+        self._send(Trace(id, steps))
+        try:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(told), within_s)
+            self._send(EndTrace(id))
+            return await asyncio.wait_for(asyncio.shield(told), _TRACE_TOLD_WITHIN_S)
+        except TimeoutError:
+            raise ApiError(503, "The engine did not tell its trace.", "trace_lost") from None
+        except asyncio.CancelledError:
+            self._send(EndTrace(id))
+            raise
+        finally:
+            self._traced = None
 
     def _leave(self, id: int) -> Mailbox | None:
         """Where its tokens went, if it was still here."""
@@ -245,6 +272,8 @@ class EngineClient:
             self._settle(report.id)
         elif isinstance(report, Loading):
             self.loading = report
+        elif isinstance(report, Traced) and self._traced is not None and self._traced[0] == report.id:
+            self._traced[1].set_result(report.traces)
 
     def _deliver(self, report: Stepped) -> None:
         for token in report.tokens:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Beat, Totals
@@ -35,6 +36,19 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Write down the next steps, of all ranks."""
+
+    id: int
+    steps: int
+
+
+class EndTrace(msgspec.Struct, frozen=True, tag=True):
+    """Tell what there is of this trace, if it has not been told."""
+
+    id: int
+
+
 class ResetPrefixes(msgspec.Struct, frozen=True, tag=True):
     """Forget all prefixes that no request uses now."""
 
@@ -47,7 +61,7 @@ class ChangeAdapter(msgspec.Struct, frozen=True, tag=True):
     folder: str | None = None
 
 
-Order = Submit | Cancel | ResetPrefixes | ChangeAdapter
+Order = Submit | Cancel | ResetPrefixes | ChangeAdapter | Trace | EndTrace
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -134,7 +148,14 @@ class Death(msgspec.Struct, frozen=True):
     fix: str
 
 
-EngineReport = Loading | Started | Stepped | Refused | Settled | Pulses
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """None if this engine's ranks cannot be traced."""
+
+    id: int
+    traces: StepTraces | None
+
+
+EngineReport = Loading | Started | Stepped | Refused | Settled | Pulses | Traced
 
 encode = msgspec.msgpack.encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
