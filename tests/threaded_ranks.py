@@ -100,7 +100,7 @@ class ThreadedEngine:
     """Prompts in, tokens out, on `tp` ranks."""
 
     def __init__(
-        self, folder: Path, tp: int = 1, prefix_caching: bool = True, speculate: str = "off", **limits: int
+        self, folder: Path, tp: int = 1, prefix_caching: bool = True, speculate: str = "off", **limits: Any
     ) -> None:
         usual = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40}
         asked = usual | {"max_model_len": 160} | limits

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.panels import Panels
+
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
 LARGEST = 448.0
@@ -79,6 +81,9 @@ class Fp8Weight:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         return dequantise(self.values, self.scales, self.row_block, dtype)
+
+    def panels(self) -> Panels:
+        return Panels.of_e4m3(self.values, self.scales.repeat_interleave(self.row_block, 0)[: len(self.values)], GROUP)
 
 
 def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

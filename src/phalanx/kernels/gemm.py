@@ -12,6 +12,8 @@ from torch import Tensor
 from phalanx.kernels import cpu
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise
+from phalanx.kernels.panels import Panels
+from phalanx.kernels.panels import product as panel_product
 from phalanx.kernels.quantise import quantise
 
 
@@ -33,6 +35,10 @@ class Held(Protocol):
         ...
 
     def dequantised(self, dtype: torch.dtype) -> Tensor: ...
+
+    def panels(self) -> Panels:
+        """One matrix as a CPU multiplies it."""
+        ...
 
 
 class Product(Protocol):
@@ -79,6 +85,28 @@ class Gemm:
         if self._packed is None or x.shape[0] == 1:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+
+class PanelGemm:
+    """y = x @ weight.T + bias on a CPU, with a weight that stays in the bits it is stored in.
+
+    It is loaded row by row, as the checkpoint has it; `pack` then lays it out in panels, which take its place.
+    """
+
+    takes_fp8 = False
+
+    def __init__(self, weight: Held | Panels, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def pack(self) -> None:
+        if not isinstance(self.weight, Panels):
+            self.weight = self.weight.panels()
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        assert isinstance(x, Tensor)
+        assert isinstance(self.weight, Panels)
+        return panel_product(x, self.weight, self.bias)
 
 
 class Fp8Gemm:

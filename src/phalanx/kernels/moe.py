@@ -10,6 +10,8 @@ from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.gemm import Held
+from phalanx.kernels.panels import Panels
+from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
 
 
@@ -69,16 +71,39 @@ class ExpertWeights(NamedTuple):
     Of the down products' biases rank 0 has all and the others none, so that each counts once.
     """
 
-    gate_up: Tensor | Held
-    down: Tensor | Held
+    gate_up: Tensor | Held | PanelStack
+    down: Tensor | Held | PanelStack
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
+        """All but what lies in panels."""
         gate_up, down = (
-            weight if isinstance(weight, Tensor) else weight.dequantised(dtype) for weight in (self.gate_up, self.down)
+            weight if isinstance(weight, Tensor | PanelStack) else weight.dequantised(dtype)
+            for weight in (self.gate_up, self.down)
         )
         return self._replace(gate_up=gate_up, down=down)
+
+    def in_panels(self) -> ExpertWeights:
+        """With what is held as it is stored laid out in panels."""
+        gate_up, down = (
+            weight if isinstance(weight, Tensor | PanelStack) else PanelStack.of(weight)
+            for weight in (self.gate_up, self.down)
+        )
+        return self._replace(gate_up=gate_up, down=down)
+
+
+class PanelStack(NamedTuple):
+    """Matrices of one shape, each in its panels."""
+
+    matrices: tuple[Panels, ...]
+
+    @classmethod
+    def of(cls, stack: Held) -> PanelStack:
+        return cls(tuple(stack[index].panels() for index in range(stack.shape[0])))
+
+    def numel(self) -> int:
+        return sum(matrix.numel() for matrix in self.matrices)
 
 
 def fused_experts(
@@ -107,21 +132,26 @@ def fused_experts_torch(
 ) -> Tensor:
     """The definition."""
     gate_up, down, gate_up_bias, down_bias = held
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
     out = torch.zeros_like(x)
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
     scales = weights.flatten()[order].to(x.dtype)[:, None]
-    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(experts.flatten()).tolist()
     first = 0
     for expert, count in enumerate(counts):
         if count:
             mine = slice(first, first + count)
             taken = x[tokens[mine]] * scales[mine] if weighs_input else x[tokens[mine]]
-            entered = F.linear(taken, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            entered = _product(taken, gate_up, expert, None if gate_up_bias is None else gate_up_bias[expert])
             inner = gate_and_mul(entered, activation)
-            given = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+            given = _product(inner, down, expert, None if down_bias is None else down_bias[expert])
             out.index_add_(0, tokens[mine], given if weighs_input else given * scales[mine])
             first += count
     return out
+
+
+def _product(x: Tensor, weights: Tensor | Held | PanelStack, expert: int, bias: Tensor | None) -> Tensor:
+    if isinstance(weights, PanelStack):
+        return panel_product(x, weights.matrices[expert], bias)
+    assert isinstance(weights, Tensor)
+    return F.linear(x, weights[expert], bias)

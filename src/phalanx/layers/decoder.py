@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.gemm import Gemm
+from phalanx.kernels.gemm import Gemm, PanelGemm
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround, HyperEnds
 from phalanx.layers.mixers import build_mixer
@@ -88,7 +88,19 @@ class Decoder:
         for layer in self.layers:
             for part in (layer.mixer, layer.ffn):
                 yield from (product for product in part.products() if isinstance(product, Gemm))
-        yield self.head.product
+        if isinstance(self.head.product, Gemm):
+            yield self.head.product
+
+    def lay_out(self) -> None:
+        """Put what a CPU multiplies as it is stored into panels, once all is loaded."""
+        self.embedding.pack()
+        self.head.pack()
+        for layer in self.layers:
+            for part in (layer.mixer, layer.ffn):
+                for product in part.products():
+                    if isinstance(product, PanelGemm):
+                        product.pack()
+            layer.ffn.lay_out()
 
     @property
     def in_graphs(self) -> bool:

@@ -12,6 +12,7 @@ from phalanx.engine.caches import CacheLayout
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
+from phalanx.kernels import cpu
 from phalanx.kernels.sampling_table import TOKEN
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
@@ -19,9 +20,10 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
-from phalanx.spec import Layout, ModelSpec
+from phalanx.spec import Layout, ModelSpec, Scheme
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
+from phalanx.weights.reader import Reader
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
@@ -118,8 +120,18 @@ def load_model(
         if fp8_cache:
             _check_fp8(device)
         torch.cuda.set_device(device)
-    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache)
     reader = checkpoint.open_reader(device)
+    in_panels = not on_gpu and config.dtype == "auto" and cpu.library() is not None
+    place = Place(
+        Layout(checkpoint.spec, group.size),
+        group,
+        dtype,
+        device,
+        quantised=on_gpu or in_panels,
+        fp8_cache=fp8_cache,
+        in_panels=in_panels,
+        stored=_stored(checkpoint.spec, reader) if in_panels else {},
+    )
     try:
         check_tensors(place.layout, reader, group.rank)
         model = Decoder(place)
@@ -130,8 +142,15 @@ def load_model(
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     else:
+        model.lay_out()
         _pack(model, spot.ranks_here)
     return model
+
+
+def _stored(spec: ModelSpec, reader: Reader) -> dict[str, Scheme]:
+    """The formats of matrices as the files themselves tell."""
+    schemes = ((name, reader.scheme_of(name)) for name, tensor in spec.tensors.items() if len(tensor.shape) == 2)
+    return {name: scheme for name, scheme in schemes if scheme is not None}
 
 
 def _check_fp8(device: torch.device) -> None:

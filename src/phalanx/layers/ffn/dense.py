@@ -35,6 +35,9 @@ class Mlp:
     def products(self) -> Iterator[Product]:
         yield from (self.gate_up.product, self.down.product)
 
+    def lay_out(self) -> None:
+        """All is in its products."""
+
     def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
         entered = self.gate_up(x)

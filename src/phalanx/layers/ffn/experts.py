@@ -78,6 +78,11 @@ class Experts:
         if self.shared is not None:
             yield from self.shared.products()
 
+    def lay_out(self) -> None:
+        """The panels take the place of what was loaded."""
+        self.held = self.held.in_panels()
+        del self.gate_up, self.down
+
     def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
         assert isinstance(x, Tensor)
