@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from phalanx.engine.blocks import BlockPool
@@ -13,6 +13,7 @@ from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Output, Scheduler
 from phalanx.engine.speculation import Speculation
+from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import RequestError
 
 from .checking_runner import CheckingRunner, next_token
@@ -73,6 +74,7 @@ def make_engine(
     windows: tuple[int, ...] = (),
     snapshots: int | None = None,
     speculation: Speculation | None = None,
+    price: Callable[[StepPlan], float] = lambda plan: 1.0,
 ) -> tuple[Engine, CheckingRunner]:
     """`snapshots`: how many places there are for copies of recurrent states; None where the model has no states."""
     limits = Limits(max_num_seqs, budget, max_model_len)
@@ -80,7 +82,7 @@ def make_engine(
     end = first + (snapshots or 0)
     twins = range(end, end + max_num_seqs) if has_states and speculation else range(0)
     layout = CacheLayout(windows, has_states, range(first, end), twins)
-    runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, layout=layout)
+    runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, price, layout)
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout, speculation)
     return Engine(scheduler, runner, vocab), runner
 
@@ -174,7 +176,7 @@ def check_empty(scheduler: Scheduler) -> None:
     assert not scheduler.requests
     assert scheduler.in_flight == 0
     assert scheduler.pool.available == scheduler.pool.num_blocks
-    assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+    assert sorted(scheduler.free_slots) == list(range(scheduler.limits.max_num_seqs))
 
 
 def _check_places(scheduler: Scheduler) -> None:
@@ -184,6 +186,7 @@ def _check_places(scheduler: Scheduler) -> None:
         orders = [(request.params.priority, request.id) for request in requests]
         assert orders == sorted(set(orders)), f"not in order: {orders}"
     assert sorted(scheduler.requests) == sorted(request.id for request in running + waiting)
+    assert scheduler.owners == Counter(request.owner for request in running + waiting)
     assert all(request.phase is Phase.RUNNING for request in running)
     _check_stages(scheduler)
     for request in waiting:
@@ -191,20 +194,20 @@ def _check_places(scheduler: Scheduler) -> None:
         assert request.slot is None
         assert (request.computed, request.registered_blocks, request.cache_parent) == (0, 0, request.salt)
     assert len(running) <= scheduler.limits.max_num_seqs
-    slots = [request.slot for request in running] + scheduler._free_slots
+    slots = [request.slot for request in running] + scheduler.free_slots
     assert sorted(slot for slot in slots if slot is not None) == list(range(scheduler.limits.max_num_seqs))
 
 
 def _check_stages(scheduler: Scheduler) -> None:
     """Who runs is a prompt, is ready for its next token, or waits for one to be read."""
     for request in scheduler.running:
-        is_prompt, is_ready = request.id in scheduler._prompts, request.id in scheduler._ready
+        is_prompt, is_ready = request.id in scheduler.prompts, request.id in scheduler.ready
         assert is_prompt == (request.rest > 1 and not request.rewound)
         assert is_ready <= (request.rest == 1 or request.rewound)
         assert request.pending or is_prompt or is_ready, "nobody will come back to it"
         size = scheduler.pool.block_size
         assert request.room == min(len(request.blocks) * size, request.longest - 1) >= request.computed
-    assert {*scheduler._prompts, *scheduler._ready} <= {request.id for request in scheduler.running}
+    assert {*scheduler.prompts, *scheduler.ready} <= {request.id for request in scheduler.running}
 
 
 def held(request: Request) -> list[int]:

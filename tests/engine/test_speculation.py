@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.engine.speculation import Speculation, StepLine
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan
 
 from .books import Guesser, check_answer, greedy, make_engine, run
@@ -50,18 +50,18 @@ def test_two_steps_in_flight_make_room_for_drafts() -> None:
 
 
 def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
-    line = StepLine()
-    assert line.share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"
+    speculation = Speculation(Guesser(1.0), 4)
+    assert speculation._share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"
     for tokens in (1, 3, 8) * 20:
-        line.observe(tokens, 2.0 + 0.5 * tokens)
-    assert line.share_of_one_more(4) == pytest.approx(0.5 / 4.0)
-    assert line.share_of_one_more(100) == pytest.approx(0.5 / 52)
+        speculation.observe(tokens, 2.0 + 0.5 * tokens)
+    assert speculation._share_of_one_more(4) == pytest.approx(0.5 / 4.0)
+    assert speculation._share_of_one_more(100) == pytest.approx(0.5 / 52)
 
 
 def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:
     """A state is taken back as a whole: the tokens that came true since are computed once more, with others beside."""
     speculation = Speculation(Guesser(0.5), 4)
-    speculation._line.share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     engine, _ = make_engine(max_num_seqs=3, snapshots=0, max_model_len=200, num_blocks=160, speculation=speculation)
     first, other = engine.add([1, 2, 3], greedy(60)), engine.add([4, 5], greedy(190))
     while True:

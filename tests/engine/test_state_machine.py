@@ -61,6 +61,8 @@ class EngineMachine(RuleBasedStateMachine):
         snapshots=st.sampled_from([None, None, 0, 1, 6]),
         guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
         most_drafts=st.integers(1, 8),
+        owners=st.sampled_from([("",), ("",), ("a",), ("", "a"), ("a", "b", "c")]),
+        seconds_per_token=st.sampled_from([0.0, 0.01, 0.05]),
     )
     def start(
         self,
@@ -75,8 +77,11 @@ class EngineMachine(RuleBasedStateMachine):
         snapshots: int | None,
         guessed: float | None,
         most_drafts: int,
+        owners: tuple[str, ...],
+        seconds_per_token: float,
     ) -> None:
         self.max_model_len = max_model_len
+        self.owners = owners
         speculation = None if guessed is None else Speculation(Guesser(guessed), most_drafts)
         self.engine, self.runner = make_engine(
             max_num_seqs=max_num_seqs,
@@ -89,24 +94,25 @@ class EngineMachine(RuleBasedStateMachine):
             windows=windows,
             snapshots=snapshots,
             speculation=speculation,
+            price=lambda plan: 0.04 + seconds_per_token * plan.num_tokens,
         )
 
     @precondition(lambda self: len(self.added) < 12)
     @rule(prompt=prompts(), params=sampling_params(), salt=st.sampled_from([None, None, None, "a", "b"]))
     def add(self, prompt: list[int], params: SamplingParams, salt: str | None) -> None:
-        self.added.append(self.engine.add(prompt[: self.max_model_len - 1], params, salt))
+        self.added.append(self._add(prompt, params, salt))
 
     @precondition(lambda self: len(self.added) < 12)
     @rule(prompt=prompts(), params=sampling_params(), matcher=matchers)
     def add_under_a_grammar(self, prompt: list[int], params: SamplingParams, matcher: ToyMatcher) -> None:
-        self.added.append(self.engine.add(prompt[: self.max_model_len - 1], params, None, matcher))
+        self.added.append(self._add(prompt, params, None, matcher))
 
     @precondition(lambda self: len(self.added) < 12)
     @rule(params=sampling_params(), length=st.integers(1, 24), count=st.integers(2, 4))
     def add_the_same_prompt_often(self, params: SamplingParams, length: int, count: int) -> None:
-        prompt = SHARED[: min(length, self.max_model_len - 1)]
         self.step(2)
-        self.added += [self.engine.add(prompt, params) for _ in range(count)]
+        for _ in range(count):
+            self.added.append(self._add(SHARED[:length], params))
 
     @precondition(lambda self: self.added)
     @rule(data=st.data())
@@ -141,11 +147,20 @@ class EngineMachine(RuleBasedStateMachine):
             assert (request.finish_reason is None) == (request.phase is not Phase.FINISHED)
             assert (request.phase is Phase.FINISHED) == (request.id not in self.engine.scheduler.requests)
 
+    def _add(
+        self, prompt: list[int], params: SamplingParams, salt: str | None = None, matcher: ToyMatcher | None = None
+    ) -> Request:
+        owner = self.owners[len(self.added) % len(self.owners)]
+        return self.engine.add(prompt[: self.max_model_len - 1], params, salt, matcher, owner)
+
     def teardown(self) -> None:
-        """The oldest request moves on in each step, so all of them end within a number of steps known beforehand."""
+        """In each step the oldest request moves on, or with owners one of each, unless it gives way to a smaller one.
+
+        So all of them end within a number of steps known beforehand.
+        """
         if not self.added or self.broken:
             return
-        bound = 4 * self.max_model_len * len(self.added)
+        bound = (4 if self.owners == ("",) else 12) * self.max_model_len * len(self.added)
         for _ in range(bound):
             if not self.engine.has_work:
                 break

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from phalanx.engine import scheduler
+from phalanx.engine import roster
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
@@ -133,7 +133,7 @@ def test_blocks_kept_free_spare_preemptions_and_time(num_blocks: int, monkeypatc
     draw = random.Random(5)
     arrivals = [Arrival(0.0, draw.randint(20, 100), draw.randint(50, 150)) for _ in range(300)]
     kept = simulate(arrivals, num_blocks=num_blocks)
-    monkeypatch.setattr(scheduler, "kept_free", lambda num_blocks, running, again: 0)
+    monkeypatch.setattr(roster, "kept_free", lambda num_blocks, running, again: 0)
     given_out = simulate(arrivals, num_blocks=num_blocks)
     assert kept.answered == given_out.answered
     assert kept.preemptions < 0.3 * given_out.preemptions

@@ -17,6 +17,7 @@ from phalanx.server.app import create_app
 from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken, Started
 from phalanx.server.metrics import Metrics
@@ -42,7 +43,7 @@ class ScriptedEngine:
         self.loading = self.books = None
         self.live = 0
 
-    def submit(self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None) -> int:  # type: ignore[no-untyped-def]
+    def submit(self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
         self.prompts.append(self.tokenizer.decode(prompt, keep_special=True))
         self.params.append(params)
         tokens = [*self.tokenizer.encode(self.lines.popleft(), special_tokens=False), END]
@@ -101,7 +102,7 @@ class Scripted:
             **given,
         )
         asyncio.run(preparer.start(self.service.assignment))
-        self.app = Guard(create_app(self.service), keys, max_body=2**20)
+        self.app = Guard(create_app(self.service), KeyRing(keys), max_body=2**20)
         self.url = ""
 
     def says(self, *lines: str) -> None:

@@ -35,12 +35,14 @@ def test_of_several_keys_none_has_all_and_a_newcomer_finds_room() -> None:
     assert taken(shares, "second") > 100
 
 
-def test_the_first_request_of_a_key_may_be_large_but_not_larger_than_what_is_left() -> None:
+def test_not_even_the_first_request_of_a_key_takes_all_and_the_last_unit_is_a_newcomers() -> None:
     shares = Shares(10, shared=True)
-    assert shares.take("one", 9)
-    assert not shares.take("two", 2)
-    assert shares.take("two", 1)
-    assert not shares.take("three", 1)
+    assert not shares.take("one", 9)
+    assert shares.take("one", 7)
+    assert shares.take("two", 2)
+    assert not shares.take("two", 1)
+    assert shares.take("three", 1)
+    assert not shares.take("four", 1)
 
 
 def test_a_key_that_gave_everything_back_leaves_nothing_behind() -> None:

@@ -93,3 +93,11 @@ class Agenda:
                 places += [(number + index, book.place(mask)) for index, mask in enumerate(allowed)]
             number += 1 + len(row.drafts) if row else 1
         return places
+
+
+class Launched(NamedTuple):
+    """A step on its way, the requests of its rows that yield tokens, and its rows of drafts."""
+
+    plan: StepPlan
+    sampled: list[Request]
+    drafted: list[Drafted]

@@ -68,13 +68,21 @@ class Engine:
         check_request(prompt, params, self.vocab, self.scheduler.limits.max_model_len)
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, salt: str | None = None, matcher: Matcher | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        salt: str | None = None,
+        matcher: Matcher | None = None,
+        owner: str = "",
     ) -> Request:
-        """Queue a request. `salt` keeps its cached prefixes apart from others', `matcher` its answer to a grammar."""
+        """Queue a request. `salt` keeps its cached prefixes apart from others', `matcher` its answer to a grammar.
+
+        Requests of different owners share the engine in equal parts.
+        """
         self.check(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._next_id += 1
-        request = Request(self._next_id, list(prompt), params, seed, salt, matcher)
+        request = Request(self._next_id, list(prompt), params, seed, salt, matcher, owner)
         self.scheduler.add(request)
         return request
 

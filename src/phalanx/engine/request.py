@@ -75,6 +75,7 @@ class Request:
         seed: int,
         salt: str | None,
         matcher: Matcher | None = None,
+        owner: str = "",
     ) -> None:
         self.id = request_id
         self.order = (params.priority, request_id)
@@ -82,6 +83,7 @@ class Request:
         self.seed = seed
         self.salt = salt
         self.matcher = matcher
+        self.owner = owner
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.longest = len(prompt)
@@ -122,3 +124,20 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    def end_behind(self, token: int) -> str | None:
+        """Why it ends with this token, its last, if it does. Its grammar moves on.
+
+        A complete grammar ends the answer whatever else the request asks for; a failed one ends it with an error.
+        """
+        if self.matcher is not None:
+            try:
+                self.matcher.accept(token)
+            except RequestError as error:
+                self.error = error
+                return "error"
+            if self.matcher.finished:
+                return "stop"
+        if token in self.ends and len(self.tokens) - self.prompt_length >= self.params.min_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.longest else None

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx.engine.request import Request
+from phalanx.engine.step_line import StepLine
 
 TRUSTED = 2.0
 """How many drafts that came true a request has to its credit before its first, and half as many that did not."""
@@ -20,7 +21,6 @@ MEMORY = 0.9
 """What is left of a request's record with each further row of drafts."""
 FORGIVENESS = 0.995
 """What is left of it with each token that was made without: in time a failed drafter gets another chance."""
-STEP_MEMORY = 0.98
 CHEAP = 0.02
 """The share of a step that one more row takes, as long as nothing is measured."""
 
@@ -40,33 +40,6 @@ class SpeculationTotals(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     by_position: list[int] = msgspec.field(default_factory=list)
-
-
-class StepLine:
-    """What a step without prompts takes, as a line over its tokens, by the steps of late."""
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._weight, self._tokens, self._seconds, self._squares, self._products = (
-            STEP_MEMORY * old + new
-            for old, new in zip(
-                (self._weight, self._tokens, self._seconds, self._squares, self._products),
-                (1.0, tokens, seconds, tokens * tokens, tokens * seconds),
-                strict=True,
-            )
-        )
-
-    def share_of_one_more(self, tokens: int) -> float:
-        """What one token more takes, to a step of so many."""
-        spread = self._weight * self._squares - self._tokens**2
-        if spread <= 1e-3 * self._tokens**2:
-            return CHEAP
-        slope = (self._weight * self._products - self._tokens * self._seconds) / spread
-        base = (self._seconds - slope * self._tokens) / self._weight
-        time = base + slope * tokens
-        return min(max(slope / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
 
 
 @dataclass
@@ -97,7 +70,7 @@ class Speculation:
 
     def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
         """Drafts by request, in a step of so many rows that has room for as many tokens more."""
-        share = self._line.share_of_one_more(rows)
+        share = self._share_of_one_more(rows)
         if room <= 0 or rows * share >= 1:
             return {}
         hopeful = [(self._record(request).chance, request) for request in requests]
@@ -112,7 +85,7 @@ class Speculation:
         made, tokens = float(rows), rows
         while queue and room > 0:
             worth, id = heapq.heappop(queue)
-            if -worth <= made * self._line.share_of_one_more(tokens):
+            if -worth <= made * self._share_of_one_more(tokens):
                 break
             made, tokens, room = made - worth, tokens + 1, room - 1
             taken[id] += 1
@@ -123,7 +96,7 @@ class Speculation:
 
     def waits_for(self, request: Request, rows: int) -> bool:
         """Whether a token on its way is better read before the next: it may be the first of some that come true."""
-        worth = self._record(request).chance > rows * self._line.share_of_one_more(rows)
+        worth = self._record(request).chance > rows * self._share_of_one_more(rows)
         return worth and len(self._drafter.propose(request, 2)) > 1
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
@@ -146,6 +119,14 @@ class Speculation:
     def forget(self, request: Request) -> None:
         self._records.pop(request.id, None)
         self._drafter.forget(request)
+
+    def _share_of_one_more(self, tokens: int) -> float:
+        """What one token more takes, to a step of so many."""
+        line = self._line.fit()
+        if line is None:
+            return CHEAP
+        time = line.of(tokens)
+        return min(max(line.per_token / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request.id)

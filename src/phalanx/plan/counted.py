@@ -16,7 +16,7 @@ from operator import attrgetter
 from phalanx.cost.rules import Rules
 from phalanx.engine.defaults import BLOCK_SIZE
 from phalanx.engine.passing import Passing
-from phalanx.engine.scheduler import kept_free
+from phalanx.engine.roster import kept_free
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.scheduled import MostSteps, Moves, Room
 from phalanx.spec.workload import Workload

@@ -22,9 +22,10 @@ class PrefillFirst(FirstCome):
     """A step holds prompts or decodes, never both; prompts go first and decodes wait."""
 
     def _fill(self, agenda: Agenda) -> None:
-        budget = self.limits.max_num_batched_tokens
-        budget -= self._continue_prompts(agenda, budget, may_admit=True)
-        self._admit(agenda, budget, self.waiting)
+        left = self._sharing.parts()
+        for owner in left:
+            self._continue_prompts(agenda, left, owner, may_admit=True)
+        self._admit(agenda, left, self._sharing.next_ones(left))
         if not agenda.prompts:
             super()._fill(agenda)
 
@@ -34,8 +35,8 @@ class WholePrompts(FirstCome):
     runs in pieces.
     """
 
-    def _admit(self, agenda: Agenda, budget: int, candidates: Iterable[Request]) -> int:
-        return super()._admit(agenda, budget, islice(candidates, self._fitting(budget)))
+    def _admit(self, agenda: Agenda, left: dict[str, int], candidates: Iterable[Request]) -> None:
+        super()._admit(agenda, left, islice(candidates, self._fitting(sum(left.values()))))
 
     def _fitting(self, budget: int) -> int:
         """How many of the waiting requests fit whole, or one that would never."""
@@ -43,7 +44,7 @@ class WholePrompts(FirstCome):
         for request in self.waiting:
             budget -= request.length
             if budget < 0:
-                return count or int(not self._prompts)
+                return count or int(not self.prompts)
             count += 1
         return count
 

@@ -11,8 +11,9 @@ from phalanx.engine.blocks import BlockPool
 from phalanx.engine.defaults import BLOCK_SIZE
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.request import Request
+from phalanx.engine.roster import KEPT_FREE
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import KEPT_FREE, Limits
+from phalanx.engine.scheduler import Limits
 from phalanx.engine.step_plan import StepPlan
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.policies import POLICIES

@@ -23,7 +23,7 @@ class Question:
     """A prompt and how to answer it. `parser` makes the parser of one choice; without one, text stays as it is.
 
     Of the tool calls a model makes at once, `most_calls` are passed on. `keep_special` and `keep_stop` leave special
-    tokens and the stop string in the text.
+    tokens and the stop string in the text. Owners share the engine in equal parts.
     """
 
     prompt: list[int]
@@ -35,6 +35,7 @@ class Question:
     keep_special: bool = False
     keep_stop: bool = False
     tell_tokens: bool = False
+    owner: str = ""
 
 
 @dataclass
@@ -143,9 +144,8 @@ class Answer:
             for question in self.questions:
                 for number in range(question.params.n):
                     params = question.params.of_choice(number)
-                    ids.append(
-                        engine.submit(question.prompt, params, self.mailbox, len(ids), question.salt, question.grammar)
-                    )
+                    kept = question.salt, question.grammar, question.owner
+                    ids.append(engine.submit(question.prompt, params, self.mailbox, len(ids), *kept))
             while any(choice.finish_reason is None for choice in self.choices):
                 yield self._read(await self.mailbox.take(), engine, ids)
         finally:

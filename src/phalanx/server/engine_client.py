@@ -38,6 +38,7 @@ from phalanx.server.messages import (
     Order,
     Pulses,
     Refused,
+    ResetPrefixes,
     Started,
     Startup,
     Stepped,
@@ -48,6 +49,7 @@ from phalanx.server.messages import (
     orders_address,
     reports_address,
 )
+from phalanx.server.pace import Pace
 
 ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
@@ -96,6 +98,7 @@ class EngineClient:
         self.loading: Loading | None = None
         self.started: Started | None = None
         self.books: Books | None = None
+        self.pace = Pace()
         self._on_step = on_step
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
@@ -151,17 +154,29 @@ class EngineClient:
         choice: int,
         salt: str | None = None,
         grammar: bytes | None = None,
+        owner: str = "",
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
         self._mailboxes[self._next_id] = mailbox, choice
-        self._send(Submit(self._next_id, prompt, params, salt, grammar))
+        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner))
         return self._next_id
 
     def cancel(self, id: int) -> None:
         """End a request and free its blocks. One that has ended already is left alone."""
-        if self._mailboxes.pop(id, None) is not None:
+        if self._leave(id) is not None:
             self._send(Cancel(id))
+
+    def _leave(self, id: int) -> Mailbox | None:
+        """Where its tokens went, if it was still here."""
+        mailbox, _ = self._mailboxes.pop(id, (None, 0))
+        if mailbox is not None:
+            self.pace.one_ended()
+        return mailbox
+
+    def reset_prefixes(self) -> None:
+        """Requests that come later find none of what was cached before, but for what running ones use."""
+        self._send(ResetPrefixes())
 
     @property
     def live(self) -> int:
@@ -201,7 +216,7 @@ class EngineClient:
             now = time.monotonic()
             self._beats |= {beat.rank: (beat, now) for beat in report.beats}
         elif isinstance(report, Refused):
-            mailbox, _ = self._mailboxes.pop(report.id, (None, 0))
+            mailbox = self._leave(report.id)
             if mailbox is not None:
                 mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
         elif isinstance(report, Loading):
@@ -214,7 +229,7 @@ class EngineClient:
                 continue
             mailbox, choice = entry
             if token.finish_reason is not None:
-                del self._mailboxes[token.id]
+                self._leave(token.id)
             if not mailbox.put(choice, token):
                 self.cancel(token.id)
 

@@ -13,7 +13,8 @@ _TIMES_WHAT_IS_LEFT = 3
 class Shares:
     """So many units of something. Where there are several keys, none may hold more than three times what is left.
 
-    So one key alone gets three quarters, two get three sevenths each, and a newcomer always finds something free.
+    So one key alone gets three quarters, two get three sevenths each, and a newcomer always finds something free: the
+    last unit, if there is no more.
     """
 
     def __init__(self, total: int, shared: bool) -> None:
@@ -36,7 +37,7 @@ class Shares:
     def take(self, key: str, amount: int) -> bool:
         """Whether the key got them; they are to be given back."""
         left, held = self.free - amount, self.held(key)
-        if left < 0 or (self._shared and held and held + amount > _TIMES_WHAT_IS_LEFT * left):
+        if left < 0 or (self._shared and held + amount > max(1, _TIMES_WHAT_IS_LEFT * left)):
             return False
         self._held[key] += amount
         return True

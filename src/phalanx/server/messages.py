@@ -26,13 +26,18 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams
     salt: str | None = None
     grammar: bytes | None = None
+    owner: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Order = Submit | Cancel
+class ResetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget all prefixes that no request uses now."""
+
+
+Order = Submit | Cancel | ResetPrefixes
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -1,125 +1,56 @@
-"""Places: who may use the engine where several keys share it."""
+"""Places: who may wait for the engine where several keys share it."""
 
 from __future__ import annotations
-
-import asyncio
-from collections import OrderedDict, deque
 
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import bad_request, queue_full
 from phalanx.server.fairness import Shares
 from phalanx.server.supervisor import Supervisor
 
-_STEPS_OF_PROMPTS = 4
-
 
 class RequestPlace:
-    """One request's share of the engine, until it is left."""
+    """One request's share of the queue, until it is left."""
 
-    def __init__(self, engine: EngineClient, key: str, choices: int, tokens: int) -> None:
+    def __init__(self, engine: EngineClient, key: str, choices: int) -> None:
         self.engine = engine
         self.key = key
         self.choices = choices
-        self.tokens = tokens
-        self.let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Places:
     """Lets requests through to the engine. With one key, all that the supervisor admits.
 
-    With several, no key has all places to wait, nor all sequences of the batch, nor all tokens of prompts that the
-    engine has before it; those who wait for these are let in one key after the other.
+    With several, none has all places to wait; the engine then gives each key its part of every step.
     """
 
     def __init__(self, supervisor: Supervisor, shared: bool) -> None:
+        self.shared = shared
         self._supervisor = supervisor
-        self._shared = shared
-        self._queue, self._sequences, self._prompts = (Shares(0, shared) for _ in range(3))
-        self._waiting: OrderedDict[str, deque[RequestPlace]] = OrderedDict()
+        self._queue = Shares(0, shared)
 
-    async def enter(self, key: str, choices: int, tokens: int) -> RequestPlace:
-        """A place, to be left. ApiError if there is none, or if the server has stopped meanwhile."""
-        engine = self._supervisor.admit(choices)
-        place = RequestPlace(engine, key, choices, tokens)
-        if not self._shared:
+    def enter(self, key: str, choices: int) -> RequestPlace:
+        """A place, to be left. ApiError if there is none."""
+        place = RequestPlace(self._supervisor.admit(choices), key, choices)
+        if not self.shared:
             return place
-        self._measure(engine)
+        self._queue.total = self._supervisor.room
         self._check_size(choices)
         if not self._queue.take(key, choices):
-            raise queue_full(f"This key has {self._queue.held(key)} requests here, and leaves the rest to others.")
-        self._waiting.setdefault(key, deque()).append(place)
-        self._let_in()
-        try:
-            await place.let_in
-            place.engine = self._supervisor.admit(0)
-        except BaseException:
-            self.leave(place)
-            raise
+            why = f"This key has {self._queue.held(key)} requests here, and leaves the rest to others."
+            raise queue_full(why, place.engine.pace.seconds_until(choices))
         return place
 
-    def prefilled(self, place: RequestPlace) -> None:
-        """Its prompts are read."""
-        if self._shared and place.tokens:
-            self._prompts.give(place.key, self._fitting(self._prompts, place.tokens))
-            place.tokens = 0
-            self._let_in()
-
     def leave(self, place: RequestPlace) -> None:
-        if not self._shared:
-            return
-        self._queue.give(place.key, place.choices)
-        line = self._waiting.get(place.key)
-        if line is not None and place in line:
-            line.remove(place)
-            if not line:
-                del self._waiting[place.key]
-            return
-        self._sequences.give(place.key, self._fitting(self._sequences, place.choices))
-        self.prefilled(place)
-        self._let_in()
-
-    def _measure(self, engine: EngineClient) -> None:
-        assert engine.started is not None
-        config = self._supervisor.launch.config
-        self._queue.total = self._supervisor.room
-        self._sequences.total = engine.started.max_num_seqs
-        self._prompts.total = max(engine.started.max_model_len, _STEPS_OF_PROMPTS * config.max_num_batched_tokens)
+        if self.shared:
+            self._queue.give(place.key, place.choices)
 
     def _check_size(self, choices: int) -> None:
-        """A request that filled the batch would keep all other keys from any token until its end."""
-        most = max(1, self._sequences.most_at_once)
+        """A request that filled the queue would be refused whenever it comes."""
+        most = max(1, self._queue.most_at_once)
         if choices > most:
             raise bad_request(
-                f"This request asks for {choices} answers at once. Several keys share the {self._sequences.total} that "
-                f"this server makes together: ask for at most {most}.",
+                f"This request asks for {choices} answers at once. Several keys share the {self._queue.total} places "
+                f"of this server: ask for at most {most}.",
                 "too_many_answers",
                 param="n",
             )
-
-    @staticmethod
-    def _fitting(shares: Shares, amount: int) -> int:
-        """What is larger than all there is counts as all."""
-        return min(amount, shares.total)
-
-    def _let_in(self) -> None:
-        """The first of each key in turn, as long as there is room for one."""
-        refused = 0
-        while refused < len(self._waiting):
-            key, line = self._waiting.popitem(last=False)
-            if not self._take(line[0]):
-                self._waiting[key] = line
-                refused += 1
-                continue
-            refused = 0
-            line.popleft().let_in.set_result(None)
-            if line:
-                self._waiting[key] = line
-
-    def _take(self, place: RequestPlace) -> bool:
-        sequences = self._fitting(self._sequences, place.choices)
-        if not self._sequences.take(place.key, sequences):
-            return False
-        if not self._prompts.take(place.key, self._fitting(self._prompts, place.tokens)):
-            self._sequences.give(place.key, sequences)
-            return False
-        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Reply(Response):
     def __init__(
         self,
         answer: Answer,
-        engine: Callable[[], Awaitable[EngineClient]],
+        engine: Callable[[], EngineClient],
         format: Format,
         stream: bool,
         timeout_s: float,
@@ -63,7 +63,6 @@ class Reply(Response):
         self._timeout_s = timeout_s
         self._own_headers = headers
         self._on_finish = on_finish
-        self._entering: asyncio.Future[EngineClient] | None = None
         self._begun = False
         self._writing = False
 
@@ -107,23 +106,9 @@ class Reply(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
         self.answer.mailbox.close(client_gone())
-        if self._entering is not None:
-            self._entering.cancel()
-
-    async def _entered(self) -> EngineClient:
-        """There may be a line before the engine; a client that leaves gives up its place in it."""
-        self._entering = asyncio.ensure_future(self._engine())
-        try:
-            await asyncio.wait({self._entering})
-        except asyncio.CancelledError:
-            self._entering.cancel()
-            raise
-        if self._entering.cancelled():
-            raise client_gone()
-        return self._entering.result()
 
     async def _send_stream(self) -> None:
-        async with aclosing(self.answer.pieces(await self._entered())) as batches:
+        async with aclosing(self.answer.pieces(self._engine())) as batches:
             async for pieces in batches:
                 events = b"".join([self._format.events(piece, self.answer) for piece in pieces])
                 if events:
@@ -132,7 +117,7 @@ class Reply(Response):
 
     async def _send_whole(self) -> None:
         pieces: list[Piece] = []
-        async with aclosing(self.answer.pieces(await self._entered())) as batches:
+        async with aclosing(self.answer.pieces(self._engine())) as batches:
             async for some in batches:
                 pieces += some
         await self._send_json(200, self._format.body(pieces, self.answer), {})

@@ -1,0 +1,129 @@
+"""Rows of drafts: tokens that were guessed, computed behind those that are known, and what stands of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
+from operator import attrgetter
+
+from phalanx.engine.agenda import Agenda, Drafted, Launched
+from phalanx.engine.request import Phase, Request
+from phalanx.engine.roster import Roster
+from phalanx.engine.speculation import Speculation
+from phalanx.engine.step_plan import StepResult, TokenLogprobs
+
+_slot = attrgetter("slot")
+
+
+class Drafting:
+    """Gives drafts to rows of a step, and books which of them came true."""
+
+    def __init__(self, roster: Roster, speculation: Speculation, most_rows: int) -> None:
+        self.speculation = speculation
+        self._roster = roster
+        self._most_rows = most_rows
+
+    def observe(self, launched: Launched, result: StepResult) -> None:
+        plan = launched.plan
+        if not plan.admissions and plan.samples == plan.counts:
+            self.speculation.observe(plan.num_tokens, result.times.total)
+
+    def without_waiting(self, rows: list[Request]) -> list[Request]:
+        """Without those that may get drafts once a token that is on its way is read."""
+        waits = self.speculation.waits_for
+        return [request for request in rows if not (request.pending and waits(request, len(rows)))]
+
+    def draft(self, agenda: Agenda, rows: list[Request], most: Mapping[str, int], budget: int) -> list[Request]:
+        """Give drafts to some of these rows. Returns those that compute one token.
+
+        `most` tokens are for each owner, `budget` for all. With drafts there are no more tokens than requests may run:
+        so many fit a graph. Who has tokens to compute again goes first, even if they are more than its owner's part. A
+        row that is then too many waits a step.
+        """
+        rows.sort(key=lambda request: not request.rewound)
+        due: Counter[str] = Counter()
+        for request in rows:
+            due[request.owner] += request.rest
+        spare = {owner: most[owner] - tokens for owner, tokens in due.items()}
+        room = min(budget, self._most_rows) - due.total()
+        known = [request for request in rows if not request.pending]
+        proposed = self.speculation.propose(known, len(rows), room)
+        taken: Counter[str] = Counter()
+        plain = []
+        for request in rows:
+            owner, count = request.owner, request.rest
+            if (taken[owner] and taken[owner] + count > most[owner]) or taken.total() + count > budget:
+                continue
+            drafts = self._that_fit(agenda, request, proposed.get(request.id, [])[: max(0, spare[owner])])
+            masks: list[bytes] = []
+            if request.matcher is not None and (drafts or count > 1):
+                masks = request.matcher.masks(drafts)
+                drafts = drafts[: len(masks) - 1]
+            spare[owner] -= len(drafts)
+            taken[owner] += count + len(drafts)
+            if drafts or count > 1:
+                self._compute(agenda, request, drafts, masks)
+                continue
+            plain.append(request)
+            if request.untold:
+                self._tell(agenda, request, [])
+        return plain
+
+    def proven(self, launched: Launched, result: StepResult) -> list[tuple[Request, int, TokenLogprobs | None]]:
+        """The tokens of a step that stand: of a row of drafts those that came true, and the one behind them."""
+        drafted = {row.request.id: row for row in launched.drafted}
+        tokens, logprobs = iter(result.tokens), iter(result.logprobs)
+        proven: list[tuple[Request, int, TokenLogprobs | None]] = []
+        for request in launched.sampled:
+            row = drafted.get(request.id)
+            count = 1 + len(row.drafts) if row else 1
+            found = list(islice(zip(tokens, logprobs, strict=True), count))
+            if row is not None:
+                pairs = zip(row.drafts, found, strict=False)
+                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1][0], pairs))
+                self._settle(row, accepted)
+                found = found[: 1 + accepted]
+            proven += [(request, token, told) for token, told in found]
+        return proven
+
+    def _settle(self, row: Drafted, accepted: int) -> None:
+        """Take back what was computed behind the last draft that came true. A state is taken back as a whole."""
+        request, rejected = row.request, len(row.drafts) - accepted
+        request.pending -= rejected
+        if request.phase is Phase.FINISHED:
+            return
+        self.speculation.verified(request, len(row.drafts), accepted)
+        if request.phase is Phase.RUNNING:
+            request.untold = True
+            request.rewound = self._roster.caches.layout.states and rejected > 0
+            request.computed = row.start if request.rewound else request.computed - rejected
+            self._roster.ready[request.id] = request
+
+    def _that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:
+        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have."""
+        if drafts and request.length + len(drafts) > request.room < request.longest - 1:
+            roster, caches = self._roster, self._roster.caches
+            caches.trim(request)
+            has_grown = any(slot == request.slot for slot, _ in agenda.blocks)
+            if not has_grown and roster.pool.available >= caches.layout.groups + roster.kept_free(request):
+                agenda.give(_slot(request), caches.grow(request))
+        return drafts[: max(0, request.room - request.length)]
+
+    def _compute(self, agenda: Agenda, request: Request, drafts: list[int], masks: Sequence[bytes]) -> None:
+        """A row of all tokens that are to be computed, and drafts. It is read before the request goes on."""
+        agenda.constrained |= request.matcher is not None
+        slot, start, layout = _slot(request), request.computed, self._roster.caches.layout
+        if layout.states:
+            twin = layout.twins[slot]
+            agenda.restored.append((twin, slot) if request.rewound else (slot, twin))
+        self._tell(agenda, request, drafts)
+        count = request.rest + len(drafts)
+        request.computed += count
+        del self._roster.ready[request.id]
+        agenda.drafted.append(Drafted(request, start, count, drafts, masks))
+
+    def _tell(self, agenda: Agenda, request: Request, drafts: list[int]) -> None:
+        """Rows of drafts leave it open which token was the last one: the next row is told."""
+        agenda.told.append((_slot(request), request.computed, request.tokens[request.computed :] + drafts))
+        request.untold = False

@@ -1,0 +1,235 @@
+"""Sharing: requests of several owners have equal parts of the engine, however many each of them sends."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from operator import attrgetter
+
+from phalanx.engine.agenda import Drafted
+from phalanx.engine.request import Request
+from phalanx.engine.roster import Roster
+from phalanx.engine.step_line import Line, StepLine
+
+LONGEST_STEP_S = 0.1
+"""Steps of a shared engine end within this time where they can: a newcomer waits for the one that runs."""
+ADDED = 0.75
+"""What each other owner may add to a step, in parts of what it would take for one alone. The rest up to a whole one, at
+which one would have half its speed beside another, is for what is done between steps."""
+FOR_PROMPTS = 4
+"""One part in this many of an owner's tokens is for its prompts, where it has both these and answers."""
+_OUTLIER = 2.0
+
+_order = attrgetter("order")
+_owner = attrgetter("owner")
+
+
+class Pace:
+    """What steps take, learned from those that ran. One that took far longer than the line through the others counts as
+    no more than twice that: something else had the processor.
+    """
+
+    def __init__(self) -> None:
+        self._steps = StepLine()
+        self._line: Line | None = None
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if self._line is not None:
+            seconds = min(seconds, _OUTLIER * self._line.of(tokens))
+        if seconds <= 0:
+            return
+        self._steps.observe(tokens, seconds)
+        line = self._steps.fit()
+        if line is not None:
+            self._line = Line(max(0.0, line.per_step), max(0.0, line.per_token))
+
+    def most_tokens(self, fewest: int, owners: int) -> float:
+        """For a step of so many owners, of whom one needs the fewest tokens."""
+        if self._line is None or not self._line.per_token:
+            return float("inf")
+        per_step, per_token = self._line
+        as_much_again = per_step / per_token
+        in_time = (LONGEST_STEP_S - per_step) / per_token
+        fair = fewest + ADDED * (owners - 1) * (fewest + as_much_again)
+        return min(max(in_time, as_much_again), fair if owners > 1 else float("inf"))
+
+
+def parts_of(wanted: Mapping[str, int], total: int) -> dict[str, int]:
+    """Tokens for each owner: the same number for all, but for those that want fewer. Each has one at least."""
+    left, most = total, 1
+    for number, count in enumerate(sorted(wanted.values())):
+        most = max(1, left // (len(wanted) - number))
+        if count > most:
+            break
+        left -= count
+    return {owner: min(count, most) for owner, count in wanted.items()}
+
+
+class Holdings:
+    """What owners have of the batch: of its slots or of its blocks, whichever is the larger part."""
+
+    def __init__(self, running: Iterable[Request], slots: int, blocks: int) -> None:
+        self._all_slots, self._all_blocks = slots, blocks
+        self._slots: Counter[str] = Counter()
+        self._blocks: Counter[str] = Counter()
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        self._slots[request.owner] += 1
+        self._blocks[request.owner] += len(request.blocks)
+
+    def part(self, owner: str, more_slots: int = 0, more_blocks: int = 0) -> float:
+        slots, blocks = self._slots[owner] + more_slots, self._blocks[owner] + more_blocks
+        return max(slots / self._all_slots, blocks / self._all_blocks)
+
+    def greediest(self) -> str:
+        return max(self._slots, key=self.part)
+
+
+class Sharing:
+    """Which owner has how much of each step, who of them is admitted next, and who has to make way.
+
+    An engine whose requests have no owner, "", is not shared: they have everything, in order. One with a single other
+    owner only keeps its steps short.
+    """
+
+    def __init__(self, roster: Roster, slots: int, budget: int, drafts: int) -> None:
+        self.pace = Pace()
+        self._roster = roster
+        self._slots, self._budget, self._drafts = slots, budget, drafts
+        self._turn = 0
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self._roster.owners) > 1
+
+    def parts(self) -> dict[str, int]:
+        """Tokens of the next step for each owner that has something to compute."""
+        owners = self._roster.owners
+        if len(owners) > 1:
+            return self._parts()
+        in_time = int(min(self._budget, max(1, self.pace.most_tokens(1, 1))))
+        return {owner: in_time if owner else self._budget for owner in owners}
+
+    def _parts(self) -> dict[str, int]:
+        roster = self._roster
+        needed, wanted = Counter[str](), Counter[str]()
+        for request in roster.ready.values():
+            needed[request.owner] += request.rest
+            wanted[request.owner] += request.rest + self._drafts
+        for request in (*roster.prompts.values(), *roster.waiting):
+            needed[request.owner] += request.rest
+            wanted[request.owner] += request.rest
+        if len(needed) > self._budget:
+            self._turn += 1
+            needed = Counter({owner: needed[owner] for owner in self._whose_turn(needed)})
+        most = self.pace.most_tokens(min(needed.values(), default=0), len(needed))
+        return parts_of({owner: wanted[owner] for owner in needed}, int(min(self._budget, max(most, len(needed)))))
+
+    def _whose_turn(self, owners: Iterable[str]) -> list[str]:
+        """As many as a step has tokens, others with each turn."""
+        ordered, count = sorted(owners), self._budget
+        return [ordered[(self._turn * count + index) % len(ordered)] for index in range(count)]
+
+    def for_decodes(self, left: Mapping[str, int]) -> Mapping[str, int]:
+        """What answers may take of it, so that an owner's own answers do not keep its prompts out."""
+        roster = self._roster
+        if not self.is_shared and "" in left:
+            return left
+        waiting = roster.waiting if roster.free_slots else ()
+        beside = {request.owner for request in (*roster.prompts.values(), *waiting)}
+        return {
+            owner: part - max(part // FOR_PROMPTS, 1) if part > 1 and owner in beside else part
+            for owner, part in left.items()
+        }
+
+    def in_turn(self, rows: list[Request], most: Mapping[str, int]) -> list[Request]:
+        """As many rows of each owner as it may have, others with each step; in order where there are no owners."""
+        if not self.is_shared and len(rows) <= next(iter(most.values()), 0):
+            return rows
+        if not self.is_shared and "" in most:
+            return heapq.nsmallest(most[""], rows, key=_order)
+        taken, chosen = Counter[str](), []
+        for request in rows:
+            if taken[request.owner] < most.get(request.owner, 0):
+                taken[request.owner] += 1
+                chosen.append(request)
+        ready = self._roster.ready
+        for request in chosen:
+            ready[request.id] = ready.pop(request.id)
+        return chosen
+
+    def make_way(self) -> None:
+        """For the next one to be admitted, by those who hold at least twice what its owner would with it.
+
+        Twice, so that two do not drive each other out in turn.
+        """
+        roster = self._roster
+        if not self.is_shared or not roster.waiting:
+            return
+        request = next(self._of_those_who_hold_least(dict.fromkeys(roster.owners, 1)), None)
+        if request is None:
+            return
+        blocks = roster.pool.blocks_for(len(request.tokens))
+        needed = roster.caches.layout.groups * blocks
+        part = self._holdings(roster.running).part(request.owner, 1, blocks)
+        while not roster.free_slots or roster.pool.available < needed + roster.kept_free(request):
+            victim, held = self._least_due_and_held()
+            if held < 2 * part:
+                return
+            roster.preempt(victim)
+
+    def least_due(self) -> Request:
+        """Who gives up its blocks when there are too few: the last in order, of the greediest owner."""
+        return self._least_due_and_held()[0] if self.is_shared else self._roster.running[-1]
+
+    def _least_due_and_held(self) -> tuple[Request, float]:
+        """Never the oldest of all, unless it is alone: so some request comes to its end."""
+        running = self._roster.running
+        oldest = min(running, key=lambda request: request.id)
+        others = [request for request in running if request is not oldest]
+        holdings = self._holdings(others)
+        owner = holdings.greediest() if others else oldest.owner
+        youngest = next(request for request in reversed(others or [oldest]) if request.owner == owner)
+        return youngest, holdings.part(owner)
+
+    def next_ones(self, left: Mapping[str, int]) -> Iterable[Request]:
+        """Those to admit, in order. Where there are owners: the first one of whom holds least, and has tokens left."""
+        if not self.is_shared:
+            return list(islice(self._roster.waiting, len(self._roster.free_slots)))
+        return self._of_those_who_hold_least(left)
+
+    def _of_those_who_hold_least(self, left: Mapping[str, int]) -> Iterator[Request]:
+        lines: dict[str, deque[Request]] = {}
+        for request in self._roster.waiting:
+            lines.setdefault(request.owner, deque()).append(request)
+        holdings = self._holdings(self._roster.running)
+        while lines:
+            owner = min(lines, key=holdings.part)
+            request = lines[owner].popleft()
+            if not left.get(owner) or request.pending:
+                del lines[owner]
+                continue
+            yield request
+            holdings.add(request)
+            if not lines[owner]:
+                del lines[owner]
+
+    def _holdings(self, of: Iterable[Request]) -> Holdings:
+        roster = self._roster
+        return Holdings(of, self._slots, roster.pool.num_blocks // roster.caches.layout.groups)
+
+
+def charge(left: dict[str, int], rows: list[Request], drafted: Iterable[Drafted]) -> None:
+    """Take what rows compute from their owners' parts. What one of them overdraws, the others lack."""
+    for owner, tokens in Counter(map(_owner, rows)).items():
+        left[owner] -= tokens
+    for row in drafted:
+        left[row.request.owner] -= row.tokens
+    debt = -sum(tokens for tokens in left.values() if tokens < 0)
+    for owner in sorted(left, key=left.__getitem__, reverse=True) if debt else ():
+        paid = min(debt, max(0, left[owner]))
+        left[owner], debt = max(0, left[owner]) - paid, debt - paid
