@@ -13,6 +13,7 @@ from phalanx.cli.shared import AsJson, told_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from phalanx.weights.quantize import QuantizedCheckpoint
 
@@ -23,11 +24,14 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder (safetensors) or Hugging Face id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be new.")],
     number_format: Annotated[
-        str, typer.Option("--format", help="fp8-block (128 x 128) or fp8-channel (compressed-tensors).")
+        str, typer.Option("--format", help="fp8-block (128 x 128), fp8-channel, awq, w4a16 or mxfp4.")
     ] = "fp8-block",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text that awq's scales go by; default: what the model says by itself.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's linear layers in FP8, in a form that vLLM, SGLang and transformers load too."""
+    """Write a model's linear layers in FP8 or four bits, in a form that vLLM, SGLang and transformers load too."""
     with told_errors():
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
@@ -35,12 +39,15 @@ def quantize(
         from phalanx.weights.checkpoint import locate
         from phalanx.weights.quantize import quantize as run
 
+        inputs = _inputs(model, calibration) if number_format == "awq" else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("")
-            report = run(
-                locate(model), output, number_format, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            report = run(locate(model), output, number_format, progress, inputs)
         if as_json:
             print(json.dumps(report.to_dict()))
             return
@@ -52,6 +59,19 @@ def quantize(
                 "Phalanx loads them at any TP; vLLM and transformers may not: for those use --format fp8-channel.",
                 file=sys.stderr,
             )
+
+
+def _inputs(model: str, calibration: Path | None) -> dict[str, Tensor]:
+    """What the model's linear layers are given over the text."""
+    from phalanx.bench.activations import collect
+    from phalanx.errors import ConfigError
+    from phalanx.weights.checkpoint import locate
+
+    try:
+        text = calibration.read_text(encoding="utf-8") if calibration is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("bad_text", f"{calibration} cannot be read: {error}.", "Give a file of UTF-8 text.") from None
+    return collect(locate(model), text)
 
 
 def _table(report: QuantizedCheckpoint) -> Table:
