@@ -351,14 +351,21 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     config = tiny_config(name)
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config).eval()
+    fill_randomly(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def fill_randomly(model: Any) -> None:
+    import torch
+
+    config = model.config
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             mean = _mean(key, hasattr(config, "linear_num_key_heads")) if tensor.dim() == 1 else 0.0
             torch.nn.init.normal_(tensor, mean=mean, std=0.15)
         else:
             tensor.copy_(torch.rand(len(tensor), config.num_local_experts).argsort()[:, : tensor.shape[1]])
-    model.save_pretrained(folder)
-    return model
 
 
 def _mean(vector: str, delta_nets: bool) -> float:

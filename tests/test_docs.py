@@ -51,6 +51,8 @@ def check(line: str) -> None:
         name = given.pop(0)
         assert name in command.commands, f"phalanx has no {name!r}"
         command = command.commands[name]
+    if command.name == "show":
+        command = typer.main.get_command(app).commands["serve"]  # takes serve's options
     known = {"--help"}.union(*([*each.opts, *each.secondary_opts] for each in command.params))
     for word in given:
         option = word.partition("=")[0]

@@ -20,7 +20,7 @@ from phalanx.engine.whereabouts import Whereabouts
 from phalanx.fabric.group import Group
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
-from phalanx.weights.checkpoint import Checkpoint
+from phalanx.runtime.speculate import open_checkpoint, speculation
 
 PATIENCE_S = 120
 
@@ -66,7 +66,7 @@ class ThreadedRunner:
 
     def __init__(self, folder: Path, tp: int, config: EngineConfig, sizes: Sizes) -> None:
         self.nodes: list[str] = []
-        checkpoint, meeting = Checkpoint(folder), Meeting(tp)
+        checkpoint, meeting = open_checkpoint(config, folder), Meeting(tp)
         groups = [ThreadGroup(meeting, rank) for rank in range(tp)]
         models = [load_model(config, checkpoint, group, lambda done, total: None) for group in groups]
         self.ranks = [make_runner(config, model, sizes) for model in models]
@@ -105,14 +105,18 @@ class ThreadedEngine:
         usual = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40}
         asked = usual | {"max_model_len": 160} | limits
         config = EngineConfig(tp=tp, device="cpu", speculate=speculate, **asked)
-        spec = Checkpoint(folder).spec
+        checkpoint = open_checkpoint(config, folder)
+        spec = checkpoint.spec
         windows = len(spec.window_groups) * -(-asked["max_model_len"] // asked["block_size"])
         sizes = Sizes(num_blocks=asked["num_blocks"] + windows, max_model_len=asked["max_model_len"])
-        runner = ThreadedRunner(folder, tp, config, sizes)
+        self.runner = runner = ThreadedRunner(folder, tp, config, sizes)
         pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
         bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
         self.outputs: list[Output] = []
-        self.engine = Engine(Scheduler(bounds, pool, layout=cache_layout(config, spec)), runner, spec.vocab)
+        scheduler = Scheduler(
+            bounds, pool, layout=cache_layout(config, spec), speculation=speculation(config, checkpoint)
+        )
+        self.engine = Engine(scheduler, runner, spec.vocab)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """The requests, run to their end."""

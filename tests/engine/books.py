@@ -104,6 +104,9 @@ class Guesser:
             drafts.append(token)
         return drafts
 
+    def may_follow(self, request: Request) -> bool:
+        return len(self.propose(request, 2)) > 1
+
     def forget(self, request: Request) -> None:
         pass
 

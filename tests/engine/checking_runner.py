@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from zlib import crc32
 
 import msgspec
@@ -86,6 +87,9 @@ class CheckingRunner:
         self._prefix_numbers: dict[tuple[int, int], int] = {}
         self.masks: dict[int, bytes] = {}
         self._kv: dict[tuple[int, int], tuple[int, int]] = {}
+        self.right, self.draft_s, self._random = 1.0, 0.0, Random(0)
+        """How often drafts that are made here come true, and what one of every row takes."""
+        self._drafts: deque[list[list[int]]] = deque()
 
     @property
     def clock(self) -> float:
@@ -109,6 +113,7 @@ class CheckingRunner:
         assert all(0 <= place < places_for(self.limits.max_num_seqs) for place, _ in plan.new_masks)
         self.masks |= {place: unpack(packed) for place, packed in plan.new_masks}
         self._sampled.append(self._sample(rows, {index: self.masks[place] for index, place in plan.masks}))
+        self._drafts.append([self._draft(row, plan.ahead) for row in rows if row.samples] if plan.ahead else [])
         self.plans.append(plan)
         self.in_flight += 1
         self._inner.launch(plan)
@@ -116,9 +121,12 @@ class CheckingRunner:
     def collect(self) -> StepResult:
         assert self.in_flight > 0, "nothing to collect"
         self.in_flight -= 1
+        ahead = self.plans[-1 - self.in_flight].ahead
         result = self._inner.collect()
         self._sampled.popleft()
-        return result
+        self._inner.clock += ahead * self.draft_s
+        times = msgspec.structs.replace(result.times, draft=ahead * self.draft_s)
+        return msgspec.structs.replace(result, times=times, drafts=self._drafts.popleft())
 
     def close(self) -> None:
         self._inner.close()
@@ -245,6 +253,18 @@ class CheckingRunner:
                 slot.tokens.append(found[row.slot, row.end])
         assert not masks, "a mask for a token that no row yields"
         return found
+
+    def _draft(self, row: Row, ahead: int) -> list[int]:
+        """Behind the last token of a row that stands, as a rank makes them: it knows nothing of grammars."""
+        slot, yielded = self.slots[row.slot], self._sampled[-1]
+        position = row.end - row.samples + 1
+        while position < row.end and slot.tokens[position] == yielded[row.slot, position]:
+            position += 1
+        tokens = [*slot.tokens[:position], yielded[row.slot, position]]
+        for _ in range(ahead):
+            token = next_token(tokens, slot.seed, self.vocab)
+            tokens.append(token if self._random.random() < self.right else (token + 1) % self.vocab)
+        return tokens[position + 1 :]
 
     def _place(self, slot: Slot, position: int, group: int) -> tuple[int, int]:
         return slot.tables[group][position // self.block_size], position % self.block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.engine.speculation import Speculation
+from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.engine.step_plan import StepPlan
 
 from .books import Guesser, check_answer, greedy, make_engine, run
@@ -13,9 +13,13 @@ LONG = 400
 CONTEXT = 512
 
 
-def seconds(slope: float, batch: int, right: float | None, depth: int = 1) -> float:
-    """Of answers of `LONG` tokens, where a step takes one second, and `slope` more for each of its tokens."""
-    speculation = None if right is None else Speculation(Guesser(right), 8)
+def seconds(slope: float, batch: int, right: float | None, depth: int = 1, draft_s: float | None = None) -> float:
+    """Of answers of `LONG` tokens, where a step takes one second, and `slope` more for each of its tokens.
+
+    Where a draft takes `draft_s`, ranks make them.
+    """
+    drafter = Guesser(right or 0.0) if draft_s is None else RankDrafter()
+    speculation = None if right is None else Speculation(drafter, 8)
     engine, runner = make_engine(
         max_num_seqs=max(64, batch),
         budget=1024,
@@ -25,6 +29,7 @@ def seconds(slope: float, batch: int, right: float | None, depth: int = 1) -> fl
         speculation=speculation,
     )
     runner._inner._price = lambda plan: 1.0 + slope * plan.num_tokens
+    runner.right, runner.draft_s = right or 0.0, draft_s or 0.0
     requests = [engine.add([1, 2, 3], greedy(LONG, seed=seed)) for seed in range(batch)]
     while engine.has_work:
         engine.step()
@@ -42,6 +47,18 @@ def test_drafts_that_fail_cost_next_to_nothing(slope: float, batch: int) -> None
 def test_drafts_pay_where_a_longer_step_costs_little() -> None:
     assert seconds(0.01, 1, right=0.95) < 0.4 * seconds(0.01, 1, right=None)
     assert seconds(0.1, 6, right=0.95) < 0.9 * seconds(0.1, 6, right=None)
+
+
+@pytest.mark.parametrize(("slope", "batch"), [(0.01, 1), (0.1, 3), (1.0, 3)])
+def test_ranks_stop_making_drafts_that_fail(slope: float, batch: int) -> None:
+    """But for a try now and then."""
+    assert seconds(slope, batch, right=0.0, draft_s=0.03) < 1.03 * seconds(slope, batch, right=None)
+
+
+def test_ranks_make_drafts_that_pay() -> None:
+    assert seconds(0.01, 1, right=0.8, draft_s=0.03) < 0.45 * seconds(0.01, 1, right=None)
+    assert seconds(0.01, 1, right=0.8, draft_s=0.9) < 1.03 * seconds(0.01, 1, right=None), "and none that are dear"
+    assert seconds(0.01, 1, right=0.8, depth=2, draft_s=0.03) < 0.5 * seconds(0.01, 1, right=None, depth=2)
 
 
 def test_two_steps_in_flight_make_room_for_drafts() -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.speculation import Speculation
+from phalanx.engine.speculation import RankDrafter, Speculation
 
 from .books import EOS, VOCAB, Guesser, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine
 
@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         snapshots=st.sampled_from([None, None, 0, 1, 6]),
         guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
         most_drafts=st.integers(1, 8),
+        by_ranks=st.booleans(),
         owners=st.sampled_from([("",), ("",), ("a",), ("", "a"), ("a", "b", "c")]),
         seconds_per_token=st.sampled_from([0.0, 0.01, 0.05]),
     )
@@ -77,12 +78,14 @@ class EngineMachine(RuleBasedStateMachine):
         snapshots: int | None,
         guessed: float | None,
         most_drafts: int,
+        by_ranks: bool,
         owners: tuple[str, ...],
         seconds_per_token: float,
     ) -> None:
         self.max_model_len = max_model_len
         self.owners = owners
-        speculation = None if guessed is None else Speculation(Guesser(guessed), most_drafts)
+        drafter = RankDrafter() if by_ranks else Guesser(guessed or 0.0)
+        speculation = None if guessed is None else Speculation(drafter, most_drafts)
         self.engine, self.runner = make_engine(
             max_num_seqs=max_num_seqs,
             budget=budget,
@@ -96,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,
             price=lambda plan: 0.04 + seconds_per_token * plan.num_tokens,
         )
+        self.runner.right = guessed or 0.0
 
     @precondition(lambda self: len(self.added) < 12)
     @rule(prompt=prompts(), params=sampling_params(), salt=st.sampled_from([None, None, None, "a", "b"]))

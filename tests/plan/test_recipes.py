@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import re
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -103,8 +106,9 @@ def test_compose_reserves_the_gpus_and_publishes_to_loopback(engine: str) -> Non
     device = second["deploy"]["resources"]["reservations"]["devices"][0]
     assert device["device_ids"] == ["4", "5", "6", "7"]
     assert second["ports"] == ["127.0.0.1:8001:8000"]
-    assert second["command"] == command(launch(engine), host="0.0.0.0")
-    assert ("Dockerfile" in files) == (engine == "phalanx")
+    own = ("--admin-port", "9000") if engine == "phalanx" else ()
+    assert second["command"] == command(launch(engine), host="0.0.0.0", extra=own)
+    assert ("Containerfile" in files) == ("grafana.json" in files) == (engine == "phalanx")
     assert ("trtllm.yaml" in files) == (engine == "trtllm")
 
 
@@ -115,11 +119,12 @@ def test_kubernetes_asks_for_the_gpus_of_a_replica(engine: str) -> None:
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert deployment["spec"]["replicas"] == 2
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
-    assert container["command"] == command(launch(engine), host="0.0.0.0")
+    own = ("--admin-port", "9000", "--api-key-file", "/etc/phalanx/keys/keys") if engine == "phalanx" else ()
+    assert container["command"] == command(launch(engine), host="0.0.0.0", extra=own)
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert service["metadata"]["name"] == "llama-3-3-70b-instruct"
     if engine == "trtllm":
-        options = yaml.safe_load(documents[2]["data"]["trtllm.yaml"])
+        options = yaml.safe_load(documents[-1]["data"]["trtllm.yaml"])
         assert options["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
 
 
@@ -229,3 +234,51 @@ def test_vllm_s_own_parser_takes_the_command() -> None:
     assert (read.tensor_parallel_size, read.quantization, read.kv_cache_dtype) == (4, "fp8", "fp8")
     assert (read.max_model_len, read.max_num_seqs, read.max_num_batched_tokens) == (1280, 16, 8192)
     assert read.enable_expert_parallel
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_manifests_fit_kubernetes_own_schema(engine: str) -> None:
+    documents = list(yaml.safe_load_all(recipe(launch(engine), "k8s")["kubernetes.yaml"]))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    kinds = {document["kind"]: document for document in documents}
+    assert {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"} <= kinds.keys()
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    (claim,) = [each["persistentVolumeClaim"] for each in pod["volumes"] if "persistentVolumeClaim" in each]
+    assert claim["claimName"] == kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    assert kinds["PodDisruptionBudget"]["spec"]["selector"] == kinds["Deployment"]["spec"]["selector"]
+
+
+def test_phalanx_in_kubernetes_is_nobody_special_and_probed_without_a_secret() -> None:
+    deployment = next(yaml.safe_load_all(recipe(launch("phalanx"), "k8s")["kubernetes.yaml"]))
+    pod = deployment["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert pod["securityContext"]["runAsNonRoot"]
+    for probe in ("readinessProbe", "startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == int(value_of(container["command"], "--admin-port"))
+    keys = value_of(container["command"], "--api-key-file")
+    assert any(keys.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
+
+
+def test_the_container_is_not_root_s_has_a_health_check_and_takes_a_wheel() -> None:
+    text = recipe(launch("phalanx"), "compose")["Containerfile"]
+    steps = [line.split()[0] for line in text.splitlines() if line[:1].isupper()]
+    assert steps[0] == "FROM"
+    assert steps.index("USER") > max(index for index, step in enumerate(steps) if step == "RUN")
+    assert "USER 10001" in text
+    assert "HEALTHCHECK" in steps
+    assert "COPY phalanx-*.whl" in text
+    unit = recipe(launch("phalanx"), "systemd")["phalanx-0.service"]
+    assert "ExecReload=/bin/kill -HUP $MAINPID" in unit
+
+
+def test_no_text_names_a_package_that_is_not_published() -> None:
+    root = Path(__file__).parents[2]
+    texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *(root / "src").rglob("*")]
+    read = [path for path in texts if path.suffix in (".py", ".md", "") and path.is_file()]
+    assert len(read) > 300
+    for path in read:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not re.search(r"pip install [^@]*\bphalanx\b(?![-/])[^@]*$", line), f"{path}: {line}"

@@ -2,85 +2,110 @@
 
 from __future__ import annotations
 
-from random import Random
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 
 import pytest
 
 from phalanx.engine.ngram import NgramDrafter
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.speculation import Speculation
+from phalanx.engine.speculation import Drafter, RankDrafter, Speculation
+from phalanx.engine.step_plan import StepPlan
 from tests.conftest import Reference
+from tests.drafts import Answer, Knowing, Known, Rememberer, answers_of
+from tests.heads import LAST_LAYER, HeadReference
 from tests.threaded_ranks import ThreadedEngine
 
-NEW_TOKENS = 20
-WAYS = [
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.0, "min_p": 0.02, "presence_penalty": 0.6, "frequency_penalty": 0.3},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
-    {"temperature": 0.7, "top_k": 20, "logit_bias": {3: 2.0}, "min_tokens": 9},
-]
+Heads = Callable[[str], HeadReference]
 
 
-class Rememberer:
-    """Knows the answers, and is wrong as often as it is told to be."""
+class Compared:
+    """An engine under pressure, in chunks, with cached prefixes and preemption: its answers without drafts and with."""
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
-        self._answers, self._right, self._random = answers, right, Random(5)
+    def __init__(self, folder: Path, prompts: list[list[int]], tp: int, drafts_by: str) -> None:
+        self.threaded, self.prompts = ThreadedEngine(folder, tp, speculate=drafts_by, max_num_seqs=24), prompts
+        self.scheduler = self.threaded.engine.scheduler
+        self.scheduler.speculation = None
+        self.plain = answers_of(self.threaded, prompts)
+        self.known: Known = {tuple(prompt): answer for prompt, (answer, _) in zip(prompts, self.plain, strict=True)}
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        answer = self._answers[tuple(request.tokens[: request.prompt_length])]
-        done = len(request.tokens) - request.prompt_length
-        rightly = [token if self._random.random() < self._right else token ^ 1 for token in answer[done:]]
-        return rightly[: self._random.randint(1, most)]
-
-    def forget(self, request: Request) -> None:
-        pass
-
-
-def answers_of(threaded: ThreadedEngine, prompts: list[list[int]]) -> list[tuple[list[int], list[float | None]]]:
-    engine = threaded.engine
-    requests = [
-        engine.add(
-            prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=31 + index, **WAYS[index % len(WAYS)])
-        )  # type: ignore[arg-type]
-        for index, prompt in enumerate(prompts)
-    ]
-    scores: dict[int, list[float | None]] = {request.id: [] for request in requests}
-    while engine.has_work:
-        for output in engine.step():
-            scores[output.request_id].append(output.logprobs and output.logprobs.sampled)
-    return [(request.output, scores[request.id]) for request in requests]
-
-
-def check_same_answers(reference: Reference, tp: int, rights: list[float]) -> None:
-    """Under pressure: in chunks, with cached prefixes and preemption."""
-    threaded = ThreadedEngine(reference.folder, tp, speculate="ngram", max_num_seqs=24)
-    scheduler = threaded.engine.scheduler
-    scheduler.speculation = None
-    plain = answers_of(threaded, reference.prompts)
-    known = {tuple(prompt): answer for prompt, (answer, _) in zip(reference.prompts, plain, strict=True)}
-    for right in rights:
-        scheduler.speculation = speculation = Speculation(Rememberer(known, right), most=1 + int(right * 7))
-        speculation._line.share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
-        found = answers_of(threaded, reference.prompts)
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
-        for (_, told), (_, wanted) in zip(found, plain, strict=True):
-            assert told == [score if score is None else pytest.approx(score, abs=1e-4) for score in wanted]
+    def check(self, drafter: Drafter, most: int, right: float) -> None:
+        self.scheduler.speculation = speculation = Speculation(drafter, most)
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        if speculation.by_ranks:
+            self._let_ranks_know(right)
+            numbers = count()
+            speculation.ahead = lambda requests: 1 + next(numbers) % most  # type: ignore[method-assign]
+        self._check_same(answers_of(self.threaded, self.prompts))
         totals = speculation.totals
         assert totals.drafts > 10
         assert (totals.accepted_tokens > 0) == (right > 0)
         assert (totals.accepted_tokens == totals.draft_tokens) == (right == 1)
-    threaded.close()
+
+    def _let_ranks_know(self, right: float) -> None:
+        for runner in self.threaded.runner.ranks:
+            assert runner.drafting is not None
+            runner.drafting._guesser = Knowing(runner.drafting._guesser, self.scheduler, self.known, right)
+
+    def _check_same(self, found: list[Answer]) -> None:
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in self.plain]
+        for (_, told), (_, wanted) in zip(found, self.plain, strict=True):
+            assert told == [score if score is None else pytest.approx(score, abs=1e-4) for score in wanted]
 
 
-def test_answers_are_the_same_with_drafts_and_without(reference: Reference) -> None:
-    check_same_answers(reference, 1, [1.0, 0.7, 0.0])
+def test_answers_are_the_same_with_drafts_and_without(reference: Reference, heads: Heads, companion: Path) -> None:
+    """By a drafter that is always right, one that is always wrong, and by ranks that are right at times."""
+    has_head = reference.name in LAST_LAYER
+    folder = heads(reference.name).folder if has_head else reference.folder
+    compared = Compared(folder, reference.prompts, 1, "mtp" if has_head else str(companion))
+    compared.check(Rememberer(compared.known, 1.0), most=8, right=1.0)
+    compared.check(Rememberer(compared.known, 0.0), most=1, right=0.0)
+    compared.check(RankDrafter(), most=8, right=0.7)
+    compared.threaded.close()
 
 
-def test_ranks_agree_on_drafts(some_reference: Reference) -> None:
-    check_same_answers(some_reference, 2, [0.8])
+@pytest.mark.parametrize(("name", "tp"), [("deepseek_v32", 2), ("qwen3_next", 3), ("llama3_rope", 2)])
+def test_ranks_agree_on_drafts(
+    name: str, tp: int, references: Callable[[str], Reference], heads: Heads, companion: Path
+) -> None:
+    has_head = name in LAST_LAYER
+    folder = heads(name).folder if has_head else references(name).folder
+    compared = Compared(folder, references(name).prompts, tp, "mtp" if has_head else str(companion))
+    compared.check(Rememberer(compared.known, 0.8), most=6, right=0.8)
+    compared.check(RankDrafter(), most=4, right=0.8)
+    compared.threaded.close()
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(references: Callable[[str], Reference]) -> None:
+    """Drafts are drawn with the numbers that the answer is drawn with, and touch no block of anybody else."""
+    reference = references("qwen2")
+    compared = Compared(reference.folder, reference.prompts[2:4], 1, str(reference.folder))
+    compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 5)
+    speculation.ahead = lambda requests: 5  # type: ignore[method-assign]
+    _check_blocks(compared)
+    compared._check_same(answers_of(compared.threaded, compared.prompts))
+    totals = speculation.totals
+    assert totals.accepted_tokens == totals.draft_tokens > 20
+    compared.threaded.close()
+
+
+def _check_blocks(compared: Compared) -> None:
+    """From here on every step is held to the blocks that requests have, and the spare one."""
+    runner, launch = compared.threaded.runner, compared.threaded.runner.launch
+    companion = runner.ranks[0].model.companion
+    assert companion is not None
+    kept = companion.layers[0].mixer
+
+    def checked(plan: StepPlan) -> None:
+        before = kept.cache.clone()
+        launch(plan)
+        changed = (kept.cache != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+        held = {block for request in compared.scheduler.running for block in request.blocks}
+        assert set(changed) <= held | {companion.spare_block}
+
+    runner.launch = checked  # type: ignore[method-assign]
 
 
 def test_what_repeats_is_found() -> None:

@@ -47,7 +47,8 @@ class _Recorder:
 def collect(model: Path, text: str | None) -> dict[str, Tensor]:
     """By the name of each weight, over a text, or over what the model says by itself where there is none."""
     blocks = 2 * _TEXTS_AT_ONCE * _WINDOW // BLOCK_SIZE
-    options: dict[str, Any] = {"dtype": "fp32", "prefix_caching": False, "max_num_seqs": _TEXTS_AT_ONCE, "num_blocks": blocks}
+    options: dict[str, Any] = {"dtype": "fp32", "prefix_caching": False, "num_blocks": blocks}
+    options["max_num_seqs"] = _TEXTS_AT_ONCE
     with LLM(model, progress=False, **options) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)

@@ -57,9 +57,11 @@ def serve(
         str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
     ] = "quick",
     speculate: Annotated[
-        str, typer.Option(help="Guess tokens ahead, with the same answers: off, auto or ngram.")
+        str, typer.Option(help="Guess tokens ahead, with the same answers: off, auto, ngram, mtp or a draft model.")
     ] = "off",
-    speculate_tokens: Annotated[int, typer.Option(min=1, help="Most guesses a request and step.")] = 8,
+    speculate_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most guesses a request and step. Default: up to 8.")
+    ] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default: by model family; none for none.")] = None,
     max_queued_requests: Annotated[int, typer.Option(min=0, help="Beyond max-num-seqs; then 429.")] = 256,

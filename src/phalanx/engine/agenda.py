@@ -44,12 +44,19 @@ class Agenda:
     saved: list[tuple[int, int]] = field(default_factory=list)
     told: list[tuple[int, int, list[int]]] = field(default_factory=list)
     constrained: bool = False
+    ahead: int = 0
 
     def give(self, slot: int, groups: list[list[int]]) -> None:
         """Blocks of each group that a slot gets, behind those it has."""
         self.blocks.append((slot, groups[0]))
         for group, blocks in enumerate(groups[1:]):
             self.window_blocks.append((slot, group, [max(0, block) for block in blocks]))
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Those that yield tokens in this step."""
+        ended = [request for request, start, count in self.prompts if start + count == len(request.tokens)]
+        return self.decodes + [row.request for row in self.drafted] + ended
 
     @property
     def tokens(self) -> int:
@@ -79,6 +86,7 @@ class Agenda:
             restored=self.restored,
             saved=self.saved,
             told=self.told,
+            ahead=self.ahead,
         )
         return plan, sampled
 

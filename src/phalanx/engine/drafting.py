@@ -25,9 +25,11 @@ class Drafting:
         self._most_rows = most_rows
 
     def observe(self, launched: Launched, result: StepResult) -> None:
-        plan = launched.plan
+        """What the step took, and the drafts that came with it."""
+        plan, times = launched.plan, result.times
         if not plan.admissions and plan.samples == plan.counts:
-            self.speculation.observe(plan.num_tokens, result.times.total)
+            self.speculation.observe(plan.num_tokens, times.total - times.draft, plan.ahead, times.draft)
+        self.speculation.came(launched.sampled, result.drafts)
 
     def without_waiting(self, rows: list[Request]) -> list[Request]:
         """Without those that may get drafts once a token that is on its way is read."""
@@ -101,8 +103,12 @@ class Drafting:
             self._roster.ready[request.id] = request
 
     def _that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:
-        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have."""
-        if drafts and request.length + len(drafts) > request.room < request.longest - 1:
+        """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have.
+
+        Ranks that make drafts need room for those of the next step too.
+        """
+        ahead = self.speculation.most if self.speculation.by_ranks else 0
+        if drafts and request.length + len(drafts) + ahead > request.room < request.longest - 1:
             roster, caches = self._roster, self._roster.caches
             caches.trim(request)
             has_grown = any(slot == request.slot for slot, _ in agenda.blocks)

@@ -40,13 +40,21 @@ class StepFiller(Roster):
 
     def __init__(self, caches: Caches, slots: int, budget: int, speculation: Speculation | None) -> None:
         super().__init__(caches, slots)
-        self.speculation = speculation
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._budget = budget
         self._passing: defaultdict[str, Passing] = defaultdict(Passing)
-        self._drafting = Drafting(self, speculation, slots) if speculation else None
+        self._slots = slots
+        self.speculation = speculation
         self._sharing = Sharing(self, slots, budget, speculation.most if speculation else 0)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return self._drafting.speculation if self._drafting else None
+
+    @speculation.setter
+    def speculation(self, speculation: Speculation | None) -> None:
+        self._drafting = Drafting(self, speculation, self._slots) if speculation else None
 
     def _fill(self, agenda: Agenda) -> None:
         self._sharing.make_way()

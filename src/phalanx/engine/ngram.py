@@ -80,5 +80,9 @@ class NgramDrafter:
             drafts.append(drafts[len(drafts) - (len(tokens) - end)])
         return drafts
 
+    def may_follow(self, request: Request) -> bool:
+        """Whether the token on its way may be the first of some that come true."""
+        return len(self.propose(request, 2)) > 1
+
     def forget(self, request: Request) -> None:
         self._indices.pop(request.id, None)

@@ -64,7 +64,8 @@ class Request:
     that a launched step leaves and whose prefix is not known yet, `moving_node` that of the last one made in decoding.
 
     Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
-    has to be taken from its twin, since some drafts did not come true.
+    has to be taken from its twin, since some drafts did not come true. `drafts` are those that ranks have made behind
+    the last token that was read.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Request:
         self.moving_node: int | None = None
         self.untold = False
         self.rewound = False
+        self.drafts: list[int] = []
         self.refusal: NoRoom | None = None
         self.found: int | None = None
 

@@ -102,6 +102,8 @@ class Scheduler(StepFiller):
         if not agenda.tokens:
             return None
         self._step += 1
+        if self.speculation is not None:
+            agenda.ahead = self.speculation.ahead(agenda.decoding)
         plan, sampled = agenda.to_plan(self._step, self._masks)
         for prompt, _, _ in agenda.prompts:
             self.caches.settle(prompt)

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx.engine.request import Request
-from phalanx.engine.step_line import StepLine
+from phalanx.engine.step_line import STEP_MEMORY, StepLine
 
 TRUSTED = 2.0
 """How many drafts that came true a request has to its credit before its first, and half as many that did not."""
@@ -30,7 +30,24 @@ class Drafter(Protocol):
         """Tokens that may follow those that are known of a request."""
         ...
 
+    def may_follow(self, request: Request) -> bool:
+        """Whether there may be drafts once a token that is on its way is read."""
+        ...
+
     def forget(self, request: Request) -> None: ...
+
+
+class RankDrafter:
+    """The ranks make drafts, with every step those for the next one: they come with its tokens."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return request.drafts[:most]
+
+    def may_follow(self, request: Request) -> bool:
+        return True
+
+    def forget(self, request: Request) -> None:
+        request.drafts = []
 
 
 class SpeculationTotals(msgspec.Struct, array_like=True):
@@ -63,6 +80,8 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, most: int) -> None:
         self.most = most
+        self.by_ranks = isinstance(drafter, RankDrafter)
+        self._draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
         self._drafter = drafter
         self._line = StepLine()
@@ -97,7 +116,31 @@ class Speculation:
     def waits_for(self, request: Request, rows: int) -> bool:
         """Whether a token on its way is better read before the next: it may be the first of some that come true."""
         worth = self._record(request).chance > rows * self._share_of_one_more(rows)
-        return worth and len(self._drafter.propose(request, 2)) > 1
+        return worth and self._drafter.may_follow(request)
+
+    def ahead(self, requests: Sequence[Request]) -> int:
+        """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,
+        and that of the longer rows behind it.
+        """
+        if not self.by_ranks or not requests:
+            return 0
+        chances = [self._record(request).chance for request in requests]
+        rows = len(chances)
+        each = self._draft_s / self._line.mean if self._draft_s and self._line.mean else CHEAP
+        added = each + rows * self._share_of_one_more(rows)
+        made, time, worth = float(rows), 1.0, chances
+        for number in range(self.most):
+            if sum(worth) / made <= added / time:
+                return number
+            made, time = made + sum(worth), time + added
+            worth = [before * chance for before, chance in zip(worth, chances, strict=True)]
+        return self.most
+
+    def came(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
+        """Drafts that ranks have made of these requests, or none."""
+        if self.by_ranks:
+            for number, request in enumerate(requests):
+                request.drafts = drafts[number] if drafts else []
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         record, totals = self._record(request), self.totals
@@ -109,9 +152,12 @@ class Speculation:
         for position in range(accepted):
             totals.by_position[position] += 1
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """What a step without prompts took."""
+    def observe(self, tokens: int, seconds: float, ahead: int = 0, draft_s: float = 0.0) -> None:
+        """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
         self._line.observe(tokens, seconds)
+        if ahead:
+            before = draft_s / ahead if self._draft_s is None else self._draft_s
+            self._draft_s = STEP_MEMORY * before + (1 - STEP_MEMORY) * draft_s / ahead
         for record in self._records.values():
             record.right = TRUSTED + (record.right - TRUSTED) * FORGIVENESS
             record.wrong = TRUSTED / 2 + (record.wrong - TRUSTED / 2) * FORGIVENESS

@@ -31,6 +31,11 @@ class StepLine:
         self._squares = STEP_MEMORY * self._squares + tokens * tokens
         self._products = STEP_MEMORY * self._products + tokens * seconds
 
+    @property
+    def mean(self) -> float:
+        """What a step took of late."""
+        return self._seconds / self._weight if self._weight else 0.0
+
     def fit(self) -> Line | None:
         """None as long as all steps had much the same size."""
         spread = self._weight * self._squares - self._tokens**2

@@ -36,7 +36,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
-    `saved` behind it.
+    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens.
     """
 
     step: int
@@ -52,6 +52,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     restored: list[tuple[int, int]] = []
     saved: list[tuple[int, int]] = []
     told: list[tuple[int, int, list[int]]] = []
+    ahead: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +91,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens.
+    """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens, drafts.
 
     On a GPU, `device` holds the collectives too: they run inside the same graph.
     """
@@ -99,19 +100,21 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     device: float = 0.0
     all_reduce: float = 0.0
     sample: float = 0.0
+    draft: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.launch + self.device + self.all_reduce + self.sample
+        return self.launch + self.device + self.all_reduce + self.sample + self.draft
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows."""
+    """The tokens that a step yields, in the order of its rows, and drafts behind each row that yields some."""
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     times: StepTimes = StepTimes()
+    drafts: list[list[int]] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):

@@ -91,12 +91,12 @@ def tiles(rows: list[Rows]) -> list[Tile]:
     ]
 
 
-def line(ring: Tensor, new: Tensor, rows: Rows) -> Tensor:
-    """What each sequence looks back on in order, [sequences, size - 1 + queries, width]: what its ring holds of the
-    tokens before, zeros before the first, and what is `new` of its rows, [tokens, width].
+def line(ring: Tensor, new: Tensor, rows: Rows, window: int | None = None) -> Tensor:
+    """What each sequence looks back on in order, [sequences, window - 1 + queries, width]: what its ring holds of the
+    tokens before, zeros before the first, and what is `new` of its rows, [tokens, width]. A ring may hold more.
     """
     size = ring.shape[1]
-    before = rows.positions[:, :1] + torch.arange(1 - size, 0, device=ring.device)
+    before = rows.positions[:, :1] + torch.arange(1 - (window or size), 0, device=ring.device)
     kept = ring[rows.places[:, None], before % size].masked_fill_((before < 0)[..., None], 0.0)
     return torch.cat((kept, new[rows.at]), 1)
 

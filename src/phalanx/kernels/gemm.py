@@ -99,14 +99,14 @@ class PanelGemm:
         self.weight = weight
         self.bias = bias
 
-    def pack(self) -> None:
+    def pack(self) -> Panels:
         if not isinstance(self.weight, Panels):
             self.weight = self.weight.panels()
+        return self.weight
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
-        assert isinstance(self.weight, Panels)
-        return panel_product(x, self.weight, self.bias)
+        return panel_product(x, self.pack(), self.bias)
 
 
 class Fp8Gemm:

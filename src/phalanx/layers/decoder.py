@@ -11,55 +11,15 @@ from torch import Tensor
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm, PanelGemm
-from phalanx.layers.ffn import build_ffn
-from phalanx.layers.hyper import HyperAround, HyperEnds
-from phalanx.layers.mixers import build_mixer
+from phalanx.layers.draft_head import DraftHeadPart
+from phalanx.layers.hyper import HyperEnds
+from phalanx.layers.layer import DecoderLayer
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
-from phalanx.layers.stream import Around, Ends, Stream
+from phalanx.layers.stream import Ends
 from phalanx.layers.vocabulary import Embedding, Head
-
-
-class DecoderLayer:
-    """A mixer and an FFN, each with its norms around it and added to the residual stream: two all-reduces."""
-
-    def __init__(self, place: Place, number: int) -> None:
-        layer, prefix = place.spec.layers[number], f"model.layers.{number}."
-
-        def around(part: str, before: str | None, after: str | None) -> Around | HyperAround:
-            norms = Around(place, prefix + before if before else None, prefix + after if after else None)
-            hyper = place.spec.hyper
-            return norms if hyper is None else HyperAround(place, hyper, f"{prefix}{part}_hc.", norms)
-
-        self.around_mixer = around("attn", layer.norms.before_mixer, layer.norms.after_mixer)
-        self.mixer = build_mixer(place, layer.mixer, prefix)
-        self.around_ffn = around("ffn", layer.norms.before_ffn, layer.norms.after_ffn)
-        self.ffn = build_ffn(place, layer.ffn, prefix)
-        self.record = layer
-        self.number = number
-        self.group = place.group
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Layers of one kind run the same kernels."""
-        return self.record, self.mixer.takes_fp8, self.ffn.takes_fp8
-
-    def parts(self) -> Iterator[tuple[str, Part]]:
-        for part in (self.around_mixer, self.mixer, self.around_ffn, self.ffn):
-            yield from part.parts()
-
-    def __call__(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> None:
-        """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
-        where = self.group.where
-        where.at(2 * self.number)
-        mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
-        stream.take_rows(rows)
-        step.rows = rows
-        self.around_mixer.leave(mixed, stream)
-        where.at(2 * self.number + 1)
-        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
 
 
 class Decoder:
@@ -69,10 +29,17 @@ class Decoder:
         self.place = place
         self.embedding = Embedding(place)
         self.ends = Ends(place) if place.spec.hyper is None else HyperEnds(place, place.spec.hyper, "model.hc_head.hc_")
-        self.layers = [DecoderLayer(place, number) for number in range(len(place.spec.layers))]
+        self.layers = [
+            DecoderLayer(place, number, layer, f"model.layers.{number}.")
+            for number, layer in enumerate(place.spec.layers)
+        ]
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
+        record = place.spec.draft_head
+        self.draft_head = DraftHeadPart(place, record, self.embedding, self.head, self.rotary) if record else None
+        self.companion: Decoder | None = None
+        """A smaller model that drafts for this one, with keys and values of its own in the same blocks."""
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Names and, for each, the memory that this rank's share of the tensor goes to."""
@@ -80,12 +47,19 @@ class Decoder:
         for layer in self.layers:
             yield from layer.parts()
         yield from self.ends.parts()
+        if self.draft_head is not None:
+            yield from self.draft_head.parts()
         yield from self.norm.parts()
         yield from self.head.parts()
 
+    @property
+    def all_layers(self) -> list[DecoderLayer]:
+        """With that of the head that drafts behind the others."""
+        return self.layers if self.draft_head is None else [*self.layers, self.draft_head.layer]
+
     def products(self) -> Iterator[Gemm]:
         """The products whose weights are held as they are multiplied."""
-        for layer in self.layers:
+        for layer in self.all_layers:
             for part in (layer.mixer, layer.ffn):
                 yield from (product for product in part.products() if isinstance(product, Gemm))
         if isinstance(self.head.product, Gemm):
@@ -95,7 +69,7 @@ class Decoder:
         """Put what a CPU multiplies as it is stored into panels, once all is loaded."""
         self.embedding.pack()
         self.head.pack()
-        for layer in self.layers:
+        for layer in self.all_layers:
             for part in (layer.mixer, layer.ffn):
                 for product in part.products():
                     if isinstance(product, PanelGemm):
@@ -110,7 +84,9 @@ class Decoder:
     def block_bytes(self, block_size: int) -> int:
         """What a block takes in the layers that keep all tokens; the others use the same memory."""
         windowed = {number for group in self.place.spec.window_groups for number in group.layers}
-        return sum(layer.mixer.block_bytes(block_size) for n, layer in enumerate(self.layers) if n not in windowed)
+        own = sum(layer.mixer.block_bytes(block_size) for n, layer in enumerate(self.all_layers) if n not in windowed)
+        companion = self.companion.all_layers if self.companion else ()
+        return own + sum(layer.mixer.block_bytes(block_size) for layer in companion)
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         """Make room for what the layers keep of all sequences.
@@ -121,29 +97,37 @@ class Decoder:
         self.spare_block = blocks
         groups = self.place.spec.window_groups
         windowed = {number for group in groups for number in group.layers}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.all_layers):
             if number not in windowed:
                 layer.mixer.allocate_cache(blocks + 1, block_size)
-        mixers = [layer.mixer for layer in self.layers]
+        mixers = [layer.mixer for layer in self.all_layers]
         whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.block_bytes(block_size)]
         for number, group in enumerate(groups, start=1):
             for layer_number, other in zip(group.layers, whole, strict=False):
                 mixers[layer_number].join_group(number, other)
+        if self.companion is not None:
+            self.companion.allocate_whole(blocks, block_size)
+
+    def allocate_whole(self, blocks: int, block_size: int) -> None:
+        """The same for a companion, whose layers all keep whole sequences."""
+        self.block_size, self.spare_block = block_size, blocks
+        for layer in self.all_layers:
+            layer.mixer.allocate_cache(blocks + 1, block_size)
 
     @property
     def state_bytes_per_place(self) -> int:
         """What one sequence keeps whatever its length."""
-        states = (state for layer in self.layers for state in layer.mixer.states())
+        states = (state for layer in self.all_layers for state in layer.mixer.states())
         return sum(prod(state.shape[1:]) * state.element_size() for state in states)
 
     def allocate_states(self, places: int) -> None:
         """Make room for what the layers keep of this many sequences whatever their lengths."""
-        for layer in self.layers:
+        for layer in self.all_layers:
             layer.mixer.allocate_states(places)
 
     def copy_states(self, source: Tensor, target: Tensor) -> None:
         """What is in each place of `source` is then in that of `target` too."""
-        for layer in self.layers:
+        for layer in self.all_layers:
             for state in layer.mixer.states():
                 state[target] = state[source]
 
@@ -157,7 +141,7 @@ class Decoder:
         return sketch
 
     def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
-        """Hidden states before the last norm: of these rows, at least one of them, or of all.
+        """What the stream holds before the last norm: of these rows, at least one of them, or of all.
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
@@ -172,4 +156,8 @@ class Decoder:
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
         self.place.group.where.at(HEAD)
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(self.ends.join(hidden)))
+
+    def handed_on(self, hidden: Tensor) -> Tensor:
+        """What a head that drafts takes: all streams as they are, or the one that there is, normed."""
+        return hidden if self.place.spec.hyper is not None else self.norm(hidden)

@@ -71,4 +71,7 @@ class HyperEnds:
         return HyperStream(embedded[:, None].expand(-1, self.hyper.streams, -1))
 
     def finish(self, stream: Stream) -> Tensor:
-        return join_streams(stream.residual, self.mapping.weights, self.hyper)
+        return stream.residual
+
+    def join(self, finished: Tensor) -> Tensor:
+        return join_streams(finished, self.mapping.weights, self.hyper)

@@ -41,6 +41,10 @@ class Ends:
             return stream.residual
         return stream.residual.add_(self.group.all_reduce(stream.part))
 
+    def join(self, finished: Tensor) -> Tensor:
+        """There is one only."""
+        return finished
+
 
 class Around:
     """The norms before and after a part of a layer, either of which may be missing."""

@@ -5,15 +5,17 @@ V3.2 and GLM 5 add an indexer: a token looks only at those it chooses.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
 from phalanx.models.family import Family, activation, decoder, refuse_unless
 from phalanx.models.fields import Config, count, each_layer, layer_count, number, whole
 from phalanx.models.ropes import magnitude, rope, scaling_of
+from phalanx.spec.draft_head import DraftHead
 from phalanx.spec.ffn import Dense, Moe, Router
 from phalanx.spec.latent import Indexer, Mla
-from phalanx.spec.layer import Layer
+from phalanx.spec.layer import Layer, Mixer
 from phalanx.spec.model import ModelSpec
 
 
@@ -27,6 +29,9 @@ class Habits(NamedTuple):
     norm_eps: float = 1e-5
     turns_index_pairs: bool = True
 
+
+MOST_HEADS = 4
+"""Further layers that a checkpoint may have behind its last one."""
 
 DEEPSEEK = Habits(groups=8, kept_groups=4, norm_eps=1e-6, turns_index_pairs=False)
 
@@ -51,12 +56,27 @@ def read(config: Config, habits: Habits) -> ModelSpec:
         for indexer in _indexers(config, habits)
     ]
     layers = [Layer(mixer, ffn) for mixer, ffn in zip(mixers, ffns(config, habits), strict=True)]
-    return decoder(config, layers, norm_eps=habits.norm_eps, ignored=(speculative_layers(config),))
+    indexer = mixers[0].indexer and dataclasses.replace(mixers[0].indexer, own=True)
+    return decoder(
+        config,
+        layers,
+        norm_eps=habits.norm_eps,
+        head=draft_head(config, dataclasses.replace(mixers[0], indexer=indexer), habits),
+        ignored=(speculative_layers(config),),
+    )
+
+
+def draft_head(config: Config, mixer: Mixer, habits: Habits) -> DraftHead | None:
+    """Behind the last layer, with experts; of several the first."""
+    if not whole(config, "num_nextn_predict_layers"):
+        return None
+    path = f"model.layers.{layer_count(config)}."
+    return DraftHead(Layer(mixer, experts(config, habits)), path, path)
 
 
 def speculative_layers(config: Config) -> str:
-    """Behind the last layer lie those that draft tokens."""
-    return rf"model\.layers\.{layer_count(config)}\..*"
+    """Behind the last layer lie those that draft tokens, with copies of embedding and head."""
+    return rf"model\.layers\.({'|'.join(str(layer_count(config) + n) for n in range(MOST_HEADS))})\..*"
 
 
 def _sharpness(config: Config) -> float:
@@ -93,6 +113,12 @@ def ffns(config: Config, habits: Habits) -> list[Dense | Moe]:
     """Experts in the manner of DeepSeek V3, behind some dense layers."""
     kinds = each_layer(config, "mlp_layer_types")
     first = int(config.get("first_k_dense_replace", habits.dense_layers))
+    moe, dense = experts(config, habits), Dense(count(config, "intermediate_size"), activation(config))
+    sparse = [kinds[layer] == "sparse" if kinds else layer >= first for layer in range(layer_count(config))]
+    return [moe if each else dense for each in sparse]
+
+
+def experts(config: Config, habits: Habits) -> Moe:
     inner = count(config, "moe_intermediate_size")
     router = Router(
         count(config, "n_routed_experts", "num_experts", "num_local_experts"),
@@ -106,10 +132,7 @@ def ffns(config: Config, habits: Habits) -> list[Dense | Moe]:
         wide=True,
     )
     shared = inner * int(config.get("n_shared_experts", 1))
-    moe = Moe(router, inner, activation(config), shared=shared)
-    dense = Dense(count(config, "intermediate_size"), activation(config))
-    sparse = [kinds[layer] == "sparse" if kinds else layer >= first for layer in range(layer_count(config))]
-    return [moe if each else dense for each in sparse]
+    return Moe(router, inner, activation(config), shared=shared)
 
 
 INERT = ("topk_method", "scoring_func", "moe_layer_freq", "ep_size", "num_key_value_heads", "qk_head_dim")

@@ -8,9 +8,10 @@ from typing import Any
 
 from phalanx.errors import ModelError
 from phalanx.models.family import Family, activation, decoder, refuse_unless
-from phalanx.models.fields import Config, count, each_layer, layer_count, number
+from phalanx.models.fields import Config, count, each_layer, layer_count, number, whole
 from phalanx.models.ropes import read_rope, scaling_of
 from phalanx.spec.compressed import Compressed
+from phalanx.spec.draft_head import MOST_DRAFTS, DraftHead, HeadNames
 from phalanx.spec.ffn import Fused, Moe, Router
 from phalanx.spec.hyper import Hyper
 from phalanx.spec.latent import Indexer
@@ -19,6 +20,8 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.rope import Rope
 from phalanx.spec.schemes import Quantization, fp8, mxfp4
 
+NORMS = Norms(wide=True)
+HEAD_NAMES = HeadNames(joins=("e_proj", "h_proj"), norm="norm")
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 _RATIOS = {SPARSE: 4, HEAVY: 128}
@@ -47,6 +50,7 @@ _SPELT_BELOW = (
     (".attn_hc.", ".hc_attn_"),
     (".ffn_hc.", ".hc_ffn_"),
     ("lm_head.", "head."),
+    ("mtp.0.hc_head.hc_", "mtp.0.hc_head_"),
 )
 _HUB = (
     *_SPELT_BELOW,
@@ -64,17 +68,44 @@ def read(config: Config) -> ModelSpec:
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "mlp_bias", False)
     refuse_unless(config, "num_key_value_heads", 1)
-    layers = [Layer(mixer, ffn, Norms(wide=True)) for mixer, ffn in zip(_mixers(config), _ffns(config), strict=True)]
+    layers = [Layer(mixer, ffn, NORMS) for mixer, ffn in zip(_mixers(config), _ffns(config), strict=True)]
     hyper = Hyper(
         count(config, "hc_mult", default=4),
         count(config, "hc_sinkhorn_iters", default=20),
         number(config, "hc_eps", 1e-6),
     )
-    spec = decoder(config, layers, hyper=hyper, spellings=(_HUB, _SAVED), ignored=(r"(model\.)?mtp\..*",))
+    spec = decoder(
+        config,
+        layers,
+        hyper=hyper,
+        head=_head(config),
+        spellings=(_HUB, _SAVED),
+        ignored=(r"(model\.)?mtp\..*",),
+    )
     return _as_published(spec, config)
 
 
+def _head(config: Config) -> DraftHead | None:
+    """It looks at a window alone, with room for the drafts that it goes on from, and its experts are chosen."""
+    if not count_of_heads(config):
+        return None
+    near = dataclasses.replace(_mixer_kinds(config)[SLIDING], slack=MOST_DRAFTS)
+    return DraftHead(Layer(near, _ffn_kinds(config)["moe"], NORMS), "mtp.0.", "mtp.0.", HEAD_NAMES)
+
+
+def count_of_heads(config: Config) -> int:
+    """Those that look at entries too are not known."""
+    ratios = config.get("compress_ratios") or ()
+    behind = ratios[layer_count(config)] if len(ratios) > layer_count(config) else 0
+    return 0 if behind else whole(config, "num_nextn_predict_layers")
+
+
 def _mixers(config: Config) -> list[Compressed]:
+    kinds = _mixer_kinds(config)
+    return [kinds[kind] for kind in _layer_kinds(config)]
+
+
+def _mixer_kinds(config: Config) -> dict[str, Compressed]:
     heads, head_dim, groups = (count(config, name) for name in ("num_attention_heads", "head_dim", "o_groups"))
     if heads % groups:
         raise ModelError(
@@ -95,12 +126,11 @@ def _mixers(config: Config) -> list[Compressed]:
     )
     ratios = _ratios(config)
     indexer = Indexer(count(config, "index_n_heads"), count(config, "index_head_dim"), count(config, "index_topk"))
-    kinds = {
+    return {
         SLIDING: near,
         SPARSE: dataclasses.replace(near, rope=turned_far, ratio=ratios[SPARSE], indexer=indexer),
         HEAVY: dataclasses.replace(near, rope=turned_far, ratio=ratios[HEAVY]),
     }
-    return [kinds[kind] for kind in _layer_kinds(config)]
 
 
 def _layer_kinds(config: Config) -> list[str]:
@@ -135,6 +165,15 @@ def _ropes(config: Config, head_dim: int) -> tuple[Rope, Rope]:
 
 
 def _ffns(config: Config) -> list[Moe]:
+    kinds, layers = each_layer(config, "mlp_layer_types"), layer_count(config)
+    if kinds is None:
+        first = int(config.get("num_hash_layers", 3))
+        kinds = ["hash_moe" if layer < first else "moe" for layer in range(layers)]
+    found = _ffn_kinds(config)
+    return [found[kind] for kind in kinds[:layers]]
+
+
+def _ffn_kinds(config: Config) -> dict[str, Moe]:
     refuse_unless(config, "scoring_func", "sqrtsoftplus")
     refuse_unless(config, "norm_topk_prob", True)
     refuse_unless(config, "n_shared_experts", 1)
@@ -150,12 +189,7 @@ def _ffns(config: Config) -> list[Moe]:
     gate = activation(config)._replace(limit=number(config, "swiglu_limit", 10.0))
     chosen = Moe(router, inner, gate, shared=inner, fused=Fused())
     table = dataclasses.replace(router, correction=False, hashed=count(config, "vocab_size"))
-    hashed = dataclasses.replace(chosen, router=table)
-    kinds, layers = each_layer(config, "mlp_layer_types"), layer_count(config)
-    if kinds is None:
-        first = int(config.get("num_hash_layers", 3))
-        kinds = ["hash_moe" if layer < first else "moe" for layer in range(layers)]
-    return [{"hash_moe": hashed, "moe": chosen}[kind] for kind in kinds[:layers]]
+    return {"hash_moe": dataclasses.replace(chosen, router=table), "moe": chosen}
 
 
 def _as_published(spec: ModelSpec, config: Config) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.models.deepseek import INERT, Habits, ffns, speculative_layers
+from phalanx.models.deepseek import INERT, Habits, draft_head, ffns, speculative_layers
 from phalanx.models.family import Family, attention, decoder
 from phalanx.models.fields import Config
 from phalanx.spec.layer import Layer
@@ -18,7 +18,8 @@ def read(config: Config) -> ModelSpec:
         head_norm="each" if config.get("use_qk_norm") else None,
     )
     layers = [Layer(mixer, ffn) for ffn in ffns(config, HABITS)]
-    return decoder(config, layers, norm_eps=HABITS.norm_eps, ignored=(speculative_layers(config),))
+    head = draft_head(config, mixer, HABITS)
+    return decoder(config, layers, norm_eps=HABITS.norm_eps, head=head, ignored=(speculative_layers(config),))
 
 
 FAMILIES = {"glm4_moe": Family(read, inert=INERT)}

@@ -9,12 +9,14 @@ from phalanx.models.fields import Config, count, each_layer, layer_count
 from phalanx.models.ropes import read_rope, scaling_of
 from phalanx.spec.attention import Gqa
 from phalanx.spec.delta import DeltaNet
+from phalanx.spec.draft_head import DraftHead, HeadNames
 from phalanx.spec.ffn import Dense, ExpertNames, Fused, Moe, Router
 from phalanx.spec.layer import Layer, Mixer, Norms
 from phalanx.spec.model import ModelSpec
 
 NORMS = Norms(plus=1.0)
 HEAD_DIM = 256
+HEAD_NAMES = HeadNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", ("fc",), "norm")
 NAMES = ExpertNames(shared="shared_expert")
 
 
@@ -33,8 +35,16 @@ def read(config: Config) -> ModelSpec:
         config,
         [Layer(mixers[kind], ffn, NORMS) for kind, ffn in zip(kinds, _ffns(config), strict=True)],
         prefixes=(("model.", "model.language_model."),),
+        head=_head(config, mixers["full_attention"]),
         ignored=(r"mtp\..*", r"model\.visual\..*"),
     )
+
+
+def _head(config: Config, mixer: Mixer) -> DraftHead | None:
+    """A configuration may leave out that there is one. Its layer attends, and has experts where the others do."""
+    if config.get("mtp_num_hidden_layers") == 0 or config.get("mtp_use_dedicated_embeddings"):
+        return None
+    return DraftHead(Layer(mixer, _ffns(config)[-1], NORMS), "mtp.", "mtp.layers.0.", HEAD_NAMES)
 
 
 def _kinds(config: Config) -> list[str]:

@@ -45,6 +45,7 @@ class StepInputs:
     """A plan as tensors, a row a token. `wanted` are those that yield one, or, where none does, one nobody will use."""
 
     tokens: Tensor
+    slots: Tensor
     positions: Tensor
     attention: AttentionBatch
     wanted: Tensor
@@ -95,6 +96,10 @@ class Batch:
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
         self.update(plan)
+        return self.lay_out(plan)
+
+    def lay_out(self, plan: StepPlan) -> StepInputs:
+        """The rows of a plan whose news are taken in."""
         slots, starts, counts, samples = (
             torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts, plan.samples)
         )
@@ -120,7 +125,7 @@ class Batch:
             )
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
-        return StepInputs(tokens, positions, _grouped(attention), wanted)
+        return StepInputs(tokens, slot_of, positions, _grouped(attention), wanted)
 
     def singles(self, plan: StepPlan) -> int:
         """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
@@ -173,6 +178,25 @@ class Batch:
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
         return tokens, _grouped(attention)
+
+    def room(self, slot: int) -> int:
+        """Positions of a slot that have a place in the cache."""
+        return self._table_lengths[0][slot] * self.block_size
+
+    def following(self, inputs: StepInputs) -> Tensor:
+        """The token behind each row, where it is known; behind the last of a sequence it may be any."""
+        behind = (inputs.positions + 1).clamp(max=self._tables.shape[-1] * self.block_size - 1)
+        return self.seen(inputs.slots, behind)
+
+    def places(self, slots: Tensor, positions: Tensor, longest: int) -> AttentionBatch:
+        """How rows of one token each, of sequences no longer than `longest`, meet the cache."""
+        blocks = min(-(-longest // self.block_size), self._tables.shape[-1])
+        found = places_of(self._tables, slots, positions, self.block_size)
+        attention = [
+            AttentionBatch(write_to, DecodeRows(tables, slots, positions, blocks=blocks), prefills=[])
+            for tables, write_to in zip(self._tables, found, strict=True)
+        ]
+        return _grouped(attention)
 
     def mixed_inputs(
         self, slots: Tensor, positions: Tensor, decode_slots: Tensor, decode_positions: Tensor, tiles: Tensor

@@ -11,7 +11,7 @@ from phalanx.fabric.group import Group
 
 
 class StepClock:
-    """Marks three moments of a step: inputs prepared, layers computed, tokens chosen.
+    """Marks three moments of a step: inputs prepared, layers computed, tokens chosen; and a fourth: drafts made.
 
     A CPU works while it is asked to, so its clock tells. A GPU works later: there the marks are events in its queue.
     """
@@ -22,26 +22,26 @@ class StepClock:
         self._waited_before = group.seconds
         self._began = time.perf_counter()
         self._moments: list[float] = []
+        self._waited: list[float] = []
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
         self._moments.append(time.perf_counter())
+        self._waited.append(self._group.seconds - self._waited_before)
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
 
-    def stop(self) -> None:
-        """The step is launched; what other ranks do from here on is not its time."""
-        self._waited = self._group.seconds - self._waited_before
-
     def times(self) -> StepTimes:
         """Waits for the step to end."""
-        prepared, computed, sampled = self._moments
+        prepared, computed, sampled, drafted = (*self._moments, self._moments[-1])[:4]
         if self._on_gpu:
-            first, second, third = self._events
-            third.synchronize()
-            return StepTimes(
-                sampled - self._began, first.elapsed_time(second) / 1e3, 0.0, second.elapsed_time(third) / 1e3
-            )
-        return StepTimes(prepared - self._began, computed - prepared - self._waited, self._waited, sampled - computed)
+            first, second, third, last = (*self._events, self._events[-1])[:4]
+            last.synchronize()
+            parts = [before.elapsed_time(after) / 1e3 for before, after in ((first, second), (second, third))]
+            return StepTimes(drafted - self._began, parts[0], 0.0, parts[1], third.elapsed_time(last) / 1e3)
+        waited = self._waited[2]
+        return StepTimes(
+            prepared - self._began, computed - prepared - waited, waited, sampled - computed, drafted - sampled
+        )

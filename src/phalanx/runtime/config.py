@@ -6,14 +6,14 @@ import msgspec
 
 from phalanx.engine import defaults
 from phalanx.errors import ConfigError
+from phalanx.spec.draft_head import MOST_DRAFTS
 from phalanx.spec.formats import DTYPE_NAMES
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTORS = ("local", "ray")
 WARM_UPS = ("full", "quick", "off")
-SPECULATIONS = ("off", "auto", "ngram")
-MOST_DRAFTS = 8
+SPECULATIONS = ("off", "auto", "ngram", "mtp")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +32,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     each is made when it is first needed, as suits a script.
 
     `speculate` guesses tokens ahead and computes them together with the next one, which changes no answer: "ngram"
-    looks for what followed the last tokens in prompt and answer before, "auto" takes the best that the model has. There
-    are at most `speculate_tokens` guesses a request and step; fewer where they cost more than they bring.
+    looks for what followed the last tokens in prompt and answer before, "mtp" asks the checkpoint's own head for it,
+    "auto" that head where there is one and n-grams otherwise. Anything else names a small model with the same tokens
+    that drafts. There are at most `speculate_tokens` guesses a request and step (default: 8, or as many as fit a batch
+    of one request); fewer where they cost more than they bring.
 
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
@@ -53,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     warm_up: str = "off"
     speculate: str = "off"
-    speculate_tokens: int = MOST_DRAFTS
+    speculate_tokens: int | None = None
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -62,9 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size", "speculate_tokens"):
+        for name in ("tp", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             self._at_least_one(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node"):
+        for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node", "speculate_tokens"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
         msgspec.structs.force_setattr(self, "dtype", _dtype(self.dtype))
@@ -73,12 +75,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
         self._one_of("executor", self.executor, EXECUTORS)
         self._one_of("warm_up", self.warm_up, WARM_UPS)
-        self._one_of("speculate", self.speculate, SPECULATIONS)
+        if self.speculate != "off":
+            self._check_drafts()
         for name in ("ranks_per_node", "interface", "ray_address"):
             if self.executor == "local" and getattr(self, name) is not None:
                 raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")
         if self.executor == "ray" and self.share_gpus:
             raise ConfigError("bad_option", "share_gpus is given, but the executor is ray.", "Use executor local.")
+
+    @property
+    def most_drafts(self) -> int:
+        """Guesses a request and step."""
+        return self.speculate_tokens or min(MOST_DRAFTS, self.max_num_seqs - 1)
+
+    def _check_drafts(self) -> None:
+        """A row of drafts takes as many places of a batch, and of the graphs for it, as it has tokens."""
+        most = min(MOST_DRAFTS, self.max_num_seqs - 1)
+        if most < 1:
+            raise ConfigError(
+                "too_many_drafts",
+                "speculate is given, but max_num_seqs is 1: a token and a draft take two places of a batch.",
+                "Use max_num_seqs 2 or more, or speculate off.",
+            )
+        if self.speculate_tokens is not None and self.speculate_tokens > most:
+            raise ConfigError(
+                "too_many_drafts",
+                f"speculate_tokens is {self.speculate_tokens}; with max_num_seqs {self.max_num_seqs} a row holds "
+                f"{most} beside its own token.",
+                f"Use at most {most}."
+                + (f" For up to {MOST_DRAFTS}, raise max_num_seqs." if most < MOST_DRAFTS else ""),
+            )
 
     def _at_least_one(self, name: str, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

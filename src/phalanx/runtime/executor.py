@@ -18,8 +18,8 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import CONNECT, GO_ON, TEND, CacheRoom, Done, RankReady, Short, encode, pack_plan
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
+from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.workers import LocalWorkers, Workers
-from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
 
 _POLL_MS = 100
@@ -64,7 +64,7 @@ class Executor:
 
     def _start(self, model_path: Path, progress: Progress) -> Sizes:
         config, spot = self.workers.config, self.workers.spot
-        checkpoint = Checkpoint(model_path, config.load_format)
+        checkpoint = open_checkpoint(config, model_path)
         self._group = group = make_group(config, 0, spot)
         if self.workers.pages is not None:
             group.where = Whereabouts.in_file(self.workers.pages, 0)

@@ -24,14 +24,16 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class Recorded(NamedTuple):
-    """A graph and where each replay leaves scores and tokens."""
+    """A graph and where each replay leaves scores, tokens and what the model made of the rows."""
 
     graph: torch.cuda.CUDAGraph
     scores: Tensor
     tokens: Tensor
+    hidden: Tensor
 
 
-GraphBody = Callable[[], tuple[Tensor, Tensor]]
+Replayed = tuple[Tensor, Tensor, Tensor]
+GraphBody = Callable[[], Replayed]
 
 
 class Recorder:
@@ -56,8 +58,8 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            scores, tokens = run()
-        return Recorded(graph, unowned(scores), unowned(tokens))
+            results = run()
+        return Recorded(graph, *map(unowned, results))
 
 
 class _Memory:
@@ -76,8 +78,9 @@ def unowned(tensor: Tensor) -> Tensor:
 
 def score_and_keep(
     model: Decoder, batch: Batch, hidden: Tensor, slots: Tensor, positions: Tensor, drawn: bool
-) -> tuple[Tensor, Tensor]:
-    """Scores of these rows, and their tokens: drawn by the parameters of their slots, or the likeliest ones.
+) -> Replayed:
+    """Scores of these rows, and their tokens: drawn by the parameters of their slots, or the likeliest ones; and what
+    these were made of.
 
     The tokens go into the pool, behind the rows' own positions.
     """
@@ -85,7 +88,7 @@ def score_and_keep(
     after = positions + 1
     tokens = draw(scores, batch.sampling, slots, after) if drawn else likeliest(scores)
     keep_sampled(batch.tokens, slots, after, tokens)
-    return scores, tokens
+    return scores, tokens, hidden
 
 
 class GraphKind(NamedTuple):
@@ -154,8 +157,8 @@ class DecodeGraphs:
         able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
         return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
 
-    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
-        """Scores and tokens of a plan that they take; the next run overwrites them."""
+    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
+        """Scores, tokens and hidden states of a plan that they take; the next run overwrites them."""
         slots, after = plan.yielded()
         positions = [position - 1 for position in after]
         kind = self._kind_for(positions, drawn)
@@ -172,9 +175,9 @@ class DecodeGraphs:
         )
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, scores, tokens = self._graphs[kind]
+        graph, scores, tokens, hidden = self._graphs[kind]
         graph.replay()
-        return scores[:rows], tokens[:rows]
+        return scores[:rows], tokens[:rows], hidden[:rows]
 
     @torch.inference_mode()
     def capture(self, kind: GraphKind) -> None:
@@ -182,13 +185,13 @@ class DecodeGraphs:
             self._graphs[kind] = self.recorder(lambda: self.rehearse(kind), lambda: self._forward(self._model, kind))
 
     @torch.inference_mode()
-    def rehearse(self, kind: GraphKind) -> tuple[Tensor, Tensor]:
+    def rehearse(self, kind: GraphKind) -> Replayed:
         """Run every kernel of a graph once, with rows that touch the spare slot only."""
         self._slots[: kind.size] = self._batch.spare_slot
         self._positions[: kind.size] = 0
         return self._forward(self._sketch, kind)
 
-    def _forward(self, model: Decoder, kind: GraphKind) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Decoder, kind: GraphKind) -> Replayed:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
         hidden = model(tokens, positions, attention)

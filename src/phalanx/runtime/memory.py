@@ -140,7 +140,7 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
     """
     place, rows = model.place, min(rows, tokens)
     spec, size = place.spec, place.dtype.itemsize
-    own = max(layer.mixer.working_bytes(tokens, rows) for layer in model.layers)
+    own = max(layer.mixer.working_bytes(tokens, rows) for layer in model.all_layers)
     layer = layer_bytes(place.layout, place.group.rank, tokens, size, own)
     longest = min(config.max_model_len or tokens, spec.max_positions)
     if place.device.type == "cpu":

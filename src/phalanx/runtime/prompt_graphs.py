@@ -12,7 +12,7 @@ from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.tiling import PROMPT_TILE, tile_prompt
 from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch, tensor_of
-from phalanx.runtime.graphs import Recorded, Recorder, score_and_keep
+from phalanx.runtime.graphs import Recorded, Recorder, Replayed, score_and_keep
 from phalanx.spec import ModelSpec
 
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -110,7 +110,7 @@ def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> l
     ]
 
 
-def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool) -> tuple[Tensor, Tensor]:
+def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool) -> Replayed:
     """Scores and tokens of a plan laid out on the device; nothing here asks the host."""
     slots, positions, decode_slots, decode_positions, sampled, sampled_slots, tiles = inputs.split(size.parts)
     tokens, attention = batch.mixed_inputs(slots, positions, decode_slots, decode_positions, tiles.view(-1, 5))
@@ -174,7 +174,7 @@ class PromptGraphs:
         ]
         return min(able, default=None)
 
-    def run(self, plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
+    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
         """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
         singles = self._batch.singles(plan)
         size = size_for(plan, singles, self._most_tokens)
@@ -188,11 +188,11 @@ class PromptGraphs:
         numbers = tensor_of(lay_out(plan, singles, kind.size, self._batch.spare_slot))
         if self._batch.device.type == "cuda":
             numbers = numbers.pin_memory()
-        inputs, (graph, scores, tokens) = self._graphs[kind]
+        inputs, (graph, scores, tokens, hidden) = self._graphs[kind]
         inputs.copy_(numbers, non_blocking=True)
         graph.replay()
         sampled = sum(plan.samples)
-        return scores[:sampled], tokens[:sampled]
+        return scores[:sampled], tokens[:sampled], hidden[:sampled]
 
     @torch.inference_mode()
     def capture(self, kind: PromptKind) -> None:
@@ -204,7 +204,7 @@ class PromptGraphs:
             self._graphs[kind] = inputs, recorded
 
     @torch.inference_mode()
-    def rehearse(self, kind: PromptKind) -> tuple[Tensor, Tensor]:
+    def rehearse(self, kind: PromptKind) -> Replayed:
         """Run every kernel of a graph once."""
         return self._forward(self._sketch, kind, self._padding(kind.size))
 
@@ -213,6 +213,6 @@ class PromptGraphs:
         nothing = StepPlan(0, [], [], [], [], [], [])
         return torch.tensor(lay_out(nothing, 0, size, self._batch.spare_slot), device=self._batch.device)
 
-    def _forward(self, model: Decoder, kind: PromptKind, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        scores, tokens = run_padded(model, self._batch, inputs, kind.size, kind.drawn)
-        return self._scores[: kind.size.samples].copy_(scores), tokens
+    def _forward(self, model: Decoder, kind: PromptKind, inputs: Tensor) -> Replayed:
+        scores, tokens, hidden = run_padded(model, self._batch, inputs, kind.size, kind.drawn)
+        return self._scores[: kind.size.samples].copy_(scores), tokens, hidden

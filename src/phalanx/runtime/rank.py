@@ -112,7 +112,14 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
 def load_model(
     config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress, spot: Spot = _ALONE
 ) -> Decoder:
-    """This rank's share of the model, with its weights in place."""
+    """This rank's share of the model, and of a smaller one that drafts for it, with their weights in place."""
+    model = _load_share(config, checkpoint, group, progress, spot)
+    if checkpoint.companion is not None:
+        model.companion = _load_share(config, checkpoint.companion, group, lambda done, total: None, spot)
+    return model
+
+
+def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress, spot: Spot) -> Decoder:
     device = pick_device(config, spot.gpu)
     dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
     fp8_cache = config.kv_cache_dtype == "fp8"

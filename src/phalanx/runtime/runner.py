@@ -9,13 +9,15 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
-from phalanx.runtime.batch import Batch, tensor_of
+from phalanx.runtime.batch import Batch, StepInputs, tensor_of
 from phalanx.runtime.clock import StepClock
+from phalanx.runtime.drafting import Drafting, Drafts
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
@@ -43,6 +45,16 @@ class _Launched(NamedTuple):
     sampled: Sampled | None
     clock: StepClock
     done: torch.cuda.Event | None
+    drafts: Drafts | None = None
+
+
+class _Ran(NamedTuple):
+    """The forward pass of a step: inputs and what the model made of all rows are for who makes drafts of them."""
+
+    sampled: Sampled | None
+    rows: SamplingRows
+    inputs: StepInputs | None = None
+    hidden: Tensor | None = None
 
 
 class TorchRunner:
@@ -68,7 +80,10 @@ class TorchRunner:
             states=spec.has_states,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
-        self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens) if self.graphs else None
+        self.prompt_graphs = None
+        if self.graphs is not None and model.draft_head is None:
+            self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
+        self.drafting = Drafting.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self._launched: deque[_Launched] = deque()
@@ -107,18 +122,24 @@ class TorchRunner:
     def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         self._copy_states(plan.restored)
-        sampled: Sampled | None
         graphs = self._graphs_for(plan)
-        if graphs is not None:
-            sampled, rows = self._replay(plan, graphs, clock)
-        else:
-            sampled, rows = self._forward(plan, clock, self.model)
-        self._copy_states(plan.saved)
+        ran = self._forward(plan, clock, self.model) if graphs is None else self._replay(plan, graphs, clock)
         clock.mark()
-        clock.stop()
-        reading = sampled.start_reading() if sampled is not None else None
+        drafts = self._draft(plan, ran)
+        self._copy_states(plan.saved)
+        if self.drafting is not None:
+            clock.mark()
+        reading = ran.sampled.start_reading() if ran.sampled is not None else None
+        drafts = drafts.start_reading() if drafts is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, rows, reading, clock, done))
+        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts))
+
+    def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
+        if self.drafting is None:
+            return None
+        assert ran.inputs is not None
+        assert ran.hidden is not None
+        return self.drafting(plan, ran.inputs, ran.hidden, ran.sampled.tokens if ran.sampled else None)
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
@@ -130,36 +151,40 @@ class TorchRunner:
     @torch.inference_mode()
     def rehearse(self, plan: StepPlan, model: Decoder) -> None:
         """Launch a step kernel by kernel with this model, the whole or a sketch of it. Nothing comes of it."""
-        sampled, _ = self._forward(plan, StepClock(model.place.device, model.place.group), model)
-        if sampled is not None:
-            sampled.start_reading()
+        ran = self._forward(plan, StepClock(model.place.device, model.place.group), model)
+        self._draft(plan, ran)
+        if ran.sampled is not None:
+            ran.sampled.start_reading()
 
-    def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> tuple[Sampled | None, SamplingRows]:
+    def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> _Ran:
+        """A head that drafts needs all rows, whatever they yield."""
         inputs = self.batch.prepare(plan)
         clock.mark()
-        hidden = model(inputs.tokens, inputs.positions, inputs.attention, inputs.wanted)
+        all_rows = model.draft_head is not None
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, None if all_rows else inputs.wanted)
         rows = SamplingRows.of(plan, self.batch)
-        scores = model.scores(hidden) if rows else None
+        scores = model.scores(hidden[inputs.wanted] if all_rows else hidden) if rows else None
         clock.mark()
-        return self.sampler(scores, rows, self.batch) if scores is not None else None, rows
+        sampled = self.sampler(scores, rows, self.batch) if scores is not None else None
+        return _Ran(sampled, rows, inputs, hidden)
 
-    def _replay(
-        self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock
-    ) -> tuple[Sampled, SamplingRows]:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock) -> _Ran:
         self.batch.update(plan)
         rows = SamplingRows.of(plan, self.batch)
         clock.mark()
-        scores, tokens = graphs.run(plan, rows.drawn)
+        scores, tokens, hidden = graphs.run(plan, rows.drawn)
         clock.mark()
-        return self.sampler(scores, rows, self.batch, tokens), rows
+        sampled = self.sampler(scores, rows, self.batch, tokens)
+        inputs = self.batch.lay_out(plan) if self.drafting is not None else None
+        return _Ran(sampled, rows, inputs, hidden)
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done = self._launched.popleft()
+        step, rows, sampled, clock, done, drafts = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         self.where.end_step(step)
-        return StepResult(step, tokens, logprobs, clock.times())
+        return StepResult(step, tokens, logprobs, clock.times(), drafts.read() if drafts is not None else [])
 
     def tend(self) -> bool:
         if self.put_off:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
-from phalanx.engine.ngram import NgramDrafter
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import Runner
 from phalanx.fabric.group import Group, Solo
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, cache_layout, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.speculate import open_checkpoint, settle, speculation
 from phalanx.spec import Layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
@@ -27,27 +26,30 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
 
     A `group` other than that of one is what a single rank takes for its fellows: with an `EmulatedGroup`, nobody.
     """
-    spec = Checkpoint(model_path, config.load_format).spec
+    config = settle(config, model_path)
+    checkpoint = open_checkpoint(config, model_path)
+    spec = checkpoint.spec
     Layout(spec, max(config.tp, group.size))
     runner: Runner
     if config.tp == 1:
-        runner, sizes = _start_alone(config, model_path, progress, group)
+        runner, sizes = _start_alone(config, checkpoint, progress, group)
     else:
         executor = Executor(config, model_path, progress)
         runner, sizes = executor, executor.sizes
     pool = BlockPool(sizes.num_blocks, config.block_size, config.prefix_caching)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
-    speculation = None if config.speculate == "off" else Speculation(NgramDrafter(), config.speculate_tokens)
     try:
-        scheduler = Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec), speculation)
+        guessing = speculation(config, checkpoint)
+        scheduler = Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec), guessing)
         return Engine(scheduler, runner, spec.vocab)
     except Exception:
         runner.close()
         raise
 
 
-def _start_alone(config: EngineConfig, model_path: Path, progress: Progress, group: Group) -> tuple[TorchRunner, Sizes]:
-    checkpoint = Checkpoint(model_path, config.load_format)
+def _start_alone(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress, group: Group
+) -> tuple[TorchRunner, Sizes]:
     model = load_model(config, checkpoint, group, progress)
     sizes = agree_on_sizes(config, checkpoint.spec, [blocks_that_fit(config, model)])
     return make_runner(config, model, sizes), sizes

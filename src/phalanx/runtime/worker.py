@@ -34,8 +34,8 @@ from phalanx.runtime.messages import (
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
+from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
-from phalanx.weights.checkpoint import Checkpoint
 
 _BEATS_KEPT = 16
 _LOOK_EVERY_MS = 1
@@ -71,7 +71,7 @@ def _serve(assignment: RankAssignment) -> None:
 
     group = make_group(config, rank, spot)
     group.where = where
-    checkpoint = Checkpoint(Path(assignment.model_path), config.load_format)
+    checkpoint = open_checkpoint(config, Path(assignment.model_path))
     model = load_model(config, checkpoint, group, lambda done, total: None, spot)
     ends.reports.send(encode(RankReady(rank, ends.orders.address)))
     assert _next(ends.orders) == CONNECT

@@ -17,7 +17,8 @@ class Compressed:
 
     It looks at the last `window` of them and, with a `ratio`, at entries that stand for `ratio` tokens each. With
     an `indexer` it looks at those of them that this chooses, and an entry is made from the tokens before its own too.
-    Heads leave by `groups`, each of which is brought to `group_rank` numbers on its own.
+    Heads leave by `groups`, each of which is brought to `group_rank` numbers on its own. A ring has `slack` more than
+    the window, which drafts that may be wrong take.
     """
 
     heads: int
@@ -29,6 +30,7 @@ class Compressed:
     groups: int
     group_rank: int
     ratio: int = 0
+    slack: int = 0
     indexer: Indexer | None = None
     module: str = "self_attn"
 
@@ -40,6 +42,11 @@ class Compressed:
     @property
     def head_group(self) -> int:
         return self.heads // self.groups
+
+    @property
+    def ring(self) -> int:
+        """The last vectors that are kept."""
+        return self.window + self.slack
 
     @property
     def span(self) -> int:
@@ -57,7 +64,7 @@ class Compressed:
     def state_bytes(self) -> int:
         """In bf16: the last vectors, and values and gates of those tokens that the next entry is made from."""
         inputs = 2 * self.entry * self.span // self.ratio if self.ratio else 0
-        return 2 * (self.window * self.head_dim + self.span * inputs)
+        return 2 * (self.ring * self.head_dim + self.span * inputs)
 
     @property
     def cache(self) -> LayerCache:

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
+from phalanx.spec.draft_head import DraftHead
 from phalanx.spec.ffn import Moe
 from phalanx.spec.formats import FORMATS, PLAIN, NumberFormat
 from phalanx.spec.hyper import Hyper
@@ -35,8 +36,9 @@ class ModelSpec:
     What is embedded is multiplied by `embedding_scale`, what a layer's parts add by `residual_scale`, logits by
     `logit_scale`. Names of checkpoints may begin otherwise than here: `prefixes` pairs what a name begins with here
     with what it may begin with there, and `spellings` tell which parts of names it may write otherwise. With `hyper`
-    there are several residual streams. Tensors that match one of the patterns `ignored` are left alone, any other that
-    is not known is refused. Where `refusal` is None the runtime serves the model.
+    there are several residual streams. `head` is one that drafts, which a checkpoint may have: it is a part of the
+    model only where `drafts` is set. Tensors that match one of the patterns `ignored` are left alone, any other that is
+    not known is refused. Where `refusal` is None the runtime serves the model.
     """
 
     model_type: str
@@ -54,6 +56,8 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     hyper: Hyper | None = None
+    head: DraftHead | None = None
+    drafts: bool = False
     prefixes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     spellings: tuple[Spelling, ...] = field(default=(), repr=False)
     ignored: tuple[str, ...] = field(default=(), repr=False)
@@ -80,6 +84,20 @@ class ModelSpec:
         if number_format in PLAIN:
             return dataclasses.replace(self, quantization=None, dtype=number_format)
         return dataclasses.replace(self, quantization=Quantization.usual(number_format))
+
+    def with_drafts(self) -> ModelSpec:
+        """The same model with the head that drafts."""
+        return dataclasses.replace(self, drafts=self.head is not None)
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """Where it is a part of the model."""
+        return self.head if self.drafts else None
+
+    @cached_property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """With that of the head that drafts behind the others."""
+        return (*self.layers, self.head.layer) if self.head and self.drafts else self.layers
 
     @cached_property
     def _attending(self) -> tuple[Layer, ...]:
@@ -145,12 +163,12 @@ class ModelSpec:
     @cached_property
     def ropes(self) -> set[Rope]:
         """The ways in which layers turn queries and keys."""
-        return {layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None}
+        return {layer.mixer.rope for layer in self.all_layers if layer.mixer.rope is not None}
 
     @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
         """What each layer keeps of a sequence."""
-        return tuple(layer.mixer.cache for layer in self.layers)
+        return tuple(layer.mixer.cache for layer in self.all_layers)
 
     @cached_property
     def has_states(self) -> bool:
@@ -185,6 +203,8 @@ class ModelSpec:
                 yield from self.hyper.around_parts(f"model.layers.{number}.", self.hidden)
         if self.hyper is not None:
             yield from self.hyper.at_the_end("model.", self.hidden)
+        if self.draft_head is not None:
+            yield from self.draft_head.tensors(self.hidden, self.hyper)
         yield self.final_norms.tensor("model.norm.weight", self.hidden)
         if not self.tied_embeddings:
             yield Tensor("lm_head.weight", (self.vocab, self.hidden), "vocab")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,6 +32,17 @@ class Checkpoint:
         self.is_gguf = path.suffix == ".gguf"
         self._load_format = load_format
         self.spec = gguf_spec(GgufFile(path)) if self.is_gguf else _folder_spec(path)
+        self.companion: Checkpoint | None = None
+        """Of a smaller model that drafts for this one."""
+
+    @cached_property
+    def has_draft_head(self) -> bool:
+        """Whether its files have what its configuration tells of: copies in other formats often leave it out."""
+        head = self.spec.head
+        if head is None or self._load_format == "dummy":
+            return head is not None
+        with closing(ViewReader(SafetensorsReader(self.path), self.spec.with_drafts())) as reader:
+            return reader.shape(f"{head.prefix}{head.names.hidden_norm}.weight") is not None
 
     def open_reader(self, device: torch.device) -> Reader:
         """A reader of the files, or of random weights made on the device itself."""

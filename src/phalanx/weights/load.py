@@ -39,7 +39,7 @@ def load_weights(model: Decoder, reader: Reader, progress: Progress, checked: bo
         done += target.nbytes
         progress(done, total)
     if model.place.fp8_cache:
-        for layer in model.layers:
+        for layer in model.all_layers:
             path = layer.mixer.path
             layer.mixer.cache_scales = CacheScales(*(_cache_scale(reader, path, letter) for letter in "kv"))
 

@@ -59,7 +59,7 @@ class CompressedAttention:
         self.sinks = place.empty_for(self.path + "sinks")
         self.narrowing = place.empty_for(self.path + "o_a_proj.weight")
         self.output = RowParallelLinear(place, self.path + "o_b_proj")
-        self.vectors = place.empty(0, record.window, record.head_dim)
+        self.vectors = place.empty(0, record.ring, record.head_dim)
         path, indexer = f"{self.path}compressor.", record.indexer
         self.compressor = Compressor(place, record, path, record.head_dim) if record.ratio else None
         self.indexer = EntryIndexer(place, record, indexer, f"{path}indexer.") if indexer else None
@@ -115,7 +115,7 @@ class CompressedAttention:
         """The vectors that each sequence looks at, once they, and the entries that are complete, are kept."""
         lines = []
         for rows in _together(step, self.block_size):
-            lines.append(line(self.vectors, vectors, rows))
+            lines.append(line(self.vectors, vectors, rows, self.record.window))
             remember(self.vectors, vectors, rows)
         for compressor in self.compressors:
             compressor.keep(x, step, self.block_size)

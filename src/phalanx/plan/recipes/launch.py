@@ -12,7 +12,9 @@ from phalanx.spec.machine import Machine
 from phalanx.version import __version__
 
 FIRST_PORT = 8000
+ADMIN_PORT = 9000
 TRTLLM_OPTIONS = "trtllm.yaml"
+_VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "HABANA_VISIBLE_MODULES"}
 _IMAGES = {
     ("NVIDIA", "phalanx"): f"phalanx:{__version__}",
     ("NVIDIA", "vllm"): "vllm/vllm-openai:v0.24.0",
@@ -82,6 +84,17 @@ class Launch:
     @property
     def vendor(self) -> str:
         return self.machine.smallest.vendor
+
+    @property
+    def visible(self) -> str:
+        """The variable that says which cards a process sees."""
+        return _VISIBLE[self.vendor]
+
+    def devices(self, replica: int) -> list[str]:
+        """GPUs of a replica, by their number on the machine it runs on."""
+        if self.one_gpu_machines:
+            return ["0"]
+        return [str(device) for device in range(replica * self.tp, (replica + 1) * self.tp)]
 
     @property
     def utilization(self) -> float:

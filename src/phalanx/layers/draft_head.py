@@ -1,0 +1,67 @@
+"""The head that drafts, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.whereabouts import HEAD
+from phalanx.kernels.attention import AttentionBatch
+from phalanx.layers.hyper import HyperEnds, HyperStream
+from phalanx.layers.layer import DecoderLayer
+from phalanx.layers.linear import ColumnParallelLinear
+from phalanx.layers.norm import RmsNorm
+from phalanx.layers.place import Part, Place
+from phalanx.layers.rotary import Rotary
+from phalanx.layers.step import StepContext
+from phalanx.layers.stream import Ends, Stream
+from phalanx.layers.vocabulary import Embedding, Head
+from phalanx.spec.draft_head import DraftHead
+
+
+class DraftHeadPart:
+    """Makes of what it is handed, and the token behind, what it takes for the next token itself: it can go on and on.
+
+    Its layer keeps of a position what it made of the token there and of the one behind.
+    """
+
+    def __init__(self, place: Place, record: DraftHead, embedding: Embedding, head: Head, rotary: Rotary) -> None:
+        names, hyper = record.names, place.spec.hyper
+        self.place, self.embedding, self.head, self.rotary = place, embedding, head, rotary
+        self.embedded_norm = RmsNorm(place, record.prefix + names.embedded_norm)
+        self.hidden_norm = RmsNorm(place, record.prefix + names.hidden_norm)
+        self.joins = [ColumnParallelLinear(place, [record.prefix + name]) for name in names.joins]
+        self.layer = DecoderLayer(place, len(place.spec.layers), record.layer, record.layer_prefix)
+        self.ends = Ends(place) if hyper is None else HyperEnds(place, hyper, f"{record.prefix}hc_head.hc_")
+        self.norm = RmsNorm(place, record.prefix + names.norm)
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        own = (self.embedded_norm, self.hidden_norm, *self.joins, self.layer, self.ends, self.norm)
+        return chain.from_iterable(part.parts() for part in own)
+
+    def __call__(
+        self, tokens: Tensor, handed: Tensor, positions: Tensor, batch: AttentionBatch, block_size: int, rows: Tensor
+    ) -> Tensor:
+        """What these rows hand on, where all rows have these tokens behind them and were handed this."""
+        step = StepContext(tokens, positions, batch, block_size, self.place.dtype, self.rotary)
+        normed = self.hidden_norm(handed.flatten(0, -2)).view(handed.shape)
+        stream = self._begin(self.embedded_norm(self.embedding(tokens)), normed)
+        self.layer(stream, step, rows)
+        finished = self.ends.finish(stream)
+        return finished if isinstance(stream, HyperStream) else self.norm(finished)
+
+    def _begin(self, embedded: Tensor, handed: Tensor) -> Stream:
+        if isinstance(self.ends, Ends):
+            (join,) = self.joins
+            return Stream(join(torch.cat((embedded, handed), -1)))
+        first, second = self.joins
+        streams = second(handed.flatten(0, 1)).view(handed.shape)
+        return HyperStream(streams + first(embedded)[:, None])
+
+    def scores(self, handed: Tensor) -> Tensor:
+        """Logits of the token behind the one that a row was given."""
+        self.place.group.where.at(HEAD)
+        return self.head(handed if isinstance(self.ends, Ends) else self.norm(self.ends.join(handed)))

@@ -1,0 +1,54 @@
+"""A layer of the decoder, built from its record in the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from phalanx.layers.ffn import build_ffn
+from phalanx.layers.hyper import HyperAround
+from phalanx.layers.mixers import build_mixer
+from phalanx.layers.place import Part, Place
+from phalanx.layers.step import StepContext
+from phalanx.layers.stream import Around, Stream
+from phalanx.spec.layer import Layer
+
+
+class DecoderLayer:
+    """A mixer and an FFN, each with its norms around it and added to the residual stream: two all-reduces."""
+
+    def __init__(self, place: Place, number: int, layer: Layer, prefix: str) -> None:
+
+        def around(part: str, before: str | None, after: str | None) -> Around | HyperAround:
+            norms = Around(place, prefix + before if before else None, prefix + after if after else None)
+            hyper = place.spec.hyper
+            return norms if hyper is None else HyperAround(place, hyper, f"{prefix}{part}_hc.", norms)
+
+        self.around_mixer = around("attn", layer.norms.before_mixer, layer.norms.after_mixer)
+        self.mixer = build_mixer(place, layer.mixer, prefix)
+        self.around_ffn = around("ffn", layer.norms.before_ffn, layer.norms.after_ffn)
+        self.ffn = build_ffn(place, layer.ffn, prefix)
+        self.record = layer
+        self.number = number
+        self.group = place.group
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind run the same kernels."""
+        return self.record, self.mixer.takes_fp8, self.ffn.takes_fp8
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        for part in (self.around_mixer, self.mixer, self.around_ffn, self.ffn):
+            yield from part.parts()
+
+    def __call__(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> None:
+        """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
+        where = self.group.where
+        where.at(2 * self.number)
+        mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
+        stream.take_rows(rows)
+        step.rows = rows
+        self.around_mixer.leave(mixed, stream)
+        where.at(2 * self.number + 1)
+        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)

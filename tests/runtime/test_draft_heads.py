@@ -1,0 +1,62 @@
+"""Heads that draft say what transformers' own layers say, and change no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from phalanx.engine.sampling import SamplingParams
+from tests.conftest import Reference
+from tests.heads import LAST_LAYER, HeadReference
+from tests.threaded_ranks import ThreadedEngine
+
+CHECKED = 12
+
+
+def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int) -> None:
+    """Of prompts in chunks, and behind drafts that were wrong."""
+    threaded = ThreadedEngine(head.folder, tp, prefix_caching=False, speculate="mtp", max_num_seqs=12, num_blocks=80)
+    engine, made = threaded.engine, []
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    requests = [engine.add(prompt, SamplingParams(max_tokens=6, temperature=0.0)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+        made += [(list(request.tokens), list(request.drafts)) for request in requests if request.drafts]
+    assert speculation.totals.draft_tokens > 10
+    for tokens, drafts in made[:: max(1, len(made) // CHECKED)]:
+        assert head.confirms(tokens, drafts), (tokens, drafts)
+    threaded.close()
+
+
+@pytest.mark.parametrize("reference", LAST_LAYER, indirect=True)
+def test_drafts_are_those_of_the_reference(reference: Reference, heads: Callable[[str], HeadReference]) -> None:
+    check_drafts(heads(reference.name), reference.prompts[1:5], 1)
+
+
+@pytest.mark.parametrize("reference", ["deepseek_v3", "glm4_moe"], indirect=True)
+def test_the_reference_is_that_of_transformers(
+    reference: Reference, heads: Callable[[str], HeadReference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it has heads itself. It looks for them behind the layers of the published models."""
+    head, kind = heads(reference.name), type(reference.model)
+    last = reference.model.config.num_hidden_layers
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{last}\..*"])
+    main = AutoModelForCausalLM.from_pretrained(head.folder, dtype=torch.float32).eval()
+    mtp = MtpModel.from_pretrained(main).eval()
+    tokens = reference.prompts[3]
+    with torch.inference_mode():
+        _, logits, _ = mtp(
+            input_ids=torch.tensor([tokens[1:]]),
+            last_hidden_states=main.model(torch.tensor([tokens[:-1]])).last_hidden_state,
+            attention_mask=None,
+            position_ids=torch.arange(1, len(tokens))[None],
+            mtp_cache=MtpCache(config=main.config.get_mtp_config()),
+        )
+    assert torch.allclose(head.scores(tokens, [0])[0], logits[0, 0], atol=1e-4)
