@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
@@ -74,13 +74,13 @@ def _matrix_vector(
     x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The first block of weights is asked for before the kernel ahead has ended: none writes to weights."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     wanted = row[:, None] < outputs
     place = weight + row[:, None].to(tl.int64) * inputs + column
     block = tl.load(place, mask=wanted & (column < inputs), other=0.0)
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = tl.load(x + column, mask=column < inputs, other=0.0).to(tl.float32) * block.to(tl.float32)
     for start in range(BLOCK, inputs, BLOCK):
         inside = start + column < inputs
@@ -98,7 +98,7 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(1, outputs)
     block = min(block, triton.next_power_of_2(inputs))
     _matrix_vector[(triton.cdiv(outputs, rows),)](
-        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=True
+        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=starts_early()
     )
     return out
 
@@ -151,7 +151,7 @@ def _product(
     SPLIT: tl.constexpr, STRIPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ weight.T + bias in FP8. Programs that share a tile add up when the last of them is done."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
     above = tile // (STRIPE * output_tiles) * STRIPE
@@ -161,7 +161,7 @@ def _product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
     first = split * share
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = tile_product(
         x, x_scales, row, row < rows, rows, weight, scales, 0, output, outputs, inputs, first,
         tl.minimum(first + share, inputs), True, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
@@ -196,7 +196,8 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     _product[(tiles, splits)](
         x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
         inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages,
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
