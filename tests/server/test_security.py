@@ -24,6 +24,7 @@ from phalanx.server.keys import KeyRing
 from phalanx.server.options import ServeOptions
 from phalanx.server.serve import serve
 from tests import timeless
+from tests.server.conftest import make_certificate
 from tests.server.running import Server, running
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -199,30 +200,6 @@ def test_bodies_held_at_once_are_bounded_and_no_key_fills_them_all() -> None:
     assert honest == 200
     assert greedy.count(200) == 12
     assert greedy.count(429) == 52
-
-
-@pytest.fixture(scope="module")
-def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
-    folder = tmp_path_factory.mktemp("locked")
-    (folder / "keys").write_text("from-file\n\nanother\n")
-    certificate, key = make_certificate(folder)
-    options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
-    tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
-    with running(tiny_chat, folder, *options, *tls) as server:
-        yield server, certificate
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 def test_every_route_of_a_real_server_needs_the_key(locked: tuple[Server, Path]) -> None:

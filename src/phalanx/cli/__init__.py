@@ -8,6 +8,7 @@ import typer
 
 from phalanx.cli.bench import bench
 from phalanx.cli.cluster import cluster
+from phalanx.cli.compare import compare
 from phalanx.cli.config import config
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
@@ -37,6 +38,7 @@ app.command()(studio)
 app.command()(generate)
 app.command()(lab)
 app.command()(quantize)
+app.command()(compare)
 app.add_typer(bench, name="bench")
 app.add_typer(config, name="config")
 app.add_typer(cluster, name="cluster")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.compare import tell
 from phalanx.cli.shared import AsJson, told_errors
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def quantize(
     calibration: Annotated[
         Path | None, typer.Option(help="A text that awq's scales go by; default: what the model says by itself.")
     ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="A text to hold the new checkpoint against the old one by.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a model's linear layers in FP8 or four bits, in a form that vLLM, SGLang and transformers load too."""
@@ -36,9 +40,11 @@ def quantize(
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
+        from phalanx.bench.quality import Asked, compare_checkpoints, read_text
         from phalanx.weights.checkpoint import locate
         from phalanx.weights.quantize import quantize as run
 
+        text = read_text(check) if check is not None else None
         inputs = _inputs(model, calibration) if number_format == "awq" else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -48,8 +54,9 @@ def quantize(
                 bar.update(task, completed=done, total=total)
 
             report = run(locate(model), output, number_format, progress, inputs)
+        checked = compare_checkpoints(Asked(model, str(output), answer_tokens=0), [text]) if text is not None else None
         if as_json:
-            print(json.dumps(report.to_dict()))
+            print(json.dumps(report.to_dict() | ({"check": checked.to_dict()} if checked else {})))
             return
         Console(highlight=False).print(_table(report))
         print(f"{report.bytes_before / 1e9:.2f} GB -> {report.bytes_after / 1e9:.2f} GB in {output}")
@@ -59,18 +66,17 @@ def quantize(
                 "Phalanx loads them at any TP; vLLM and transformers may not: for those use --format fp8-channel.",
                 file=sys.stderr,
             )
+        if checked is not None:
+            tell(checked, as_json=False)
 
 
 def _inputs(model: str, calibration: Path | None) -> dict[str, Tensor]:
     """What the model's linear layers are given over the text."""
     from phalanx.bench.activations import collect
-    from phalanx.errors import ConfigError
+    from phalanx.bench.quality import read_text
     from phalanx.weights.checkpoint import locate
 
-    try:
-        text = calibration.read_text(encoding="utf-8") if calibration is not None else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("bad_text", f"{calibration} cannot be read: {error}.", "Give a file of UTF-8 text.") from None
+    text = read_text(calibration) if calibration is not None else None
     return collect(locate(model), text)
 
 

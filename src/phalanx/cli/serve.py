@@ -52,6 +52,10 @@ def serve(
         int, typer.Option(min=1, help="Most tokens in a step.")
     ] = defaults.MAX_NUM_BATCHED_TOKENS,
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes a rank for keys and values.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Most of a GPU's memory to take. Default: 0.99; 0.85 where the system shares it."),
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of common prefixes.")] = True,
     warm_up: Annotated[
         str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
@@ -114,6 +118,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
             warm_up=warm_up,
             speculate=speculate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -15,6 +16,12 @@ from phalanx.kernels.panels import Panels
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
 LARGEST = 448.0
+
+
+@cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether kernels on this device turn e4m3 into other numbers: GPUs from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Quantised(NamedTuple):

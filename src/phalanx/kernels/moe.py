@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
+from phalanx.kernels.four_bit import FourBitWeight
+from phalanx.kernels.fp8 import E4M3, Fp8Weight, converts_e4m3
 from phalanx.kernels.gemm import Held
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
@@ -121,10 +123,19 @@ def fused_experts(
     if x.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
 
-        taken = held if x.dtype != torch.float32 else held.widened(x.dtype)
+        taken = held if x.dtype != torch.float32 and _multiplied(held, x.device) else held.widened(x.dtype)
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
         return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
     return fused_experts_torch(x, held.widened(x.dtype), weights, experts, activation, weighs_input)
+
+
+def _multiplied(held: ExpertWeights, device: torch.device) -> bool:
+    """Whether the GPU's kernels read these numbers."""
+    matrices = (held.gate_up, held.down)
+    has_e4m3 = any(isinstance(each, Fp8Weight) for each in matrices) or any(
+        isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices
+    )
+    return not has_e4m3 or converts_e4m3(device)
 
 
 def fused_experts_torch(

@@ -26,6 +26,7 @@ from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.memory_limit import fix_of
 from phalanx.server.errors import ApiError
 from phalanx.server.hang_watch import HangWatch
 from phalanx.server.mailbox import Mailbox
@@ -308,8 +309,9 @@ class EngineClient:
             cause = msgspec.json.decode(path.read_bytes(), type=Death)
         if cause is None:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            fix = "Signal 9 is often the system's out-of-memory killer: see dmesg." if status == -9 else "See its log."
-            cause = Death("engine_died", f"The engine process {how} without a report.", fix)
+            cause = Death(
+                "engine_died", f"The engine process {how} without a report.", fix_of(status) or "See its log."
+            )
         return EngineDeadError(cause.code, cause.found, cause.fix)
 
     async def stop(self) -> None:

@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -29,7 +29,7 @@ from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.access_log import AccessLog
 from phalanx.server.announce import announcement, url_of
-from phalanx.server.door import room_for_connections
+from phalanx.server.door import Door, room_for_connections
 from phalanx.server.engine_client import ENGINE_MODULE, EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import MAX_COCKPIT_BODY, PROBE_PATHS, Guard
@@ -41,8 +41,9 @@ from phalanx.server.messages import Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions, default_name
 from phalanx.server.preparer import Preparer
-from phalanx.server.reload import check_tls, reload
+from phalanx.server.reload import reload
 from phalanx.server.supervisor import Supervisor
+from phalanx.server.tls import HttpServer, tls_context
 
 log = logging.getLogger("phalanx.server")
 
@@ -60,14 +61,14 @@ def serve(
 ) -> int:
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
     set_up_logs(options.log_format)
-    check_tls(options)
+    tls = tls_context(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         admin = None
         if options.admin_port is not None:
             admin = stack.enter_context(listen(options.admin_host or options.host, options.admin_port))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(ApiServer(config, options, engine_module, cockpit).run(listener, admin))
+        return runner.run(ApiServer(config, options, engine_module, cockpit, tls).run(listener, admin))
 
 
 class ApiServer:
@@ -79,7 +80,10 @@ class ApiServer:
         options: ServeOptions,
         engine_module: str,
         make_cockpit: Callable[[Service], Cockpit] | None,
+        tls: ssl.SSLContext | None,
     ) -> None:
+        self._tls = tls
+        self._door = Door(room_for_connections())
         self._config = config
         self._options = options
         self._name = options.served_names[0] if options.served_names else default_name(config.model)
@@ -90,7 +94,7 @@ class ApiServer:
         self._make_cockpit = make_cockpit
         self._service: Service | None = None
         self._cockpit: Cockpit | None = None
-        self._http: _HttpServer | None = None
+        self._http: HttpServer | None = None
 
     async def run(self, listener: socket.socket, admin: socket.socket | None = None) -> int:
         """The engine process starts first: while it loads, this one looks at the machine and gets ready."""
@@ -112,9 +116,10 @@ class ApiServer:
             assert self._service is not None
             await self._preparer.start(self._service.assignment)
             beside.append(asyncio.create_task(self._warm_grammars(self._service.grammars, warmed)))
-            self._http = _HttpServer(config)
+            self._http = HttpServer(config, self._door, self._tls)
             if admin is not None:
-                probing = _HttpServer(self._admin_config(self._service))
+                door = Door(_ADMIN_CONNECTIONS)
+                probing = HttpServer(self._admin_config(self._service, door), door)
                 beside.append(asyncio.create_task(probing.serve(sockets=[admin])))
             if self._cockpit is not None:
                 beside.append(asyncio.create_task(self._cockpit.run()))
@@ -173,28 +178,27 @@ class ApiServer:
         app: ASGIApp = AccessLog(Guard(routes, options.keys, options.max_body_bytes, hosts, open_paths))
         if options.cors_origins:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-        config = self._uvicorn(app, room_for_connections(), ssl_certfile=options.tls_cert, ssl_keyfile=options.tls_key)
+        config = self._uvicorn(app, self._door)
         config.load()
         return config
 
-    def _admin_config(self, service: Service) -> uvicorn.Config:
+    def _admin_config(self, service: Service, door: Door) -> uvicorn.Config:
         """Nobody who asks needs a key, or a certificate; there is nothing to read but probes and metrics."""
         from phalanx.server.operator_routes import create_admin_app
 
         open_paths = (*PROBE_PATHS, "/version")
         app = Guard(create_admin_app(service), KeyRing(), MAX_COCKPIT_BODY, open_paths=open_paths)
-        return self._uvicorn(app, _ADMIN_CONNECTIONS)
+        return self._uvicorn(app, door)
 
-    def _uvicorn(self, app: ASGIApp, connections: int, **tls: Path | None) -> uvicorn.Config:
+    def _uvicorn(self, app: ASGIApp, door: Door) -> uvicorn.Config:
         return uvicorn.Config(
             app,
-            **protocol(connections),
+            **protocol(door),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(self._options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
-            **tls,  # type: ignore[arg-type]
         )
 
     def _hang_up(self) -> None:
@@ -202,7 +206,7 @@ class ApiServer:
         if sys.stdout.isatty() or sys.stderr.isatty():
             self._stop()
         else:
-            reload(self._options, self._http.config.ssl if self._http is not None else None)
+            reload(self._options, self._tls)
 
     def _stop(self) -> None:
         """The first signal lets running requests finish in time; the second does not."""
@@ -259,11 +263,3 @@ def _end_in_any_case(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to ApiServer."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield

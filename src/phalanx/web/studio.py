@@ -8,7 +8,7 @@ from collections.abc import Collection
 import uvicorn
 from fastapi import FastAPI
 
-from phalanx.server.door import room_for_connections
+from phalanx.server.door import Door, room_for_connections
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.guard import MAX_COCKPIT_BODY, Guard
 from phalanx.server.http import protocol
@@ -42,7 +42,7 @@ def serve_studio(host: str, port: int, allowed_hosts: Collection[str] = ()) -> N
         print(f"Phalanx studio: http://{f'[{address}]' if ':' in address else address}:{number}/", flush=True)
         config = uvicorn.Config(
             guarded_studio({host, *allowed_hosts}),
-            **protocol(room_for_connections()),
+            **protocol(Door(room_for_connections())),
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -209,10 +209,16 @@ def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: tor
         return stream_product(x, weight, bias, dtype, counters(x.values.device), way)
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
     many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
-    if many and in_tiles and bias is None and dtype == torch.bfloat16:
+    if many and in_tiles and bias is None and dtype == torch.bfloat16 and _library_has_tiles(x.values.device):
         return _library_product(x, weight)
     tiles = WIDE_FP8_TILES if outputs >= WIDE_FROM else FP8_TILES
     return run_tiles(x, weight, bias, dtype, pick_tile(tiles, rows))
+
+
+@cache
+def _library_has_tiles(device: torch.device) -> bool:
+    """Of all kinds of GPUs, only Hopper has a library product with scales by 1 x 128 and 128 x 128."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:

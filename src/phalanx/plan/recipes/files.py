@@ -1,4 +1,4 @@
-"""The files of a recipe: shell, docker compose, systemd, Kubernetes, and Ray over several DGX Spark."""
+"""The files of a recipe: shell, docker compose, systemd, Kubernetes, and Ray over several machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from phalanx.errors import ConfigError
 from phalanx.plan.recipes import boxes, spark
-from phalanx.plan.recipes.fabric import fabric_environment
 from phalanx.plan.recipes.kubernetes import kubernetes_files
 from phalanx.plan.recipes.launch import ADMIN_PORT, FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
 from phalanx.plan.recipes.systemd import unit_files
@@ -29,12 +28,8 @@ def recipe(launch: Launch, kind: str) -> Files:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
         suggestion = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
-    if launch.spans_machines and kind not in (("ray",) if launch.one_gpu_machines else ("ray", "k8s")):
-        raise ConfigError(
-            "needs_ray",
-            f"A replica on {launch.machine.name} spans {launch.nodes} machines.",
-            "Use --recipe ray with --engine vllm, phalanx cluster recipe for Phalanx on DGX Spark, or a lower --tp.",
-        )
+    if launch.spans_machines:
+        boxes.check(launch, kind)
     files = KINDS[kind](launch)
     if launch.engine.name == "trtllm" and kind != "k8s":
         files[TRTLLM_OPTIONS] = trtllm_options(launch)
@@ -48,10 +43,14 @@ def _shipped(name: str) -> str:
 
 
 def _shell(launch: Launch) -> Files:
+    if launch.spans_machines:
+        return boxes.scripts(launch)
     lines = [
         "#!/usr/bin/env bash",
         f"# {title(launch)}",
+        *([f"# Beware: {launch.note}"] if launch.note else []),
         "set -euo pipefail",
+        *([boxes.DROP_CACHES] if launch.one_gpu_machines else []),
         "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
         "",
     ]
@@ -118,53 +117,13 @@ def _compose_devices(launch: Launch, devices: list[str]) -> list[str]:
 
 
 def _ray(launch: Launch) -> Files:
-    """One rank a machine over RoCE: the network, the limits, the cluster, and the server on its first machine."""
-    if launch.spans_machines and not launch.one_gpu_machines:
-        return boxes.ray_files(launch)
-    if not launch.one_gpu_machines:
+    if not launch.spans_machines:
         raise ConfigError(
             "no_ray_recipe",
             f"{launch.machine.name} needs no Ray: every replica is in one box.",
             "Use --recipe shell, compose, systemd or k8s.",
         )
-    if launch.engine.name != "vllm":
-        raise ConfigError(
-            "no_ray_recipe",
-            f"This recipe is not for {launch.engine.title}.",
-            "Use --engine vllm; for Phalanx there is phalanx cluster recipe; on one machine, another recipe will do.",
-        )
-    nodes = launch.nodes * launch.replicas
-    files = {f"node-{node}/{spark.NETPLAN}": spark.netplan(node) for node in range(nodes)} | spark.system_files()
-    for replica in range(launch.replicas):
-        files[f"replica-{replica}.sh"] = _ray_script(launch, replica * launch.nodes)
-    return files
-
-
-def _ray_script(launch: Launch, head: int) -> str:
-    address, interface = spark.address(head), spark.INTERFACES[0]
-    serve = wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
-    workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.nodes)) or "none"
-    fabric = "\n".join(f"export {name}={value}" for name, value in fabric_environment(interface, spark.RDMA).items())
-    return f"""#!/usr/bin/env bash
-# {title(launch)}
-# Run on every machine of this replica: first on {address}, which serves, then on its workers ({workers}).
-# Before: ray get-auth-token --generate on the first, and the same ~/.ray/auth_token (mode 600) on all.
-set -euo pipefail
-ulimit -l unlimited
-# The GPU's memory is the system's: what the page cache holds, the engine cannot take.
-sync && echo 3 | sudo tee /proc/sys/vm/drop_caches >/dev/null
-SELF=$(ip -4 -o addr show {interface} | grep -oP '(?<=inet )[0-9.]+')
-export VLLM_HOST_IP=$SELF
-{fabric}
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0
-
-if [ "$SELF" != {address} ]; then
-  exec ray start --block --address={address}:6379 --node-ip-address="$SELF" --num-gpus=1
-fi
-ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1 --include-dashboard=false
-until [ "$(ray status | grep -c ' node_')" -ge {launch.nodes} ]; do sleep 2; done
-exec {serve}
-"""
+    return boxes.scripts(launch)
 
 
 def write_files(files: Files, folder: Path) -> None:

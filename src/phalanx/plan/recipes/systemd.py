@@ -17,6 +17,9 @@ _HOW = {
 }
 _OWN = {"phalanx": ("ExecReload=/bin/kill -HUP $MAINPID", "TimeoutStopSec=60")}
 
+_DROP_CACHES = "ExecStartPre=+/bin/sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
+"""Where the GPU's memory is the system's, the engine cannot take what the page cache holds."""
+
 
 def unit_files(launch: Launch) -> dict[str, str]:
     """A unit a replica. Phalanx reads its keys and certificate anew on `systemctl reload`."""
@@ -38,6 +41,7 @@ def unit_files(launch: Launch) -> dict[str, str]:
                 f"Environment={launch.visible}={','.join(launch.devices(replica))}",
                 f"Environment=HF_HOME=/var/lib/{launch.engine.name}",
                 f"Environment=PATH=/opt/{launch.engine.name}/bin:/usr/local/bin:/usr/bin:/bin",
+                *([_DROP_CACHES] if launch.one_gpu_machines else []),
                 f"ExecStart={shlex.join(words)}",
                 *_OWN.get(launch.engine.name, ()),
                 "Restart=on-failure",
