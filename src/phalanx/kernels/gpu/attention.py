@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.shared_memory import stages_here
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
 MANY_PROGRAMS = 512
@@ -138,7 +139,7 @@ def decode_attention(
         tables.stride(0), window or 0, scale, value_scale, SINKS=sinks is not None, HEADS=heads,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
-        num_warps=warps, num_stages=stages, launch_pdl=starts_early(),
+        num_warps=warps, num_stages=stages_here(stages), launch_pdl=starts_early(),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import triton
+import triton.language as tl  # noqa: F401  (the interpreter wants to see it)
 from triton.language.extra import cuda
 from triton.language.target_info import cuda_capability_geq, current_target
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.kernels.four_bit import BLOCK, FourBitWeight
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import LEAST_ROUNDS, Tile, counters, pick_tile
+from phalanx.kernels.gpu.shared_memory import stages_here
 
 MOST_STEP = 128
 TILES = {
@@ -255,7 +256,7 @@ def run_tiles(x: Tensor, weight: FourBitWeight, bias: Tensor | None, tile: Tile)
     _product[(tiles, splits)](
         x, weight.values, weight.scales, weight.zeros, weight.factors, bias, out, partial, counters(x.device), rows,
         outputs, inputs, splits, **switches, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        SPLIT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=starts_early(),
+        SPLIT=splits > 1, num_warps=tile.warps, num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -301,7 +302,7 @@ def grouped_product(
         x, weight.values, weight.scales, weight.zeros, weight.factors, bias, order, owner, pair_weights, out, pairs,
         pairs_a_row, outputs, inputs, **_switches(weight, x.dtype), HAS_BIAS=bias is not None,
         WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=starts_early(),
+        num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 

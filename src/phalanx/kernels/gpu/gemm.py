@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.shared_memory import stages_here
 
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
@@ -196,7 +197,7 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     _product[(tiles, splits)](
         x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
         inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages,
+        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=stages_here(tile.stages),
         launch_pdl=starts_early(),
     )  # fmt: skip
     return out

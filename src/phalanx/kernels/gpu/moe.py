@@ -17,6 +17,7 @@ from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahe
 from phalanx.kernels.gpu.four_bit import GROUPED_TILES, grouped_product
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
+from phalanx.kernels.gpu.shared_memory import stages_here
 from phalanx.spec.ffn import Activation
 
 CHUNK = 64
@@ -306,6 +307,6 @@ def _grouped(
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
         outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,
         HAS_BIAS=bias is not None, WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=starts_early(),
+        INPUTS=tile.inputs, num_warps=tile.warps, num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
