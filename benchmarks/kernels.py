@@ -226,7 +226,7 @@ def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[s
     """All kernels that were built, and what is wrong."""
     triton.runtime.driver.set_active(NoDriver(capability))
     early.starts_early.cache_clear()
-    shared_memory._is_roomy.cache_clear()
+    shared_memory.is_roomy.cache_clear()
     run, built, wrong = JITFunction.run, [], []
     processors = stream.multiprocessors
     most = SHARED_MEMORY[capability]

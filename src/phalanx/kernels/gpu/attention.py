@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.gpu.shared_memory import stages_here
+from phalanx.kernels.gpu.shared_memory import is_roomy, stages_here
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
 MANY_PROGRAMS = 512
@@ -130,7 +130,8 @@ def decode_attention(
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    few = rows * kv_heads > MANY_PROGRAMS or (q.element_size() == 4 and not is_roomy())
+    tokens, warps, stages = (64, 2, 4) if few else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))

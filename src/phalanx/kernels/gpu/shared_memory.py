@@ -12,11 +12,11 @@ MOST_IN_LITTLE = 2
 
 
 @cache
-def _is_roomy() -> bool:
+def is_roomy() -> bool:
     target = current_target()
     return target is None or target.arch in ROOMY
 
 
 def stages_here(stages: int) -> int:
     """Stages of a pipeline that was measured on a card with much shared memory."""
-    return stages if _is_roomy() else min(stages, MOST_IN_LITTLE)
+    return stages if is_roomy() else min(stages, MOST_IN_LITTLE)
