@@ -22,6 +22,10 @@ quick: $(VENV)/.dev
 test-cuda: $(VENV)/.dev
 	$(PYTEST) -m cuda
 
+# Every GPU kernel built for every kind of card, which needs none of them. Takes minutes.
+kernels: $(VENV)/.dev
+	$(BIN)/python benchmarks/kernels.py
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -116,7 +116,7 @@ class ThreadedEngine:
         prefix_caching: bool = True,
         speculate: str = "off",
         invariant: bool = False,
-        **limits: int,
+        **limits: Any,
     ) -> None:
         usual = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40}
         asked = usual | {"max_model_len": 160} | limits

@@ -14,6 +14,7 @@ from phalanx.cli.shared import AsJson, told_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from phalanx.weights.quantize import QuantizedCheckpoint
 
@@ -24,14 +25,17 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder (safetensors) or Hugging Face id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be new.")],
     number_format: Annotated[
-        str, typer.Option("--format", help="fp8-block (128 x 128) or fp8-channel (compressed-tensors).")
+        str, typer.Option("--format", help="fp8-block (128 x 128), fp8-channel, awq, w4a16 or mxfp4.")
     ] = "fp8-block",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text that awq's scales go by; default: what the model says by itself.")
+    ] = None,
     check: Annotated[
         Path | None, typer.Option(help="A text to hold the new checkpoint against the old one by.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's linear layers in FP8, in a form that vLLM, SGLang and transformers load too."""
+    """Write a model's linear layers in FP8 or four bits, in a form that vLLM, SGLang and transformers load too."""
     with told_errors():
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
@@ -41,12 +45,15 @@ def quantize(
         from phalanx.weights.quantize import quantize as run
 
         text = read_text(check) if check is not None else None
+        inputs = _inputs(model, calibration) if number_format == "awq" else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("")
-            report = run(
-                locate(model), output, number_format, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            report = run(locate(model), output, number_format, progress, inputs)
         checked = compare_checkpoints(Asked(model, str(output), answer_tokens=0), [text]) if text is not None else None
         if as_json:
             print(json.dumps(report.to_dict() | ({"check": checked.to_dict()} if checked else {})))
@@ -61,6 +68,16 @@ def quantize(
             )
         if checked is not None:
             tell(checked, as_json=False)
+
+
+def _inputs(model: str, calibration: Path | None) -> dict[str, Tensor]:
+    """What the model's linear layers are given over the text."""
+    from phalanx.bench.activations import collect
+    from phalanx.bench.quality import read_text
+    from phalanx.weights.checkpoint import locate
+
+    text = read_text(calibration) if calibration is not None else None
+    return collect(locate(model), text)
 
 
 def _table(report: QuantizedCheckpoint) -> Table:

@@ -1,4 +1,4 @@
-"""The C kernels of cpu.c, compiled once for this machine. Where there is no compiler, torch does the work instead."""
+"""The C kernels, compiled once for this machine. Where there is no compiler, torch does the work instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("cpu.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "panels.c")]
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-schedule-insns",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
 _POINTER, _INDEX, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_float
 _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_INDEX] * 2 + [_FLOAT],
@@ -25,6 +34,9 @@ _SIGNATURES = {
     "decode_attention": [_POINTER] * 5 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
     "row_digest": [_POINTER] * 2 + [_INDEX] * 2,
+    "panel_product": [_POINTER] * 4 + [_INDEX],
+    "e4m3_product": [_POINTER] * 4 + [_INDEX],
+    "widen_e4m3": [_POINTER] * 2 + [_INDEX] * 2,
     "meet": [_POINTER] + [_INDEX] * 4,
 }
 
@@ -48,14 +60,15 @@ def library() -> ctypes.CDLL | None:
 def _compiled(compiler: str) -> Path:
     """Linked with torch's own OpenMP, so that both use one pool of threads."""
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*")))
-    key = repr((_SOURCE.read_bytes(), _FLAGS, openmp, compiler, platform.platform(), _cpu_model()))
+    sources = [source.read_bytes() for source in _SOURCES]
+    key = repr((sources, _FLAGS, openmp, compiler, platform.platform(), _cpu_model()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
     target = folder / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / target.name
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh), *openmp[:1], "-lm"]
+            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(fresh), *openmp[:1], "-lm"]
             subprocess.run(command, check=True, capture_output=True)
             fresh.rename(target)
     return target

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.panels import Panels
+
 BLOCK = 32
 """Columns whose numbers lie together, in 16 bytes: the first half of them in the low halves of the bytes."""
 HALF = BLOCK // 2
@@ -199,6 +201,15 @@ class FourBitWeight:
         ]
         assert spread[0] is not None
         return (numbers_of(codes, self.numbers, spread[1]) * spread[0]).to(dtype)
+
+    def panels(self) -> Panels:
+        """Whole numbers alone; where they have zero points, zero less the point is the group's minimum."""
+        assert self.numbers == "int4"
+        codes = unpack(self.values, self.columns)
+        if self.zeros is None:
+            return Panels.of(codes, self.scales, self.group, 4, MIDDLE)
+        zeros, scales = unpack_halves(self.zeros, self.scales.shape[-1]), self.scales.float()
+        return Panels.of(codes, scales, self.group, 4, 0, -(zeros.float() * scales))
 
 
 def round_int4(values: Tensor, group: int | None, asymmetric: bool, dtype: torch.dtype) -> Groups:

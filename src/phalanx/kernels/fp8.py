@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -10,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.panels import Panels
+
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
 LARGEST = 448.0
+
+
+@cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether kernels on this device turn e4m3 into other numbers: GPUs from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Quantised(NamedTuple):
@@ -79,6 +88,9 @@ class Fp8Weight:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         return dequantise(self.values, self.scales, self.row_block, dtype)
+
+    def panels(self) -> Panels:
+        return Panels.of_e4m3(self.values, self.scales.repeat_interleave(self.row_block, 0)[: len(self.values)], GROUP)
 
 
 def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise
+from phalanx.kernels.fp8 import E4M3, Fp8Weight, Quantised, converts_e4m3, dequantise
+from phalanx.kernels.panels import Panels
+from phalanx.kernels.panels import product as panel_product
 from phalanx.kernels.quantise import quantise
 
 
@@ -33,6 +35,10 @@ class Held(Protocol):
         ...
 
     def dequantised(self, dtype: torch.dtype) -> Tensor: ...
+
+    def panels(self) -> Panels:
+        """One matrix as a CPU multiplies it."""
+        ...
 
 
 class Product(Protocol):
@@ -83,18 +89,41 @@ class Gemm:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
+class PanelGemm:
+    """y = x @ weight.T + bias on a CPU, with a weight that stays in the bits it is stored in.
+
+    It is loaded row by row, as the checkpoint has it; `pack` then lays it out in panels, which take its place.
+    """
+
+    takes_fp8 = False
+
+    def __init__(self, weight: Held | Panels, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def pack(self) -> Panels:
+        if not isinstance(self.weight, Panels):
+            self.weight = self.weight.panels()
+        return self.weight
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        assert isinstance(x, Tensor)
+        return panel_product(x, self.pack(), self.bias)
+
+
 class Fp8Gemm:
     """y = x @ weight.T + bias with a block-FP8 weight.
 
-    For results in half precision x is brought to FP8 as well, if it does not come so; for float32 it is the weight that
-    is widened.
+    For results in half precision x is brought to FP8 as well, if it does not come so; for float32, and on GPUs before
+    compute capability 8.9, it is the weight that is widened.
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.weight = weight
         self.bias = bias
         self.dtype = dtype
-        self.takes_fp8 = dtype != torch.float32 and weight.numel() > 0
+        multiplied = dtype != torch.float32 and converts_e4m3(weight.values.device)
+        self.takes_fp8 = multiplied and weight.numel() > 0
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         if not self.takes_fp8:
@@ -120,7 +149,8 @@ class FourBitGemm:
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
-        if x.is_cuda and self.weight.numel() and x.dtype != torch.float32:
+        known = self.weight.scales.dtype != E4M3 or converts_e4m3(x.device)
+        if x.is_cuda and self.weight.numel() and x.dtype != torch.float32 and known:
             from phalanx.kernels.gpu import four_bit as gpu
 
             return gpu.product(x, self.weight, self.bias)

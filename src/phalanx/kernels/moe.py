@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
+from phalanx.kernels.four_bit import FourBitWeight
+from phalanx.kernels.fp8 import E4M3, Fp8Weight, converts_e4m3
 from phalanx.kernels.gemm import Held
+from phalanx.kernels.panels import Panels
+from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
 
 
@@ -69,16 +73,50 @@ class ExpertWeights(NamedTuple):
     Of the down products' biases rank 0 has all and the others none, so that each counts once.
     """
 
-    gate_up: Tensor | Held
-    down: Tensor | Held
+    gate_up: Tensor | Held | PanelStack
+    down: Tensor | Held | PanelStack
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
+        """All but what lies in panels."""
         gate_up, down = (
-            weight if isinstance(weight, Tensor) else weight.dequantised(dtype) for weight in (self.gate_up, self.down)
+            weight if isinstance(weight, Tensor | PanelStack) else weight.dequantised(dtype)
+            for weight in (self.gate_up, self.down)
         )
         return self._replace(gate_up=gate_up, down=down)
+
+    def in_panels(self) -> ExpertWeights:
+        """With what is held as it is stored laid out in panels; itself where nothing is."""
+        if isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor):
+            return self
+        gate_up, down = (
+            weight if isinstance(weight, Tensor | PanelStack) else PanelStack.of(weight)
+            for weight in (self.gate_up, self.down)
+        )
+        return self._replace(gate_up=gate_up, down=down)
+
+    def matrices(self) -> list[Tensor | Panels]:
+        """Where they are multiplied from."""
+        found: list[Tensor | Panels] = []
+        for weight in (self.gate_up, self.down):
+            found += (
+                weight.matrices if isinstance(weight, PanelStack) else [weight] if isinstance(weight, Tensor) else []
+            )
+        return found
+
+
+class PanelStack(NamedTuple):
+    """Matrices of one shape, each in its panels."""
+
+    matrices: tuple[Panels, ...]
+
+    @classmethod
+    def of(cls, stack: Held) -> PanelStack:
+        return cls(tuple(stack[index].panels() for index in range(stack.shape[0])))
+
+    def numel(self) -> int:
+        return sum(matrix.numel() for matrix in self.matrices)
 
 
 def fused_experts(
@@ -96,10 +134,19 @@ def fused_experts(
     if x.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
 
-        taken = held if x.dtype != torch.float32 else held.widened(x.dtype)
+        taken = held if x.dtype != torch.float32 and _multiplied(held, x.device) else held.widened(x.dtype)
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
         return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
     return fused_experts_torch(x, held.widened(x.dtype), weights, experts, activation, weighs_input)
+
+
+def _multiplied(held: ExpertWeights, device: torch.device) -> bool:
+    """Whether the GPU's kernels read these numbers."""
+    matrices = (held.gate_up, held.down)
+    has_e4m3 = any(isinstance(each, Fp8Weight) for each in matrices) or any(
+        isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices
+    )
+    return not has_e4m3 or converts_e4m3(device)
 
 
 def fused_experts_torch(
@@ -107,21 +154,26 @@ def fused_experts_torch(
 ) -> Tensor:
     """The definition."""
     gate_up, down, gate_up_bias, down_bias = held
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
     out = torch.zeros_like(x)
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
     scales = weights.flatten()[order].to(x.dtype)[:, None]
-    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(experts.flatten()).tolist()
     first = 0
     for expert, count in enumerate(counts):
         if count:
             mine = slice(first, first + count)
             taken = x[tokens[mine]] * scales[mine] if weighs_input else x[tokens[mine]]
-            entered = F.linear(taken, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            entered = _product(taken, gate_up, expert, None if gate_up_bias is None else gate_up_bias[expert])
             inner = gate_and_mul(entered, activation)
-            given = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+            given = _product(inner, down, expert, None if down_bias is None else down_bias[expert])
             out.index_add_(0, tokens[mine], given if weighs_input else given * scales[mine])
             first += count
     return out
+
+
+def _product(x: Tensor, weights: Tensor | Held | PanelStack, expert: int, bias: Tensor | None) -> Tensor:
+    if isinstance(weights, PanelStack):
+        return panel_product(x, weights.matrices[expert], bias)
+    assert isinstance(weights, Tensor)
+    return F.linear(x, weights[expert], bias)

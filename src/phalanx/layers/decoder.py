@@ -10,7 +10,8 @@ from torch import Tensor
 
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.gemm import Gemm
+from phalanx.kernels.gemm import Gemm, PanelGemm
+from phalanx.kernels.panels import Panels
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.draft_head import DraftHeadPart
 from phalanx.layers.ffn.dense import Mlp
@@ -42,6 +43,7 @@ class Decoder:
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
         self.watch: Watch | None = None
+        self._laid_out: list[tuple[str, object]] | None = None
         record = place.spec.draft_head
         self.draft_head = DraftHeadPart(place, record, self.embedding, self.head, self.rotary) if record else None
         self.companion: Decoder | None = None
@@ -68,7 +70,29 @@ class Decoder:
         for layer in self.all_layers:
             for part in (layer.mixer, layer.ffn):
                 yield from (product for product in part.products() if isinstance(product, Gemm))
-        yield self.head.product
+        if isinstance(self.head.product, Gemm):
+            yield self.head.product
+
+    def lay_out(self) -> None:
+        """Put what a CPU multiplies as it is stored into panels, once all is loaded."""
+        self.embedding.pack()
+        self.head.pack()
+        found: list[tuple[str, object]] = [(self.embedding.name, self.embedding.weight)]
+        if self.head.tied is None:
+            found.append((self.head.name, self.head.product.weight))
+        for number, layer in enumerate(self.all_layers):
+            for part in (layer.mixer, layer.ffn):
+                for product in part.products():
+                    if isinstance(product, PanelGemm):
+                        product.pack()
+                    found.append((f"a matrix of layer {number}", product.weight))
+            found += ((f"an expert of layer {number}", weight) for weight in layer.ffn.lay_out())
+        if any(isinstance(weight, Panels) for _, weight in found):
+            self._laid_out = found
+
+    def weights(self) -> Iterator[tuple[str, object]]:
+        """All weights, or all matrices where they lie in panels, in the memory that they are multiplied from."""
+        yield from self.parts() if self._laid_out is None else self._laid_out
 
     def linears(self) -> Iterator[Linear]:
         """The products that adapters can be added to."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from phalanx.fabric.group import Group
 from phalanx.kernels.fp8 import E4M3
-from phalanx.kernels.gemm import Gemm, Held, InvariantGemm, Product
+from phalanx.kernels.gemm import Gemm, Held, InvariantGemm, PanelGemm, Product
 from phalanx.quant import at_work
 from phalanx.quant.base import SchemeAtWork
-from phalanx.spec import Layout, ModelSpec, Shard
+from phalanx.spec import Layout, ModelSpec, Scheme, Shard
+from phalanx.spec.tensors import Tensor as TensorSpec
 
 Part = Tensor | Held
 """The memory that this rank's share of a checkpoint tensor goes to."""
@@ -23,9 +24,10 @@ Part = Tensor | Held
 class Place:
     """Which rank's share of which model, talking to whom, in which dtype on which device.
 
-    `quantised` says whether quantised weights stay so; otherwise they are widened when they are loaded. `fp8_cache` is
-    for keys and values, which otherwise have the dtype of all. With `units` products are invariant: of the units that
-    the inner dimension of a row-parallel one is cut into, this rank has so many.
+    `quantised` says whether quantised weights stay so; otherwise they are widened when they are loaded. `in_panels`:
+    it is a CPU that multiplies those it can. `stored` has the formats of matrices that the configuration does not tell
+    of. `fp8_cache` is for keys and values, which otherwise have the dtype of all. With `units` products are invariant:
+    of the units that the inner dimension of a row-parallel one is cut into, this rank has so many.
     """
 
     layout: Layout
@@ -35,6 +37,8 @@ class Place:
     quantised: bool = False
     fp8_cache: bool = False
     units: int | None = None
+    in_panels: bool = False
+    stored: Mapping[str, Scheme] = field(default_factory=dict)
 
     @property
     def spec(self) -> ModelSpec:
@@ -51,13 +55,20 @@ class Place:
     def kept(self, names: Sequence[str]) -> SchemeAtWork | None:
         """The format in which all of these checkpoint matrices are held as they are stored; None: they are widened."""
         tensors = [self.spec.tensors[f"{name}.weight"] for name in names]
-        if self.spec.quantization is None or not self.quantised or not all(map(self.spec.is_quantised, tensors)):
+        schemes = {self._scheme_of(tensor) for tensor in tensors} if self.quantised else {None}
+        scheme = schemes.pop()
+        if scheme is None or schemes:
             return None
-        scheme = self.spec.quantization.scheme_for(tensors[0].expert)
         found, unit = at_work(scheme), scheme.format.unit or 1
         columns = [self.layout.slices(tensor, self.group.rank)[1] for tensor in tensors]
         whole = all(part.start % unit == 0 or part.start == part.stop for part in columns)
-        return found if found.keeps and whole else None
+        return found if whole and (found.in_panels if self.in_panels else found.keeps) else None
+
+    def _scheme_of(self, tensor: TensorSpec) -> Scheme | None:
+        quantization = self.spec.quantization
+        if quantization is not None and self.spec.is_quantised(tensor):
+            return quantization.scheme_for(tensor.expert)
+        return self.stored.get(tensor.name)
 
     def matrix(self, names: Sequence[str], rows: list[int], columns: int, *stack: int) -> Part:
         """Memory for matrices of these heights, one below the other."""
@@ -75,6 +86,8 @@ class Place:
             assert isinstance(weight, Tensor)
             return self.gemm(weight, bias, units or 1)
         assert not isinstance(weight, Tensor)
+        if self.in_panels:
+            return PanelGemm(weight, bias)
         return kept.product(weight, bias, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:

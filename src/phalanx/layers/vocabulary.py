@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.layers.place import Place
+from phalanx.kernels.gemm import Gemm, PanelGemm
+from phalanx.kernels.panels import Panels
+from phalanx.layers.place import Part, Place
 
 
 class Embedding:
@@ -17,13 +19,25 @@ class Embedding:
     name = "model.embed_tokens.weight"
 
     def __init__(self, place: Place) -> None:
-        self.group = place.group
+        self.place, self.group = place, place.group
         self.rows = place.shard.vocab
         self.scale = place.spec.embedding_scale
-        self.weight = place.empty(*place.share_of(self.name))
+        rows, columns = place.share_of(self.name)
+        self.weight: Part | Panels = place.matrix([self.name.removesuffix(".weight")], [rows], columns)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        assert not isinstance(self.weight, Panels)
         yield self.name, self.weight
+
+    def pack(self) -> None:
+        if not isinstance(self.weight, Tensor | Panels):
+            self.weight = self.weight.panels()
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.weight, Tensor):
+            return F.embedding(tokens, self.weight)
+        assert isinstance(self.weight, Panels)
+        return self.weight.look_up(tokens)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         found = self._look_up(tokens)
@@ -31,11 +45,11 @@ class Embedding:
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens)
         owned = (tokens >= self.rows.start) & (tokens < self.rows.stop)
         if not len(self.rows):
-            return self.group.all_reduce(self.weight.new_zeros(len(tokens), self.weight.shape[1]))
-        found = F.embedding((tokens - self.rows.start).where(owned, 0), self.weight)
+            return self.group.all_reduce(self.place.empty(len(tokens), self.weight.shape[1]).zero_())
+        found = self._rows((tokens - self.rows.start).where(owned, 0))
         return self.group.all_reduce(found * owned[:, None])
 
 
@@ -46,15 +60,31 @@ class Head:
 
     def __init__(self, place: Place, embedding: Embedding) -> None:
         self.group = place.group
-        self.tied = place.spec.tied_embeddings
-        weight = embedding.weight if self.tied else place.empty(*place.share_of(self.name))
-        self.product = place.gemm(weight)
+        self.tied = embedding if place.spec.tied_embeddings else None
+        self.product = self._product(place)
         self.scale = place.spec.logit_scale
         self.widths = [len(shard.vocab) for shard in place.layout.shards]
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.tied:
+    def _product(self, place: Place) -> Gemm | PanelGemm:
+        if self.tied is not None:
+            weight = self.tied.weight
+        else:
+            rows, columns = place.share_of(self.name)
+            weight = place.matrix([self.name.removesuffix(".weight")], [rows], columns)
+        return place.gemm(weight) if isinstance(weight, Tensor) else PanelGemm(weight)
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        if self.tied is None:
+            assert not isinstance(self.product.weight, Panels)
             yield self.name, self.product.weight
+
+    def pack(self) -> None:
+        """The embedding's panels are the head's too, where both are one matrix."""
+        if isinstance(self.product, PanelGemm):
+            if self.tied is not None:
+                assert not isinstance(self.tied.weight, Tensor)
+                self.product.weight = self.tied.weight
+            self.product.pack()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         scores = self.group.all_gather_columns(self.product(hidden), self.widths)

@@ -18,7 +18,10 @@ class SchemeAtWork(ABC):
     """`slices` are always those of the part of the matrix that pieces were read for: they may begin within a tile."""
 
     keeps = True
-    """Whether a GPU multiplies weights as they are stored; otherwise they are widened as on a CPU."""
+    """Whether a GPU multiplies weights as they are stored; otherwise they are widened."""
+
+    in_panels = False
+    """Whether a CPU does, once they are laid out in panels."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme

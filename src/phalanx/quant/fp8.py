@@ -15,6 +15,10 @@ _KEPT_TILES = ((GROUP, GROUP), (1, None))
 
 class Fp8(SchemeAtWork):
     @property
+    def in_panels(self) -> bool:  # type: ignore[override]
+        return self.keeps
+
+    @property
     def keeps(self) -> bool:  # type: ignore[override]
         return self.scheme.format.tile in _KEPT_TILES
 

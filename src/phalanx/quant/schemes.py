@@ -7,6 +7,7 @@ from functools import cache
 from phalanx.quant.awq import Awq
 from phalanx.quant.base import SchemeAtWork
 from phalanx.quant.fp8 import Fp8
+from phalanx.quant.gguf import Gguf
 from phalanx.quant.gptq import Gptq
 from phalanx.quant.int4 import PackedInt4
 from phalanx.quant.mxfp4 import Mxfp4
@@ -20,6 +21,7 @@ _KINDS: dict[Kind, type[SchemeAtWork]] = {
     "int4": PackedInt4,
     "mxfp4": Mxfp4,
     "nvfp4": Nvfp4,
+    "gguf": Gguf,
 }
 
 

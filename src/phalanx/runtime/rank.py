@@ -23,10 +23,11 @@ from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.runtime.weight_watch import WeightWatch
-from phalanx.spec import Layout, ModelSpec
+from phalanx.spec import Layout, ModelSpec, Scheme
 from phalanx.spec.invariant import inner_units, invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
+from phalanx.weights.reader import Reader
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
@@ -136,8 +137,19 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         layout = invariant_layout(checkpoint.spec, group.size)
         units = inner_units(checkpoint.spec) // group.size
         group = TreeGroup(group) if group.size > 1 else group
-    place = Place(layout, group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache, units=units)
     reader = checkpoint.open_reader(device)
+    in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
+    place = Place(
+        layout,
+        group,
+        dtype,
+        device,
+        quantised=on_gpu or in_panels,
+        fp8_cache=fp8_cache,
+        in_panels=in_panels,
+        stored=_stored(checkpoint.spec, reader) if in_panels else {},
+        units=units,
+    )
     try:
         check_tensors(place.layout, reader, group.rank)
         model = Decoder(place)
@@ -148,6 +160,7 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     else:
+        model.lay_out()
         _pack(model, spot.ranks_here)
     if config.canary and group.size > 1:
         model.watch = Canary(len(checkpoint.spec.layers), device)
@@ -163,6 +176,12 @@ def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.dev
             f"{device.type}, with a KV cache in {config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
             "Use device cpu, dtype and kv_cache_dtype auto, no adapters, or leave invariant out.",
         )
+
+
+def _stored(spec: ModelSpec, reader: Reader) -> dict[str, Scheme]:
+    """The formats of matrices as the files themselves tell."""
+    schemes = ((name, reader.scheme_of(name)) for name, tensor in spec.tensors.items() if len(tensor.shape) == 2)
+    return {name: scheme for name, scheme in schemes if scheme is not None}
 
 
 def _check_fp8(device: torch.device) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from phalanx.errors import EngineDeadError
 from phalanx.kernels.digest import plain_digest
 from phalanx.layers.decoder import Decoder
-from phalanx.layers.place import Part
 
 PASS_STEPS = 1024
 """Steps in which a dense model is read once. A decode reads all of it anyway: this is a thousandth more."""
@@ -40,7 +39,7 @@ class WeightWatch:
     def __init__(self, model: Decoder) -> None:
         spec = model.place.spec
         self._rank = model.place.group.rank
-        tensors = [(name, tensor) for name, part in model.parts() for tensor in _tensors(part) if tensor.numel()]
+        tensors = [(name, tensor) for name, part in model.weights() for tensor in _tensors(part) if tensor.numel()]
         total = sum(tensor.nbytes for _, tensor in tensors)
         at_once = max(1, int(total * spec.active_parameters / spec.parameters / PASS_STEPS))
         self._turns = list(_turns(tensors, at_once))
@@ -68,7 +67,7 @@ class WeightWatch:
                 )
 
 
-def _tensors(part: Part) -> Iterator[Tensor]:
+def _tensors(part: object) -> Iterator[Tensor]:
     if isinstance(part, Tensor):
         yield part
     else:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from phalanx.spec.formats import FORMATS, NumberFormat
 
-Kind = Literal["fp8", "awq", "gptq", "int4", "mxfp4", "nvfp4"]
+Kind = Literal["fp8", "awq", "gptq", "int4", "mxfp4", "nvfp4", "gguf"]
 Role = Literal["values", "scales", "zeros", "factor", "order"]
 Part = tuple[slice, ...]
 
@@ -176,6 +176,17 @@ def mxfp4(values: str = "_blocks", scales: str = "_scales", in_blocks: bool = Tr
 
 def compressed_mxfp4() -> Scheme:
     return mxfp4("_packed", "_scale", in_blocks=False)
+
+
+GGUF_BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
+"""Of 32 numbers, for the kinds that are held as they are stored."""
+
+
+def gguf(kind: str) -> Scheme:
+    """Blocks of 32 numbers with their scales, and minimums in kinds that end in 1."""
+    size = GGUF_BLOCK_BYTES[kind]
+    number_format = NumberFormat(kind, int(kind[1]), (1, 32), size - 4 * int(kind[1]))
+    return Scheme("gguf", number_format, (Piece("values", "", 1, 32, ("U8",), trailing=(size,)),))
 
 
 def nvfp4(values: str, factor: str, divides: bool) -> Scheme:

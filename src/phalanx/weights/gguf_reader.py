@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.models.gguf import gguf_spec, keeps_pairs_together
 from phalanx.spec.gguf import GgufFile, StoredTensor
-from phalanx.weights.reader import Slices, Unquantised
+from phalanx.spec.schemes import GGUF_BLOCK_BYTES, Role, Scheme, gguf
+from phalanx.weights.reader import Pieces, Slices
 
 _ROWS_AT_ONCE = 4096
 
@@ -37,7 +39,7 @@ _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1"
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-class GgufReader(Unquantised):
+class GgufReader:
     """Slices of a GGUF file's tensors as float32, under their Hugging Face names.
 
     Some files keep the rows of q and k as interleaved rotary pairs; they are handed out half-split.
@@ -72,10 +74,28 @@ class GgufReader(Unquantised):
             starts = range(part.start, part.stop, _ROWS_AT_ONCE)
             pieces = (rows[start : min(start + _ROWS_AT_ONCE, part.stop)] for start in starts)
             values = np.concatenate([dequantize(piece, stored.kind)[:, columns[0]] for piece in pieces])
-        if self._interleaved and re.search(r"\.(q|k)_proj\.", name):
-            pairs = values.reshape(-1, self._head_dim // 2, 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        return torch.from_numpy(np.ascontiguousarray(values))
+        return torch.from_numpy(np.ascontiguousarray(self._in_order(name, values)))
+
+    def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
+        if not self._interleaved or not re.search(r"\.(q|k)_proj\.", name):
+            return rows
+        pairs = rows.reshape(-1, self._head_dim // 2, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Of the kinds whose blocks are read as they are; the others are handed out widened."""
+        stored, _ = self._find(name)
+        kind = stored.kind.name.lower() if stored is not None and len(stored.shape) > 1 else ""
+        return gguf(kind) if kind in GGUF_BLOCK_BYTES else None
+
+    def read_pieces(self, name: str, slices: Slices, roles: Sequence[Role] = ()) -> Pieces:
+        (stored, expert), scheme = self._find(name), self.scheme_of(name)
+        assert stored is not None
+        assert scheme is not None
+        piece = scheme.pieces[0]
+        rows, blocks = piece.part(slices)
+        values = self._quantised_rows(stored, expert)[rows].reshape(rows.stop - rows.start, -1, *piece.trailing)
+        return {"values": torch.from_numpy(self._in_order(name, values[:, blocks]).copy())}
 
     def _quantised_rows(self, stored: StoredTensor, expert: int | None) -> np.ndarray:
         """The raw bytes of the tensor, or of one expert's matrix in it, by rows; a vector is a single row."""

@@ -84,6 +84,8 @@ def check_tensors(layout: Layout, reader: Reader, rank: int | None = None) -> No
             _check_told(reader, layout, tensor)
         elif isinstance(reader, ViewReader):
             reader.check_pieces(tensor)
+        else:
+            _check_shape(reader, tensor.name, tensor.shape)
     _check_values(layout, reader, schemes, rank)
 
 

@@ -1,10 +1,10 @@
-"""Quantize: a checkpoint's linear layers brought to FP8, in a form that vLLM, SGLang and transformers load too."""
+"""Quantize: a checkpoint's linear layers brought to FP8 or four bits, in a form that others load too."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,59 +14,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.kernels.fp8 import GROUP, quantise_blocks, quantise_channels
+from phalanx.kernels.fp8 import GROUP
 from phalanx.quant import at_work
-from phalanx.spec import Layout, ModelSpec
-from phalanx.spec.schemes import DEFAULTS, Scheme
+from phalanx.spec import Layout, ModelSpec, Scheme
+from phalanx.weights.balance import Factors, Inputs, balanced
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors
-from phalanx.weights.reader import Reader
+from phalanx.weights.reader import Pieces, Reader
+from phalanx.weights.targets import Target, target_of
 
 REPORT_FILE = "quantization_report.json"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", REPORT_FILE)
 _SHARD_BYTES = 4 * 2**30
-
-
-@dataclass(frozen=True)
-class Target:
-    """A format to quantize to: how a matrix is brought to it, and how config.json tells of it."""
-
-    scheme: Scheme
-    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
-    config: Callable[[list[str]], dict[str, Any]]
-
-
-def _block_config(skipped: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [GROUP, GROUP],
-        "modules_to_not_convert": skipped,
-    }
-
-
-def _channel_config(skipped: list[str]) -> dict[str, Any]:
-    common = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"strategy": "channel", "dynamic": False},
-        "input_activations": common | {"strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": skipped,
-    }
-
-
-TARGETS = {
-    "fp8-block": Target(DEFAULTS["fp8"], quantise_blocks, _block_config),
-    "fp8-channel": Target(DEFAULTS["fp8-channel"], quantise_channels, _channel_config),
-}
 
 
 class TensorError(NamedTuple):
@@ -117,10 +77,15 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[: parts.index("layers") + 2]) if "layers" in parts else parts[0]
 
 
-def quantize(source: Path, output: Path, number_format: str, progress: Progress) -> QuantizedCheckpoint:
-    """Write the checkpoint anew into `output`, a few GB in memory at a time. It appears when it is whole."""
-    target = _target(number_format)
+def quantize(
+    source: Path, output: Path, number_format: str, progress: Progress, inputs: Inputs | None = None
+) -> QuantizedCheckpoint:
+    """Write the checkpoint anew into `output`, a few GB in memory at a time. It appears when it is whole.
+
+    `inputs` are rows that linear layers are given, for formats that go by them.
+    """
     checkpoint = _readable(source)
+    target = target_of(number_format, checkpoint.spec, list(_skipped(checkpoint.spec)))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("output_exists", f"{output} is there already.", "Name a new folder with --output.")
     unfinished = output.with_name(f".{output.name}.part")
@@ -128,8 +93,8 @@ def quantize(source: Path, output: Path, number_format: str, progress: Progress)
     unfinished.mkdir(parents=True)
     reader = checkpoint.open_reader(torch.device("cpu"))
     try:
-        report = _write(checkpoint.spec, reader, target, number_format, unfinished, progress)
-        _write_config(source, unfinished, checkpoint.spec, target)
+        report = _write(checkpoint.spec, reader, target, number_format, unfinished, progress, inputs)
+        _write_config(source, unfinished, target)
         (unfinished / REPORT_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
         if output.exists():
             output.rmdir()
@@ -140,12 +105,6 @@ def quantize(source: Path, output: Path, number_format: str, progress: Progress)
     finally:
         reader.close()
     return report
-
-
-def _target(number_format: str) -> Target:
-    if number_format not in TARGETS:
-        raise ConfigError("unknown_format", f"--format is {number_format!r}.", f"Use {' or '.join(TARGETS)}.")
-    return TARGETS[number_format]
 
 
 def _readable(source: Path) -> Checkpoint:
@@ -208,39 +167,51 @@ class _Shards:
 
 
 def _write(
-    spec: ModelSpec, reader: Reader, target: Target, number_format: str, folder: Path, progress: Progress
+    spec: ModelSpec,
+    reader: Reader,
+    target: Target,
+    number_format: str,
+    folder: Path,
+    progress: Progress,
+    inputs: Inputs | None,
 ) -> QuantizedCheckpoint:
     check_tensors(Layout(spec, 1), reader)
     shards, errors, uneven, before = _Shards(folder), [], [], 0
+    factors = balanced(spec, reader, inputs, target.scheme.group or GROUP) if target.calibrated and inputs else {}
     total, done = sum(tensor.elements for tensor in spec.tensors.values()), 0
     for name, tensor in spec.tensors.items():
         values = reader.read(name, tuple(slice(0, size) for size in tensor.shape))
         before += values.nbytes
+        change = factors.get(name, Factors())
         if tensor.is_linear:
-            quantised, scales = target.quantise(values)
-            shards.add(name, quantised)
-            shards.add(target.scheme.pieces[1].name(name), scales)
-            errors.append(_error(name, values, quantised, scales, target.scheme))
+            pieces = target.quantise(change.apply(values))
+            for piece in target.scheme.pieces:
+                stored = pieces[piece.role]
+                shards.add(piece.name(name), stored.t() if piece.transposed else stored)
+            if target.shaped:
+                shards.add(f"{name}_shape", torch.tensor(values.shape))
+            errors.append(_error(name, values, pieces, change, target.scheme))
             if number_format == "fp8-block" and any(size % GROUP for size in tensor.shape):
                 uneven.append(name)
         else:
-            shards.add(name, values)
+            shards.add(name, change.apply(values))
         done += tensor.elements
         progress(done, total)
     shards.close()
     return QuantizedCheckpoint(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
 
 
-def _error(name: str, values: Tensor, quantised: Tensor, scales: Tensor, scheme: Scheme) -> TensorError:
+def _error(name: str, values: Tensor, pieces: Pieces, change: Factors, scheme: Scheme) -> TensorError:
+    """Of what it stands for once the factors that the matrix was written with are taken back."""
     wide, whole = values.float(), tuple(slice(0, size) for size in values.shape)
-    off = at_work(scheme).widen({"values": quantised, "scales": scales}, whole) - wide
+    off = change.inverse().apply(at_work(scheme).widen(pieces, whole)) - wide
     return TensorError(name, float(off.norm() / wide.norm().clamp_min(1e-30)), float(off.abs().max()))
 
 
-def _write_config(source: Path, folder: Path, spec: ModelSpec, target: Target) -> None:
+def _write_config(source: Path, folder: Path, target: Target) -> None:
     """config.json with the quantization told, and beside it the tokenizer and whatever else is no weight."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = target.config(list(_skipped(spec)))
+    config["quantization_config"] = target.config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in _COPIED:
         for path in source.glob(pattern):

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import GROUP, LARGEST, Quantised
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.rows import empty_quantised, norm_and_store
 
 PROGRAMS = 128
@@ -97,11 +97,11 @@ def _sum(areas, count, like, place, mask, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot(x, areas, rank, elements, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
-    cuda.gdc_launch_dependents()
+    let_next_start()
     place = tl.arange(0, TILE)
     at = tl.program_id(0) * TILE + place
     mask = at < elements
-    cuda.gdc_wait()
+    wait_for_ahead()
     count, kept = _count(areas, rank)
     tl.store(_slot(areas, rank, count, x) + place, tl.load(x + at, mask=mask), mask=mask)
     _meet(areas, rank, 2 * count + 1, SIZE, WIDE)
@@ -112,10 +112,10 @@ def _one_shot(x, areas, rank, elements, SIZE: tl.constexpr, WIDE: tl.constexpr, 
 @triton.jit(do_not_specialize=["rank", "tiles"])
 def _two_shot(x, areas, rank, elements, tiles, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
     """A program's stretch has `tiles` tiles for each rank, which adds those up for all."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     lane = tl.arange(0, TILE)
     first = tl.program_id(0) * SIZE * tiles
-    cuda.gdc_wait()
+    wait_for_ahead()
     count, kept = _count(areas, rank)
     own = _slot(areas, rank, count, x)
     for tile in range(SIZE * tiles):
@@ -140,12 +140,12 @@ def _one_shot_add_rms_norm(
     QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, so that the norm needs no other program."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
     scale = tl.load(weight + column, mask=mask, other=0.0)
-    cuda.gdc_wait()
+    wait_for_ahead()
     count, kept = _count(areas, rank)
     own = _slot(areas, rank, count, x)
     for row in range(program, rows, programs):
@@ -167,9 +167,9 @@ def _gather(
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a row's columns, as many as the widest rank has; `edges` says which columns of the whole a rank has."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     program, programs, lane = tl.program_id(0), tl.num_programs(0), tl.arange(0, TILE)
-    cuda.gdc_wait()
+    wait_for_ahead()
     count, kept = _count(areas, rank)
     own = _slot(areas, rank, count, x)
     own_width = tl.multiple_of(tl.load(edges + rank + 1) - tl.load(edges + rank), ALIGNED)
@@ -204,7 +204,7 @@ def one_shot(x: Tensor, peers: Peers) -> None:
     assert x.is_contiguous()
     assert programs <= PROGRAMS
     _one_shot[(programs,)](
-        x, peers.table, peers.rank, x.numel(), TILE=tile, num_warps=8, launch_pdl=True, **_meeting(peers)
+        x, peers.table, peers.rank, x.numel(), TILE=tile, num_warps=8, launch_pdl=starts_early(), **_meeting(peers)
     )
 
 
@@ -217,7 +217,7 @@ def two_shot(x: Tensor, peers: Peers) -> None:
         programs = min(PROGRAMS, triton.cdiv(whole, peers.size))
         tiles = triton.cdiv(whole, programs * peers.size)
         _two_shot[(programs,)](
-            piece, peers.table, peers.rank, piece.numel(), tiles, TILE=tile, num_warps=8, launch_pdl=True,
+            piece, peers.table, peers.rank, piece.numel(), tiles, TILE=tile, num_warps=8, launch_pdl=starts_early(),
             **_meeting(peers),
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ def one_shot_add_rms_norm(
     values, scales = out if isinstance(out, Quantised) else (out, None)
     _one_shot_add_rms_norm[(min(rows, PROGRAMS),)](
         x, residual, weight, values, scales, peers.table, peers.rank, rows, width, eps, QUANTISED=quantised,
-        BLOCK=_norm_block(width), LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=True,
+        BLOCK=_norm_block(width), LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
         **_meeting(peers),
     )  # fmt: skip
     return out
@@ -261,6 +261,6 @@ def gather_columns(x: Tensor, widths: list[int], edges: Tensor, peers: Peers) ->
     for part, piece in zip(x.split(at_once), out.split(at_once), strict=True):
         _gather[(min(len(part) * tiles, PROGRAMS),)](
             part, piece, edges, peers.table, peers.rank, len(part), tiles, whole, TILE=tile, ALIGNED=aligned,
-            num_warps=8, launch_pdl=True, **_meeting(peers),
+            num_warps=8, launch_pdl=starts_early(), **_meeting(peers),
         )  # fmt: skip
     return out

@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.shared_memory import is_roomy, stages_here
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
 MANY_PROGRAMS = 512
@@ -51,13 +52,13 @@ def _decode(
 
     A sink is a score of which nothing is attended: the first stretch begins with it.
     """
-    cuda.gdc_launch_dependents()
+    let_next_start()
     kv, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     g, d = tl.arange(0, GROUP), tl.arange(0, DIM)
     known, inside = g[:, None] < group, d < HEAD_DIM
     head = kv * group + g
-    cuda.gdc_wait()
+    wait_for_ahead()
     queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
     queries = _to_meet(queries, cache)
     last = tl.load(positions + row)
@@ -103,10 +104,10 @@ def _decode(
 @triton.jit
 def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr):
     """The partial sums of one query head, each brought to the common peak."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     place = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    cuda.gdc_wait()
+    wait_for_ahead()
     peak = tl.load(peaks + place * SPLITS + s)
     total = tl.load(totals + place * SPLITS + s)
     where = (place * SPLITS + s)[:, None] * HEAD_DIM + d
@@ -129,7 +130,8 @@ def decode_attention(
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    few = rows * kv_heads > MANY_PROGRAMS or (q.element_size() == 4 and not is_roomy())
+    tokens, warps, stages = (64, 2, 4) if few else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -138,11 +140,19 @@ def decode_attention(
         tables.stride(0), window or 0, scale, value_scale, SINKS=sinks is not None, HEADS=heads,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
-        num_warps=warps, num_stages=stages, launch_pdl=True,
+        num_warps=warps, num_stages=stages_here(stages), launch_pdl=starts_early(),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
-            partial, peaks, totals, out, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim, num_warps=1, launch_pdl=True
+            partial,
+            peaks,
+            totals,
+            out,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            DIM=dim,
+            num_warps=1,
+            launch_pdl=starts_early(),
         )
 
 
@@ -216,9 +226,9 @@ def _prefill(
 
     With FRESH, only what earlier steps computed comes from the cache; without CACHED, nothing does.
     """
-    cuda.gdc_launch_dependents()
+    let_next_start()
     tile, head = tiles + tl.program_id(1) * 5, tl.program_id(0)
-    cuda.gdc_wait()
+    wait_for_ahead()
     sequence, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     start, begins = tl.load(tile + 3), tl.load(tile + 4)
     kv = head // (HEADS // KV_HEADS)
@@ -291,5 +301,5 @@ def prefill_attention(
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
         ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
         CACHED=tiles.resumed or not as_cached, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
-        launch_pdl=True,
+        launch_pdl=starts_early(),
     )  # fmt: skip

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.four_bit import BLOCK, FourBitWeight
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import LEAST_ROUNDS, Tile, counters, pick_tile
+from phalanx.kernels.gpu.shared_memory import stages_here
 
 MOST_STEP = 128
 TILES = {
@@ -185,14 +186,14 @@ def _product(
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ weight.T + bias. Programs that share a tile add up when the last of them is done."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles = tl.cdiv(rows, ROWS)
     row = tile % row_tiles * ROWS + tl.arange(0, ROWS)
     output = tile // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     share = tl.cdiv(tl.cdiv(inputs, STEP), splits) * STEP
     first = split * share
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = four_bit_tile(
         x, row, row < rows, values, scales, zeros, output, outputs, inputs, first, tl.minimum(first + share, inputs),
         E2M1, ZEROS, GROUP, ASSEMBLY, ROWS, OUTPUTS, STEP,
@@ -255,7 +256,7 @@ def run_tiles(x: Tensor, weight: FourBitWeight, bias: Tensor | None, tile: Tile)
     _product[(tiles, splits)](
         x, weight.values, weight.scales, weight.zeros, weight.factors, bias, out, partial, counters(x.device), rows,
         outputs, inputs, splits, **switches, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        SPLIT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        SPLIT=splits > 1, num_warps=tile.warps, num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -267,10 +268,10 @@ def _grouped_product(
     HAS_BIAS: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert: out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tl.program_id(1)
-    cuda.gdc_wait()
+    wait_for_ahead()
     expert = tl.load(owner + tile).to(tl.int64)
     if expert >= 0:
         pair = tl.load(order + tile * ROWS + tl.arange(0, ROWS))
@@ -301,7 +302,7 @@ def grouped_product(
         x, weight.values, weight.scales, weight.zeros, weight.factors, bias, order, owner, pair_weights, out, pairs,
         pairs_a_row, outputs, inputs, **_switches(weight, x.dtype), HAS_BIAS=bias is not None,
         WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=True,
+        num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -312,14 +313,14 @@ def _widen(
     ASSEMBLY: tl.constexpr, HAS_FACTORS: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Some bytes of one row."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     width, groups = tl.cdiv(inputs, 32) * 16, tl.cdiv(inputs, GROUP)
     byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     column = byte // 16 * 32 + byte % 16
     packed = tl.load(values + row * width + byte, mask=byte < width, other=0)
     factor = tl.load(factors + row) if HAS_FACTORS else 1.0
-    cuda.gdc_wait()
+    wait_for_ahead()
     for half in tl.static_range(2):
         k = column + 16 * half
         mask, group = k < inputs, k // GROUP
@@ -338,6 +339,6 @@ def widen(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     size = min(WIDENED_AT_ONCE, triton.next_power_of_2(weight.values.shape[-1]))
     _widen[(rows, triton.cdiv(weight.values.shape[-1], size))](
         weight.values, weight.scales, weight.zeros, weight.factors, out, inputs, **_switches(weight, dtype), BYTES=size,
-        launch_pdl=True,
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return out

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.shared_memory import stages_here
 
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
@@ -74,13 +75,13 @@ def _matrix_vector(
     x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The first block of weights is asked for before the kernel ahead has ended: none writes to weights."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     wanted = row[:, None] < outputs
     place = weight + row[:, None].to(tl.int64) * inputs + column
     block = tl.load(place, mask=wanted & (column < inputs), other=0.0)
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = tl.load(x + column, mask=column < inputs, other=0.0).to(tl.float32) * block.to(tl.float32)
     for start in range(BLOCK, inputs, BLOCK):
         inside = start + column < inputs
@@ -98,7 +99,7 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(1, outputs)
     block = min(block, triton.next_power_of_2(inputs))
     _matrix_vector[(triton.cdiv(outputs, rows),)](
-        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=True
+        x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=starts_early()
     )
     return out
 
@@ -151,7 +152,7 @@ def _product(
     SPLIT: tl.constexpr, STRIPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ weight.T + bias in FP8. Programs that share a tile add up when the last of them is done."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
     above = tile // (STRIPE * output_tiles) * STRIPE
@@ -161,7 +162,7 @@ def _product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
     first = split * share
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = tile_product(
         x, x_scales, row, row < rows, rows, weight, scales, 0, output, outputs, inputs, first,
         tl.minimum(first + share, inputs), True, ROW_BLOCK, ROWS, OUTPUTS, INPUTS,
@@ -196,7 +197,8 @@ def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch
     _product[(tiles, splits)](
         x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
         inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=stages_here(tile.stages),
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -208,10 +210,16 @@ def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: tor
         return stream_product(x, weight, bias, dtype, counters(x.values.device), way)
     in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
     many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
-    if many and in_tiles and bias is None and dtype == torch.bfloat16:
+    if many and in_tiles and bias is None and dtype == torch.bfloat16 and _library_has_tiles(x.values.device):
         return _library_product(x, weight)
     tiles = WIDE_FP8_TILES if outputs >= WIDE_FROM else FP8_TILES
     return run_tiles(x, weight, bias, dtype, pick_tile(tiles, rows))
+
+
+@cache
+def _library_has_tiles(device: torch.device) -> bool:
+    """Of all kinds of GPUs, only Hopper has a library product with scales by 1 x 128 and 128 x 128."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:

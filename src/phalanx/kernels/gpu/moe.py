@@ -10,13 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit import GROUPED_TILES, grouped_product
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
+from phalanx.kernels.gpu.shared_memory import stages_here
 from phalanx.spec.ffn import Activation
 
 CHUNK = 64
@@ -39,10 +40,10 @@ def _route(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best experts of one token, the first of equals first."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
-    cuda.gdc_wait()
+    wait_for_ahead()
     value = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
     probability = tl.exp(value - tl.max(value, 0))
     total = tl.sum(probability, 0)
@@ -68,7 +69,7 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Te
     _route[(rows,)](
         logits, weights, chosen, experts, RENORMALISE=renormalise, TOP=experts_per_token,
         SLOTS=triton.next_power_of_2(experts_per_token), BLOCK=triton.next_power_of_2(experts), num_warps=1,
-        launch_pdl=True,
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return weights, chosen
 
@@ -76,11 +77,11 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Te
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _count(chosen, counts, pairs, experts, chunks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of one chunk go to each expert."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BLOCK)
-    cuda.gdc_wait()
+    wait_for_ahead()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
     found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts + expert * chunks + chunk, found, mask=expert < experts)
@@ -95,11 +96,11 @@ def _place(
 
     `ends` holds, after each chunk, how many pairs each expert has so far.
     """
-    cuda.gdc_launch_dependents()
+    let_next_start()
     chunk = tl.program_id(0)
     expert, lane = tl.arange(0, BLOCK), tl.arange(0, CHUNK)
     at = chunk * CHUNK + lane
-    cuda.gdc_wait()
+    wait_for_ahead()
     mine = tl.load(chosen + at, mask=at < pairs, other=-1)
     mask = expert < experts
     total = tl.load(ends + expert * chunks + chunks - 1, mask=mask, other=0)
@@ -124,9 +125,9 @@ def _sort_few(
     chosen, starts, order, owner, pairs, experts, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr
 ):
     """The whole sort in one program. Which row of its expert a pair gets is left to chance: no result depends on it."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     expert, lane = tl.arange(0, BLOCK), tl.arange(0, LANES)
-    cuda.gdc_wait()
+    wait_for_ahead()
     counts = tl.zeros([BLOCK], tl.int32)
     for first in range(0, pairs, LANES):
         known = first + lane < pairs
@@ -171,15 +172,15 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
         starts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
         _sort_few[(1,)](
             chosen, starts, order, owner, pairs, experts, tiles, TILE=tile, BLOCK=block,
-            LANES=min(1024, max(128, triton.next_power_of_2(pairs))), num_warps=8, launch_pdl=True,
+            LANES=min(1024, max(128, triton.next_power_of_2(pairs))), num_warps=8, launch_pdl=starts_early(),
         )  # fmt: skip
         return order, owner
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(experts, chunks, dtype=torch.int32, device=chosen.device)
-    _count[(chunks,)](chosen, counts, pairs, experts, chunks, BLOCK=block, CHUNK=CHUNK, launch_pdl=True)
+    _count[(chunks,)](chosen, counts, pairs, experts, chunks, BLOCK=block, CHUNK=CHUNK, launch_pdl=starts_early())
     _place[(chunks,)](
         chosen, counts, counts.cumsum(1, dtype=torch.int32), order.fill_(pairs), owner, pairs, experts, chunks, tiles,
-        TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=True,
+        TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=starts_early(),
     )  # fmt: skip
     return order, owner
 
@@ -191,10 +192,10 @@ def _grouped_product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert: out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tl.program_id(1)
-    cuda.gdc_wait()
+    wait_for_ahead()
     expert = tl.load(owner + tile).to(tl.int64)
     if expert >= 0:
         pair = tl.load(order + tile * ROWS + tl.arange(0, ROWS))
@@ -216,10 +217,10 @@ def _grouped_product(
 @triton.jit
 def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """A token is the sum of its pairs."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    cuda.gdc_wait()
+    wait_for_ahead()
     acc = tl.zeros([BLOCK], tl.float32)
     for pair in tl.static_range(TOP):
         acc += tl.load(x + (row * TOP + pair) * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -247,7 +248,7 @@ def fused_experts(
     left = way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights)
     out = torch.empty_like(x)
     block = min(1024, triton.next_power_of_2(width))
-    _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=True)
+    _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early())
     return out
 
 
@@ -306,6 +307,6 @@ def _grouped(
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
         outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,
         HAS_BIAS=bias is not None, WEIGHED=pair_weights is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        INPUTS=tile.inputs, num_warps=tile.warps, num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
     )  # fmt: skip
     return out

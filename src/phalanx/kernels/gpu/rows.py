@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.spec.ffn import Activation
 
 COLUMNS_AT_ONCE = 1024
@@ -37,10 +37,10 @@ def empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantise(x, out, out_scales, rows, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    cuda.gdc_wait()
+    wait_for_ahead()
     values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
     _store_quantised(out, out_scales, values, row, rows, first, width, BLOCK, LARGEST)
 
@@ -50,7 +50,7 @@ def quantise(x: Tensor) -> Quantised:
     out = empty_quantised(rows, width, x.device)
     block = min(COLUMNS_AT_ONCE, max(GROUP, triton.next_power_of_2(width)))
     grid = (rows, triton.cdiv(width, block))
-    _quantise[grid](x, *out, rows, width, BLOCK=block, LARGEST=LARGEST, launch_pdl=True)
+    _quantise[grid](x, *out, rows, width, BLOCK=block, LARGEST=LARGEST, launch_pdl=starts_early())
     return out
 
 
@@ -74,12 +74,12 @@ def _add_rms_norm(
     x, residual, weight, out, out_scales, rows, stride, inner, width, eps,
     HAS_RESIDUAL: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
     scale = tl.load(weight + column, mask=mask, other=0.0)
-    cuda.gdc_wait()
+    wait_for_ahead()
     place = (row // inner) * stride + (row % inner) * width + column
     h = tl.load(x + place, mask=mask, other=0.0)
     if HAS_RESIDUAL:
@@ -100,7 +100,7 @@ def add_rms_norm(
         x, residual, weight, values, scales, rows, x.stride(0), inner, width, eps,
         HAS_RESIDUAL=residual is not None, QUANTISED=quantised,
         BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
-        num_warps=8 if width > 2048 else 4, launch_pdl=True,
+        num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -124,11 +124,11 @@ def _gate_and_mul(
     gate_up, out, out_scales, rows, width, KIND: tl.constexpr, LIMIT: tl.constexpr, QUANTISED: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     mask = column < width
-    cuda.gdc_wait()
+    wait_for_ahead()
     gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0)
     product = _gated(gate, up, KIND, LIMIT)
@@ -144,7 +144,7 @@ def gate_and_mul(gate_up: Tensor, activation: Activation, quantised: bool = Fals
     values, scales = out if isinstance(out, Quantised) else (out, None)
     _gate_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
         gate_up, values, scales, rows, width, activation.kind, activation.limit, quantised, COLUMNS_AT_ONCE, LARGEST,
-        launch_pdl=True,
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 
@@ -164,7 +164,7 @@ def _rotate_and_store(
     HALF: tl.constexpr, REST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token. A thread loads both halves of what it stores, so nothing is overwritten too early."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE))[:, None]
     half: tl.constexpr = rotary // 2
@@ -172,7 +172,7 @@ def _rotate_and_store(
     exists, turns = head < heads + 2 * kv_heads, head < heads + kv_heads
     mask = exists & (d < half)
     place = qkv + (token * (heads + 2 * kv_heads) + head) * head_dim
-    cuda.gdc_wait()
+    wait_for_ahead()
     slot = tl.load(write_to + token)
     at, known = token * rotary + d, d < half
     low_cos, high_cos = tl.load(cos + at, mask=known, other=1.0), tl.load(cos + half + at, mask=known, other=1.0)
@@ -230,18 +230,18 @@ def rotate_and_store(
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,
         1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE,
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
-        LARGEST=LARGEST, num_warps=2 if tokens <= FEW_TOKENS else 4, launch_pdl=True,
+        LARGEST=LARGEST, num_warps=2 if tokens <= FEW_TOKENS else 4, launch_pdl=starts_early(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _cos_and_sin(positions, frequencies, cos, sin, factor, half: tl.constexpr, HALF: tl.constexpr):
     """One token: a whole row of cos and one of sin."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF)
     known = pair < half
-    cuda.gdc_wait()
+    wait_for_ahead()
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=known, other=0.0)
     near, far = tl.cos(angle) * factor, tl.sin(angle) * factor
     low, high = token * 2 * half + pair, token * 2 * half + half + pair
@@ -255,6 +255,14 @@ def cos_and_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
     half = frequencies.shape[0]
     cos, sin = torch.empty(2, positions.shape[0], 1, 2 * half, dtype=dtype, device=positions.device).unbind()
     _cos_and_sin[(positions.shape[0],)](
-        positions, frequencies, cos, sin, factor, half, triton.next_power_of_2(half), num_warps=1, launch_pdl=True
+        positions,
+        frequencies,
+        cos,
+        sin,
+        factor,
+        half,
+        triton.next_power_of_2(half),
+        num_warps=1,
+        launch_pdl=starts_early(),
     )
     return cos, sin

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels import sampling_table
+from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 
 STRETCH = 4096
@@ -66,10 +66,10 @@ def _first_best(value, column, width):
 
 @triton.jit
 def _best_of_stretch(scores, best, where, width, stretches, STRETCH: tl.constexpr):
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = stretch * STRETCH + tl.arange(0, STRETCH)
-    cuda.gdc_wait()
+    wait_for_ahead()
     top, first = _first_best(_scores(scores, row, width, column), column, width)
     tl.store(best + row * stretches + stretch, top)
     tl.store(where + row * stretches + stretch, first)
@@ -77,9 +77,9 @@ def _best_of_stretch(scores, best, where, width, stretches, STRETCH: tl.constexp
 
 @triton.jit
 def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, stretch = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    cuda.gdc_wait()
+    wait_for_ahead()
     value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
     column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
     tl.store(out + row, _first_best(value, column, width)[1])
@@ -91,9 +91,11 @@ def likeliest(scores: Tensor) -> Tensor:
     best = torch.empty(rows, stretches, dtype=torch.float32, device=scores.device)
     where = torch.empty(rows, stretches, dtype=torch.int32, device=scores.device)
     out = torch.empty(rows, dtype=TOKEN, device=scores.device)
-    _best_of_stretch[(rows, stretches)](scores, best, where, width, stretches, STRETCH=STRETCH, launch_pdl=True)
+    _best_of_stretch[(rows, stretches)](
+        scores, best, where, width, stretches, STRETCH=STRETCH, launch_pdl=starts_early()
+    )
     block = triton.next_power_of_2(stretches)
-    _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=True)
+    _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=starts_early())
     return out
 
 
@@ -103,11 +105,11 @@ def _survey(
     STRETCH: tl.constexpr, CHUNK: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """The best of a stretch and what it weighs by it; for top-k its peaks, for top-p mean and square of its depths."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = stretch * STRETCH + tl.arange(0, STRETCH)
     at = row * stretches + stretch
-    cuda.gdc_wait()
+    wait_for_ahead()
     temperature, top_k, top_p, _ = _asked(table, slots, row, PARAMETERS)
     value = _scores(scores, row, width, column)
     top, first = _first_best(value, column, width)
@@ -162,9 +164,9 @@ def _bracket(
     Cantelli's inequality says how far from the mean, in deviations, the cut of top-p can lie. The last edge is where
     min-p cuts; with it, mean and deviation say little, and edges reach from there to the best.
     """
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cuda.gdc_wait()
+    wait_for_ahead()
     temperature, top_k, top_p, floor = _asked(table, slots, row, PARAMETERS)
     if temperature > 0:
         each = tl.arange(0, STRETCHES)
@@ -227,10 +229,10 @@ def _gather(
     PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """A stretch's weight that is kept for sure, its weight above the floor, and its candidates: what may be kept."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = stretch * STRETCH + tl.arange(0, STRETCH)
-    cuda.gdc_wait()
+    wait_for_ahead()
     temperature, top_k, top_p, floor = _asked(table, slots, row, PARAMETERS)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (floor > float("-inf"))):
         top = _outline(best, weights, row, stretches, tl.arange(0, STRETCHES), temperature)[0]
@@ -293,9 +295,9 @@ def _choose(
     BLOCK: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """Cut among the candidates, find the stretch that the draw falls into, and the token in it."""
-    cuda.gdc_launch_dependents()
+    let_next_start()
     row, each = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES)
-    cuda.gdc_wait()
+    wait_for_ahead()
     temperature, top_k, top_p, floor = _asked(table, slots, row, PARAMETERS)
     known = each < stretches
     top, token = _first_best(
@@ -363,7 +365,7 @@ def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Ten
     best, where, weights, moments = real(stretches), whole(stretches), wide(stretches), real(stretches, 2)
     peaks, edges, above = real(stretches, STRETCH // CHUNK), real(EDGES), real(stretches, EDGES)
     sure, amounts, columns, found, out = wide(stretches, 2), whole(room), whole(room), whole(), whole(dtype=TOKEN)
-    sizes = {"STRETCH": STRETCH, "PARAMETERS": PARAMETERS, "launch_pdl": True}
+    sizes = {"STRETCH": STRETCH, "PARAMETERS": PARAMETERS, "launch_pdl": starts_early()}
     padded = {"EDGES": EDGES, "STRETCHES": triton.next_power_of_2(stretches)}
     grid = (rows, stretches)
     _survey[grid](

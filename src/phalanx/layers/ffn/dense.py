@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
+from phalanx.kernels.panels import Panels
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
@@ -37,6 +38,10 @@ class Mlp:
 
     def products(self) -> Iterator[Product]:
         yield from (self.gate_up.product, self.down.product)
+
+    def lay_out(self) -> list[Tensor | Panels]:
+        """All is in its products."""
+        return []
 
     def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""

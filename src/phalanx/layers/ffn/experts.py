@@ -11,6 +11,7 @@ from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, fused_experts, route
+from phalanx.kernels.panels import Panels
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
@@ -79,6 +80,14 @@ class Experts:
     def products(self) -> Iterator[Product]:
         if self.shared is not None:
             yield from self.shared.products()
+
+    def lay_out(self) -> list[Tensor | Panels]:
+        """Panels take the place of what was loaded. All that is multiplied and in none of the products."""
+        held = self.held.in_panels()
+        if held is not self.held:
+            self.held = held
+            del self.gate_up, self.down
+        return held.matrices()
 
     def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""

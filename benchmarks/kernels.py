@@ -1,0 +1,284 @@
+"""Builds every GPU kernel for every kind of card, on a machine that has none: `python benchmarks/kernels.py`.
+
+The wrappers are called as a model's step calls them, on the host's memory, and what they would launch is compiled down
+to the card's own code. A kernel that does not build, or takes more shared memory than the card has, is named, and the
+exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+
+from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.four_bit import FourBitWeight
+from phalanx.kernels.fp8 import E4M3, Fp8Weight
+from phalanx.kernels.gpu import (
+    all_reduce,
+    attention,
+    early,
+    four_bit,
+    gemm,
+    lookup,
+    moe,
+    rows,
+    sampling,
+    shared_memory,
+    stream,
+)
+from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles
+from phalanx.spec.ffn import SILU
+
+KIB = 1024
+SHARED_MEMORY = {
+    80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 103: 227 * KIB, 120: 99 * KIB,
+    121: 99 * KIB,
+}  # fmt: skip
+"""What one program may take, by compute capability (CUDA programming guide)."""
+CARDS = {
+    80: "A100", 86: "RTX 3090, A40", 89: "RTX 4090, L40S", 90: "H100, H200", 100: "B200", 103: "B300",
+    120: "RTX 5090, RTX PRO 6000", 121: "DGX Spark",
+}  # fmt: skip
+HAS_FP8 = 89
+"""The first capability that converts e4m3."""
+HALF = torch.bfloat16
+Case = Callable[[], object]
+
+
+class Built(NamedTuple):
+    name: str
+    shared: int
+
+
+class NoDriver:
+    """Says what Triton asks before it builds; every kind of card is a device of its own."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def some(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    for heads, kv_heads, dim, sinks in ((32, 8, 128, None), (9, 3, 64, some(9, dtype=torch.float32))):
+        cache = some(8, 16, 2, kv_heads, dim, dtype=cache_dtype)
+        for count in (1, 64):
+            qkv = some(count, heads + 2 * kv_heads, dim, dtype=dtype)
+            places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
+            out = some(count, heads, dim, dtype=dtype)
+            yield lambda q=qkv[:, :heads], c=cache, p=places, o=out, s=sinks: attention.decode_attention(
+                q, c, p, None, 0.1, o, sinks=s
+            )
+        tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
+        prompt = some(200, heads + 2 * kv_heads, dim, dtype=dtype)
+        for window in (None, 64):
+            yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
+                q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
+            )
+
+
+def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
+    yield lambda: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, quantised)
+    yield lambda: rows.add_rms_norm(x, None, some(4096, dtype=dtype), 1e-5, quantised)
+    yield lambda: rows.gate_and_mul(gates, SILU, quantised)
+    if quantised:
+        yield lambda: rows.quantise(x)
+    norms = HeadNorms(some(128, dtype=dtype), some(128, dtype=dtype), 1e-6)
+    for turned in (None, norms):
+        yield lambda n=turned: rows.rotate_and_store(
+            some(4, 48, 128, dtype=dtype), some(4, 1, 128, dtype=dtype), some(4, 1, 128, dtype=dtype),
+            whole(4, dtype=torch.int64), some(8, 16, 2, 8, 128, dtype=cache_dtype), 32, 8, n,
+        )  # fmt: skip
+    yield lambda: rows.cos_and_sin(whole(4, dtype=torch.int64), some(64, dtype=torch.float32), 1.0, dtype)
+
+
+def products() -> Iterator[Case]:
+    for outputs, inputs in ((4096, 4096), (96, 320)):
+        for count in (1, 8, 64):
+            yield lambda n=outputs, k=inputs, m=count: gemm.product(some(m, k), some(n, k), some(n))
+    x = some(1, 256)
+    yield lambda: gemm.matrix_vector(x, some(64, 256), None)
+
+
+def fp8_products() -> Iterator[Case]:
+    for outputs, inputs in ((4096, 4096), (WIDE, 4096), (96, 320)):
+        weight = Fp8Weight.empty(outputs, inputs, row_block=32, device=torch.device("cpu"))
+        for count in (1, 16, 64, 128):
+            x = rows.empty_quantised(count, inputs, torch.device("cpu"))
+            yield lambda x=x, w=weight: gemm.fp8_product(x, w, None, HALF)
+
+
+WIDE = gemm.WIDE_FROM
+
+
+def held(numbers: Any, group: int, scale_dtype: torch.dtype, *shape: int) -> FourBitWeight:
+    zeros, factors = numbers == "int4", scale_dtype == E4M3
+    return FourBitWeight.empty(
+        *shape, numbers=numbers, group=group, scale_dtype=scale_dtype, zeros=zeros, factors=factors,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+FOUR_BITS: list[tuple[Any, int, torch.dtype]] = [("int4", 128, torch.float16), ("e2m1", 32, torch.uint8)]
+NVFP4: tuple[Any, int, torch.dtype] = ("e2m1", 16, E4M3)
+
+
+def four_bit_products(forms: list[tuple[Any, int, torch.dtype]]) -> Iterator[Case]:
+    for form in forms:
+        weight = held(*form, 4096, 4096)
+        for count in (*four_bit.TILES, 300):
+            yield lambda w=weight, m=count: four_bit.product(some(m, 4096), w, None)
+
+
+def experts(forms: list[Any]) -> Iterator[Case]:
+    logits = some(40, 128)
+    yield lambda: moe.route(logits, 8, True)
+    for form in forms:
+        for count in (1, 8, 300, 3000):
+            yield lambda f=form, m=count: _experts(f, m)
+
+
+def _experts(form: Any, count: int) -> None:
+    number, hidden, inner, top = 32, 1024, 512, 4
+    shapes = ((number, 2 * inner, hidden), (number, hidden, inner))
+    if form is None:
+        gate_up, down = (some(*shape) for shape in shapes)
+    elif form == "fp8":
+        gate_up, down = (Fp8Weight.empty(*shape, row_block=128, device=torch.device("cpu")) for shape in shapes)
+    else:
+        gate_up, down = (held(*form, *shape) for shape in shapes)
+    chosen = (torch.arange(count * top) % number).view(count, top).int()
+    moe.fused_experts(
+        some(count, hidden), (gate_up, None), (down, None), some(count, top, dtype=torch.float32), chosen, SILU, False
+    )
+
+
+def sums(quantised: bool) -> Iterator[Case]:
+    peers = all_reduce.Peers(0, 4, whole(4, dtype=torch.int64))
+    yield lambda: all_reduce.one_shot(some(4, 4096), peers)
+    yield lambda: all_reduce.two_shot(some(256, 4096), peers)
+    yield lambda: all_reduce.one_shot_add_rms_norm(some(4, 4096), some(4, 4096), some(4096), 1e-5, quantised, peers)
+    edges = torch.tensor([0, 256, 512, 768, 1024])
+    yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
+
+
+def choosing() -> Iterator[Case]:
+    for dtype in (HALF, torch.float32):
+        yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
+        yield lambda d=dtype: sampling.draw(
+            some(3, 50000, dtype=d), whole(8, PARAMETERS, dtype=torch.int64), torch.arange(3), torch.arange(3)
+        )
+    kept, pool = whole(64, dtype=TOKEN), whole(8, dtype=TOKEN)
+    at, tables = whole(8, dtype=torch.int64), whole(1, 8, 4)
+    yield lambda: lookup.look_up(kept, pool, at, tables, torch.arange(3), torch.arange(3), 16)
+    yield lambda: lookup.keep_sampled(pool, at, torch.arange(3), torch.arange(3), whole(3, dtype=TOKEN))
+
+
+def cases(capability: int, quick: bool) -> Iterator[Case]:
+    """What a card of this kind is given: without e4m3 conversions, FP8 weights are widened before the product."""
+    yield from by_rows(False, HALF)
+    if quick:
+        return
+    yield from choosing()
+    yield from attending(HALF)
+    yield from four_bit_products(FOUR_BITS)
+    yield from attending(torch.float32, torch.float32)
+    yield from by_rows(False, torch.float32, torch.float32)
+    yield from products()
+    yield from experts([None, *FOUR_BITS])
+    yield from sums(False)
+    if capability >= HAS_FP8:
+        yield from by_rows(True, E4M3)
+        yield from attending(E4M3)
+        yield from fp8_products()
+        yield from four_bit_products([NVFP4])
+        yield from experts(["fp8", NVFP4])
+        yield from sums(True)
+
+
+def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[str]]:
+    """All kernels that were built, and what is wrong."""
+    triton.runtime.driver.set_active(NoDriver(capability))
+    early.starts_early.cache_clear()
+    shared_memory.is_roomy.cache_clear()
+    run, built, wrong = JITFunction.run, [], []
+    processors = stream.multiprocessors
+    most = SHARED_MEMORY[capability]
+
+    def build(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        try:
+            made = run(kernel, *args, grid=grid, warmup=True, **options)
+            shared = made.metadata.shared
+        except Exception as error:
+            wrong.append(f"{kernel.__name__}: {' '.join(str(error).split())[-300:]}")
+            print(f"{capability}: {wrong[-1]}", file=sys.stderr, flush=True)
+            return None
+        if not any(made is other for other in seen):
+            seen.append(made)
+            built.append(Built(kernel.__name__, shared))
+            if shared > most:
+                wrong.append(f"{kernel.__name__} takes {shared} bytes of shared memory, and there are {most}")
+                print(f"{capability}: {wrong[-1]}", file=sys.stderr, flush=True)
+        return made
+
+    seen: list[Any] = []
+    stream.multiprocessors = lambda device: 132 if capability == 90 else 0
+    linear, F.linear = F.linear, lambda x, weight, bias=None: x.new_empty(len(x), len(weight))  # the library's
+    setattr(JITFunction, "run", build)  # noqa: B010
+    try:
+        for case in cases(capability, quick):
+            case()
+    finally:
+        setattr(JITFunction, "run", run)  # noqa: B010
+        stream.multiprocessors, F.linear = processors, linear
+    return built, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", type=int, nargs="*", default=list(CARDS), help="compute capabilities, such as 80")
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    print("| capability | cards | kernels | built as | most shared memory | |\n|---|---|---|---|---|---|")
+    failed = False
+    for capability in asked.only:
+        built, wrong = build_for(capability, asked.quick)
+        names, most = {each.name for each in built}, max((each.shared for each in built), default=0)
+        state = "all build" if not wrong else f"{len(wrong)} do not"
+        print(
+            f"| {capability // 10}.{capability % 10} | {CARDS[capability]} | {len(names)} | {len(built)} "
+            f"| {most // KIB} of {SHARED_MEMORY[capability] // KIB} KiB | {state} |",
+            flush=True,
+        )
+        failed |= bool(wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

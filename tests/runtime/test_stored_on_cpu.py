@@ -1,0 +1,142 @@
+"""Models whose weights stay as they are stored: on a CPU in panels, elsewhere by the definitions of a GPU's products.
+
+Each says what the same checkpoint says with its weights widened, at one rank and at shares of two and three.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from phalanx import SamplingParams
+from phalanx.fabric.group import Solo
+from phalanx.kernels import cpu
+from phalanx.kernels.gemm import PanelGemm
+from phalanx.kernels.moe import PanelStack
+from phalanx.kernels.panels import Panels
+from phalanx.layers.decoder import Decoder
+from phalanx.layers.ffn.experts import Experts
+from phalanx.layers.place import Place
+from phalanx.models import read_config
+from phalanx.runtime import rank
+from phalanx.runtime.config import EngineConfig
+from phalanx.spec import Layout
+from phalanx.weights.checkpoint import Checkpoint
+from tests.threaded_ranks import ThreadedEngine
+from tests.weights.conftest import Config, random_tensors, save_folder, write_gguf
+from tests.weights.four_bit_files import FORMS
+from tests.weights.test_formats import MODELS, written
+
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+PROMPTS = [[5, 7, 11, 13, 17, 19], [3], [40, 2, 33, 9, 21, 8, 30, 1, 12, 25, 44, 6]]
+IN_PANELS = [name for name in FORMS if "fp4" not in name and name != "modelopt fp8"]
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=8)
+Answer = list[tuple[int, list[tuple[int, float]]]]
+
+
+def folder_of(tmp_path: Path, model: str, form: str) -> Path:
+    """Two layers: what one leaves behind is what the other takes."""
+    more: Config = {"num_hidden_layers": 2} | ({"head_dim": 128} if form.startswith("fp8") else {})
+    config, stored, _ = written(MODELS[model] | more, form)
+    return save_folder(tmp_path, config, stored)
+
+
+def gguf_of(tmp_path: Path, model: str, *kinds: Kind) -> Path:
+    """Matrices of these kinds in turn, so that those of one product may differ."""
+    config = MODELS[model] | {"num_hidden_layers": 2, "tie_word_embeddings": len(kinds) == 1}
+    tensors = {name: values * 0.1 for name, values in random_tensors(read_config(config)).items()}
+    leaves = ["attn_q", "attn_k", "attn_v", "attn_output"]
+    ffn = ["gate", "up", "down"]
+    leaves += [f"ffn_{name}" for name in ffn] if model == "llama" else [f"ffn_{name}_exps" for name in ffn]
+    names = [f"blk.{layer}.{leaf}.weight" for layer in range(2) for leaf in leaves]
+    stored = {name: kinds[number % len(kinds)] for number, name in enumerate([*names, "token_embd.weight"])}
+    return write_gguf(tmp_path / "model.gguf", config, tensors, stored)
+
+
+def said(path: Path, tp: int = 1, dtype: str = "auto") -> list[Answer]:
+    """The tokens that follow each prompt, each with the likeliest ones in its place and their log-probabilities."""
+    engine = ThreadedEngine(path, tp=tp, dtype=dtype, max_num_seqs=4, num_blocks=64, max_num_batched_tokens=16)
+    requests = engine.generate(PROMPTS, GREEDY)
+    engine.close()
+    found: dict[int, Answer] = {request.id: [] for request in requests}
+    for output in engine.outputs:
+        assert output.logprobs is not None
+        found[output.request_id].append((output.token, output.logprobs.top))
+    return list(found.values())
+
+
+def assert_same(found: list[Answer], wanted: list[Answer], noise: float = 6e-3) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        for (_, top), (_, other) in zip(ours, theirs, strict=True):
+            common = dict(top).keys() & dict(other).keys()
+            assert len(common) >= len(other) - 1
+            assert max(abs(dict(top)[token] - dict(other)[token]) for token in common) < noise
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("form", IN_PANELS)
+def test_weights_as_stored_say_what_widened_ones_say(tmp_path: Path, form: str, model: str) -> None:
+    path = folder_of(tmp_path, model, form)
+    wanted = said(path, dtype="fp32")
+    for tp in (1, 3):
+        assert_same(said(path, tp), wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_gguf_files_as_stored(tmp_path: Path, kind: Kind, model: str) -> None:
+    path = gguf_of(tmp_path, model, kind)
+    wanted = said(path, dtype="fp32")
+    for tp in (1, 2, 3):
+        assert_same(said(path, tp), wanted)
+
+
+@needs_compiler
+def test_kinds_may_differ_within_a_file(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, "llama", Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.Q5_0)
+    assert_same(said(path), said(path, dtype="fp32"))
+
+
+def loaded(path: Path, **options: str) -> Decoder:
+    return rank.load_model(EngineConfig(device="cpu", **options), Checkpoint(path), Solo(), lambda done, total: None)
+
+
+@needs_compiler
+def test_what_is_kept_and_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 widens, and so does a machine without a compiler."""
+    path = gguf_of(tmp_path, "qwen3_moe", Kind.Q4_1)
+    kept = loaded(path)
+    assert isinstance(kept.embedding.weight, Panels)
+    assert kept.head.product.weight is kept.embedding.weight
+    assert isinstance(kept.layers[0].mixer.qkv.product, PanelGemm)
+    ffn = kept.layers[0].ffn
+    assert isinstance(ffn, Experts)
+    assert isinstance(ffn.held.gate_up, PanelStack)
+    wide = loaded(path, dtype="fp32")
+    assert isinstance(wide.embedding.weight, torch.Tensor)
+    assert not any(isinstance(product, PanelGemm) for layer in wide.layers for product in layer.mixer.products())
+    monkeypatch.setattr(rank.cpu, "library", lambda: None)
+    assert isinstance(loaded(path).embedding.weight, torch.Tensor)
+
+
+@pytest.mark.parametrize("form", ["awq 64", "gptq", "compressed nvfp4", "modelopt nvfp4", "compressed mxfp4", "w4a16"])
+def test_what_a_gpu_holds_gives_the_tokens_of_the_widened_model(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the definitions of its products: a whole model, not layer by layer."""
+    path = folder_of(tmp_path, "llama", form)
+    wanted = said(path, dtype="fp32")
+    monkeypatch.setattr(rank, "Place", HeldAsOnGpus)
+    monkeypatch.setattr(Decoder, "lay_out", lambda model: None)
+    assert_same(said(path), wanted, noise=1e-4)
+
+
+class HeldAsOnGpus(Place):
+    def __init__(self, layout: Layout, *arguments: object, **options: object) -> None:
+        super().__init__(layout, *arguments, **(options | {"quantised": True, "in_panels": False}))  # type: ignore[arg-type]
