@@ -36,7 +36,8 @@ class Limits:
 class Output(msgspec.Struct, frozen=True, gc=False):
     """One new token of a request, and why it ends if it does. With `NO_TOKEN` it ends without one.
 
-    `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step.
+    `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step. Of its
+    drafts so far, `drafted` says how many came true and how many did not.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None
     cached_tokens: int
     queued_s: float
+    drafted: tuple[int, int] = (0, 0)
 
 
 class Scheduler(StepFiller):
@@ -137,7 +139,8 @@ class Scheduler(StepFiller):
             tokens.append(token)
             if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
                 reason = self._conclude(request, token)
-            outputs.append(Output(request.id, token, logprobs, reason, request.cached_tokens or 0, request.queued_s))
+            cached, queued_s = request.cached_tokens or 0, request.queued_s
+            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, request.drafted))
         return outputs
 
     def abandon(self, plan: StepPlan, error: RequestError) -> Output:

@@ -244,7 +244,15 @@ class EngineLoop:
                 self._refuse(id, request.error)
                 continue
             tokens.append(
-                NewToken(id, output.token, output.finish_reason, output.cached_tokens, output.queued_s, output.logprobs)
+                NewToken(
+                    id,
+                    output.token,
+                    output.finish_reason,
+                    output.cached_tokens,
+                    output.queued_s,
+                    output.logprobs,
+                    output.drafted,
+                )
             )
         return tokens
 

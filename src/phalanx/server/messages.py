@@ -68,6 +68,7 @@ class NewToken(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     queued_s: float
     logprobs: TokenLogprobs | None = None
+    drafted: tuple[int, int] = (0, 0)
 
 
 class Books(msgspec.Struct, array_like=True, frozen=True):
