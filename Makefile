@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TWO_WORKERS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: serve test quick test-cuda lint web clean
+.PHONY: serve test quick test-cuda lint web dist clean
 
 serve: $(VENV)/.serve
 	$(BIN)/phalanx serve --tp 2
@@ -27,6 +27,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A wheel and a source archive in dist/.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
 # The cockpit's pages are committed as built: users need no node. This builds them anew from web/.
 web:

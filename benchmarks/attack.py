@@ -7,6 +7,9 @@ Starts a server of the default model on loopback with two keys. One client is ho
 second and streams one answer after the other. A process of its own attacks with the other key, or with none. Figures
 are set against an undisturbed run of the same server before it: a stall is the longest time `/live` took, or between
 two events of the stream. Memory is that of the API process and of those that read requests and grammars for it.
+
+All share the machine's cores, so the attacker is made to cost little: its bytes are made beforehand, and it stands back
+behind the others (nice 19), as one on another machine would. The columns `cpu` say how many cores each of them took.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ import psutil
 HONEST, GREEDY = "honest-key", "greedy-key"
 LARGEST = 4 * 2**20 - 100
 ANSWER = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
+ROLES = ("attacker", "api", "readers", "engine", "client")
 GOAL_STALL_MS, GOAL_MEMORY, GOAL_GOODPUT = 250, 2.0, 0.5
 
 
@@ -160,20 +165,25 @@ class Felt:
     gap_ms: float
     tokens_per_s: float
     memory_mb: float
+    cores: dict[str, float] = field(default_factory=dict)
 
     @property
     def stall_ms(self) -> float:
         return max(self.live_ms, self.gap_ms)
 
 
-async def feel(url: str, seconds: float, memory: Callable[[], float]) -> Felt:
-    felt = Felt(0.0, 0.0, 0.0, memory())
-    over = time.monotonic() + seconds
+async def feel(url: str, seconds: float, pid: int, attacker: int | None = None) -> Felt:
+    felt = Felt(0.0, 0.0, 0.0, memory_of(pid))
+    before, over = cpu_of(pid, attacker), time.monotonic() + seconds
     limits = httpx.Limits(max_keepalive_connections=0)
     headers = {"authorization": f"Bearer {HONEST}"}
     async with httpx.AsyncClient(base_url=url, timeout=300, headers=headers, limits=limits) as client:
-        await asyncio.gather(_ask_live(client, over, felt), _stream(client, over, felt), _weigh(over, felt, memory))
+        streaming = asyncio.create_task(_stream(client, felt))
+        await asyncio.gather(_ask_live(client, over, felt), _weigh(over, felt, pid))
+        streaming.cancel()
+        await asyncio.wait([streaming])
     felt.tokens_per_s /= seconds
+    felt.cores = {role: spent / seconds for role, spent in (cpu_of(pid, attacker) - before).items()}
     return felt
 
 
@@ -185,34 +195,66 @@ async def _ask_live(client: httpx.AsyncClient, over: float, felt: Felt) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _stream(client: httpx.AsyncClient, over: float, felt: Felt) -> None:
-    """The time to the first token counts as a gap: whoever waits in a line is stalled."""
-    while time.monotonic() < over:
-        last = time.monotonic()
-        async with client.stream("POST", "/v1/completions", json=ANSWER) as answer:
-            async for line in answer.aiter_lines():
-                now = time.monotonic()
-                if line.startswith("data: {") and now < over:
-                    felt.gap_ms, last = max(felt.gap_ms, (now - last) * 1e3), now
-                    felt.tokens_per_s += 1
-            if answer.status_code != 200:
-                await asyncio.sleep(0.05)
+async def _stream(client: httpx.AsyncClient, felt: Felt) -> None:
+    """Until cancelled. The time to the first token counts as a gap, and what is waited for at the end."""
+    last = time.monotonic()
+
+    def end_gap() -> float:
+        now = time.monotonic()
+        felt.gap_ms = max(felt.gap_ms, (now - last) * 1e3)
+        return now
+
+    try:
+        while True:
+            last = time.monotonic()
+            async with client.stream("POST", "/v1/completions", json=ANSWER) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        last = end_gap()
+                        felt.tokens_per_s += 1
+                if answer.status_code != 200:
+                    await asyncio.sleep(0.05)
+    finally:
+        end_gap()
 
 
-async def _weigh(over: float, felt: Felt, memory: Callable[[], float]) -> None:
+async def _weigh(over: float, felt: Felt, pid: int) -> None:
     while time.monotonic() < over:
-        felt.memory_mb = max(felt.memory_mb, await asyncio.to_thread(memory))
+        felt.memory_mb = max(felt.memory_mb, await asyncio.to_thread(memory_of, pid))
         await asyncio.sleep(0.2)
+
+
+def processes_of(pid: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The server's, each with what it does: `api`, `engine`, or `readers` of requests and grammars."""
+    api = psutil.Process(pid)
+    yield "api", api
+    for process in api.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            is_engine = any(part.endswith(("engine_process", "runtime.worker")) for part in process.cmdline())
+            yield "engine" if is_engine else "readers", process
 
 
 def memory_of(pid: int) -> float:
     """Of the API process and what it started, but for the engine: proportional, since forked processes share."""
     total = 0
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+    for role, process in processes_of(pid):
         with contextlib.suppress(psutil.Error):
-            if not any(part.endswith(("engine_process", "runtime.worker")) for part in process.cmdline()):
+            if role != "engine":
                 total += process.memory_full_info().pss
     return total / 1e6
+
+
+def cpu_of(pid: int, attacker: int | None) -> Counter[str]:
+    """Seconds so far, by what was done with them. Readers come and go: those gone are counted by who forked them."""
+    seconds: Counter[str] = Counter()
+    others = [("client", psutil.Process())] + ([("attacker", psutil.Process(attacker))] if attacker else [])
+    for role, process in (*processes_of(pid), *others):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            seconds[role] += times.user + times.system
+            if role == "readers":
+                seconds[role] += times.children_user + times.children_system
+    return seconds
 
 
 @contextlib.contextmanager
@@ -233,11 +275,11 @@ def server(folder: Path, options: list[str]) -> Iterator[tuple[str, int]]:
 
 def measure(name: str, url: str, pid: int, seconds: float) -> dict[str, Any]:
     """Undisturbed first, then under attack; a grammar is asked for before, so that what compiles it is there."""
-    before = asyncio.run(feel(url, seconds, lambda: memory_of(pid)))
+    before = asyncio.run(feel(url, seconds, pid))
     attack = subprocess.Popen([sys.executable, __file__, "--attack", name, "--url", url])
     try:
         time.sleep(1)
-        under = asyncio.run(feel(url, seconds, lambda: memory_of(pid)))
+        under = asyncio.run(feel(url, seconds, pid, attack.pid))
     finally:
         attack.kill()
         attack.wait()
@@ -251,13 +293,15 @@ def measure(name: str, url: str, pid: int, seconds: float) -> dict[str, Any]:
     }
     print(
         f"{name:17} {before.stall_ms:8.0f} {under.live_ms:8.0f} {under.gap_ms:8.0f} {before.memory_mb:8.0f} "
-        f"{result['memory']:7.2f} {result['goodput']:8.0%}",
+        f"{result['memory']:7.2f} {result['goodput']:8.0%}   "
+        + " ".join(f"{under.cores.get(role, 0.0):8.2f}" for role in ROLES),
         flush=True,
     )
     return result
 
 
 def attack(name: str, url: str) -> None:
+    os.nice(19)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
     host, port = url.removeprefix("http://").split(":")
@@ -275,7 +319,7 @@ def main() -> None:
     if arguments.attack:
         attack(arguments.attack, arguments.url)
         return
-    print("attack             stall ms   /live   stream  idle MB  memory  goodput   (first column: undisturbed)")
+    print("attack             stall ms   /live   stream  idle MB  memory  goodput   cpu: " + " ".join(ROLES))
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only.split(","):

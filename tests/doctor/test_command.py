@@ -72,7 +72,7 @@ def test_a_machine_without_anything_of_nvidias_is_useful_and_exits_0(monkeypatch
 
     unread = ("NVML cannot be asked: NVML Shared Library Not Found.", "nvidia-smi is not installed.")
     laptop = Facts("", System("laptop", cores=8, available_bytes=12 * 2**30), Software("3.12", "0.1"), unread=unread)
-    monkeypatch.setattr(gather, "gather", lambda peers: laptop)
+    monkeypatch.setattr(gather, "gather", lambda peers, venv: laptop)
     result = doctor()
     assert result.exit_code == 0, result.output
     assert "models run on the processor" in result.output
@@ -81,7 +81,7 @@ def test_a_machine_without_anything_of_nvidias_is_useful_and_exits_0(monkeypatch
 
 def test_what_was_measured_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = pytest.importorskip("phalanx.doctor.measure")
-    monkeypatch.setattr(gather, "gather", lambda peers: hgx())
+    monkeypatch.setattr(gather, "gather", lambda peers, venv: hgx())
     monkeypatch.setattr(measure, "measure", lambda facts, progress: Measured(problem="rank 3 timed out"))
     result = doctor("--measure")
     assert result.exit_code == 1

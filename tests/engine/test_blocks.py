@@ -229,3 +229,18 @@ def test_the_least_recently_used_sequence_goes_first() -> None:
     pool.hold([blocks[0]])
     pool.release([blocks[0]])
     assert pool.allocate(3) == [blocks[1], blocks[2], blocks[0]]
+
+
+def test_a_reset_forgets_what_nobody_uses_and_nothing_else() -> None:
+    pool = BlockPool(4, 2)
+    assert pool.cache is not None
+    used, unused = pool.allocate(1), pool.allocate(1)
+    pool.cache.insert(None, [1, 2], used[0])
+    pool.cache.insert(None, [3, 4], unused[0])
+    pool.release(unused)
+    pool.forget_idle()
+    assert (pool.idle, pool.available) == (0, 3)
+    assert pool.cache.match([3, 4], None) == ([], [])
+    assert pool.cache.match([1, 2], None)[0] == used
+    pool.release(used)
+    assert (pool.idle, pool.available) == (1, 4)

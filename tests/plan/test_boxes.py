@@ -109,7 +109,7 @@ def test_the_recipes_of_boxes_are_read_by_their_readers() -> None:
         assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert service["spec"]["selector"] == {**template["leaderTemplate"]["metadata"]["labels"]}
     for kind in ("shell", "compose", "systemd"):
-        with pytest.raises(ConfigError, match="spans 2 machines"):
+        with pytest.raises(ConfigError, match="spans 2 machines: vLLM has no"):
             recipe(launch, kind)
 
 

@@ -227,8 +227,8 @@ def test_what_phalanx_does_not_run_is_left_out_by_name(tmp_path: Path) -> None:
     plan = planned(str(strange), engines=[ENGINES["phalanx"]], formats=["bf16"], machine="1xH200")
     assert plan.best is None
     assert "third_eye" in plan.excluded[0].found
-    int4 = planned("Llama-3.1-8B", engines=[ENGINES["phalanx"]], formats=["awq"], machine="1xH200")
-    assert "it loads bf16, fp16, fp32, fp8" in int4.excluded[0].found
+    wide = planned("Llama-3.1-8B", engines=[ENGINES["vllm"]], formats=["fp32"], machine="1xH200")
+    assert "it loads bf16, fp16, fp8" in wide.excluded[0].found
     picky = dataclasses.replace(ENGINES["phalanx"], kv_formats=("bf16",))
     small_kv = planned("Llama-3.1-8B", engines=[picky], kv_format="fp8", machine="1xH200")
     assert "does not keep KV as fp8; it keeps bf16" in small_kv.excluded[0].found

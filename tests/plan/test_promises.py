@@ -25,6 +25,7 @@ from phalanx.plan.recipes import KINDS, recipe
 from phalanx.plan.record import launch_of
 from phalanx.plan.support import formats_on, refusal
 from phalanx.spec.machine import Gpu, Machine, gpus
+from phalanx.spec.schemes import DEFAULTS
 from phalanx.spec.workload import Workload
 
 run = CliRunner().invoke
@@ -94,6 +95,16 @@ def test_every_card_has_an_engine_and_every_format_of_the_matrix_is_known() -> N
         assert any(formats_on(name, gpu) for name in ENGINES), gpu.name
     for name, traits in ENGINES.items():
         assert set(formats_on(name, Gpu.named("B200"))) <= set(traits.weight_formats)
+
+
+def test_phalanx_is_planned_in_what_it_loads() -> None:
+    """Every scheme of `phalanx.quant` has a format in the matrix."""
+    assert {scheme.kind for scheme in DEFAULTS.values()} | {"bf16", "fp16", "fp32", "fp8-channel"} == set(
+        formats_on("phalanx", Gpu.named("H100-SXM"))
+    )
+    best = ask(PlanQuestion("Llama-3.3-70B", "1xH100-SXM", engines="phalanx", formats="awq")).best
+    assert best is not None
+    assert best.fit.tightest.weight_bytes < 40 * 2**30
 
 
 @pytest.mark.parametrize(("card", "words"), [("MI300X", ("amd.com/gpu", "/dev/kfd", "HIP_VISIBLE_DEVICES", "rocm"))])

@@ -172,13 +172,15 @@ class Card:
 
     total = 1000 * MIB
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, integrated: bool = False) -> None:
         self.free = free
         self.left_by_steps = 0
         self.graphs: list[Any] = []
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, self.total))
+        properties = SimpleNamespace(is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(memory, "build", lambda rehearsal, device, key: rehearsal())
         monkeypatch.setattr(graphs.DecodeGraphs, "serve", staticmethod(lambda model: True))
         card = self
@@ -220,6 +222,52 @@ def test_a_gpu_gives_what_a_step_and_all_graphs_leave(
     assert len(all_graphs(runner)) > 20
     left = (800 - 100 - 2 * 50 - 4 * 3 - 10) * MIB
     assert room == left // ranks - further
+
+
+@pytest.mark.parametrize(
+    ("asked", "integrated", "kept"),
+    [(None, False, 10), (None, True, 130), (0.9, True, 80), (0.5, False, 480), (0.98, False, 10)],
+)
+def test_a_share_of_the_memory_stays_free(
+    model: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: float | None,
+    integrated: bool,
+    kept: int,
+) -> None:
+    """20 of 1000 MiB are others' already, and count as part of what is left to them."""
+    Card(monkeypatch, free=980 * MIB, integrated=integrated)
+    config = msgspec.structs.replace(CONFIG, gpu_memory_utilization=asked)
+    room = memory._room_on_gpu(config, model, 1)
+    further = (len(all_graphs(TorchRunner(model, 16, 256, 200))) - 4) * 3
+    assert room == (980 - 100 - 2 * 50 - 4 * 3 - kept - further) * MIB
+    assert bool(caplog.messages) == (asked == 0.9)
+
+
+def test_more_memory_than_is_free_is_refused_with_what_is(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "OWN_CONTEXT", 0)
+    Card(monkeypatch, free=600 * MIB)
+    config = msgspec.structs.replace(CONFIG, gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match=r"use at most 0\.60") as caught:
+        memory._room_on_gpu(config, model, 1)
+    assert caught.value.code == "memory_in_use"
+
+
+def test_on_a_cpu_the_share_is_of_the_machine(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = with_its_tokens(model)
+    own = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=40 * block))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: own)
+    machine = SimpleNamespace(available=900 * block, total=1000 * block)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    config = msgspec.structs.replace(CONFIG, gpu_memory_utilization=0.1)
+    assert blocks_that_fit(config, model) == 60
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_beyond_all_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=share)
 
 
 def test_a_gpu_too_full_for_the_worst_step_says_which_limit_to_lower(

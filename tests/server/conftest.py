@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,28 @@ def server(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     options = ("--tp", "2", "--served-model-name", "tiny", "--tool-call-parser", "hermes", "--max-num-seqs", "16")
     with running(tiny_chat, tmp_path_factory.mktemp("server"), *options) as started:
         yield started
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+@pytest.fixture(scope="package")
+def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server with keys and TLS, and its certificate."""
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text("from-file\n\nanother\n")
+    certificate, key = make_certificate(folder)
+    options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
+    tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
+    with running(tiny_chat, folder, *options, *tls) as server:
+        yield server, certificate

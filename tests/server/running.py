@@ -56,11 +56,11 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 @contextmanager
 def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
-    """A server on a free port, once it is ready. Its output goes to a log in the folder."""
+    """A server on a free port, once it is ready. Its output goes to a log in the folder. Nothing is warmed ahead."""
     log = folder / f"server-{time.monotonic_ns()}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", *options],
+            [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", "--warm-up", "off", *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},

@@ -17,6 +17,7 @@ from phalanx.server.app import create_app
 from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken, Started
 from phalanx.server.metrics import Metrics
@@ -101,7 +102,7 @@ class Scripted:
             **given,
         )
         asyncio.run(preparer.start(self.service.assignment))
-        self.app = Guard(create_app(self.service), keys, max_body=2**20)
+        self.app = Guard(create_app(self.service), KeyRing(keys), max_body=2**20)
         self.url = ""
 
     def says(self, *lines: str) -> None:

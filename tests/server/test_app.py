@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from phalanx.engine.hang import Hang
 from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.runtime.config import EngineConfig
+from phalanx.server.access_log import AccessLog
 from phalanx.server.app import create_app
 from phalanx.server.engine_client import EngineLaunch, RankHealth
 from phalanx.server.errors import ApiError
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.server.messages import Books, Loading, NewToken, Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.places import Places
@@ -53,7 +56,7 @@ class Engine:
         self.hang: Hang | None = None
 
     def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
-        self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt))
+        self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt, owner=owner))
         for index, token in enumerate(self.tokens):
             last = "length" if token == self.tokens[-1] else None
             logprobs = None if params.logprobs is None else TokenLogprobs(-float("inf"), [(token, -0.5)])
@@ -69,7 +72,7 @@ class Engine:
 class Place:
     """A server without a network."""
 
-    def __init__(self, tokenizer: Tokenizer, share_prefixes: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, share_prefixes: bool = False, keys: KeyRing | None = None) -> None:
         self.engine = Engine(tokenizer.encode(" one two", special_tokens=False))
         self.supervisor = SimpleNamespace(
             state="ready",
@@ -77,6 +80,7 @@ class Place:
             admit=self.admit,
             launch=EngineLaunch(EngineConfig(), 10, "none"),
             last_death=None,
+            room=100,
         )
         self.admitted: list[int] = []
         supervisor: Any = self.supervisor
@@ -89,16 +93,18 @@ class Place:
             tokenizer=tokenizer,
             supervisor=supervisor,
             metrics=self.metrics,
-            places=Places(supervisor, shared=False),
+            places=Places(supervisor, shared=keys is not None and keys.several),
             preparer=preparer,
             grammars=GrammarCompiler(Path(), vocab=49152, eos_token_ids=[2]),
             reasoning_parser=None,
             tool_parser=None,
             request_timeout_s=5,
             share_prefixes=share_prefixes,
+            keys=keys or KeyRing(),
         )
         asyncio.run(preparer.start(service.assignment))
-        self.app = create_app(service)
+        self.service = service
+        self.app: Any = AccessLog(create_app(service))
 
     def admit(self, choices: int) -> Engine:
         self.admitted.append(choices)
@@ -317,7 +323,7 @@ def test_one_line_of_log_tells_how_a_request_went(place: Place, caplog: pytest.L
     caplog.set_level("INFO", "phalanx.request")
     place.ask("POST", "/v1/completions", {"prompt": [5, 6, 7], "n": 2}, {"x-request-id": "mine"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "phalanx.request"]
-    assert line.startswith("mine prompt=3 cached=0 output=4 ttft_ms=")
+    assert re.match(r"mine POST /v1/completions status=200 ms=[\d.]+ prompt=3 cached=0 output=4 ttft_ms=\d", line)
     assert line.endswith("reason=length,length")
     assert "tpot_ms=-" not in line
 
@@ -366,7 +372,7 @@ def test_what_a_key_leaves_in_the_cache_is_found_by_that_key_alone(place: Place)
         place.ask("POST", "/v1/completions", {"prompt": "a"} | more, {"authorization": f"Bearer {key}"})
         return place.engine.asked[-1].salt
 
-    app, place.app = place.app, Guard(place.app, ["one", "two"], max_body=10_000)  # type: ignore[assignment]
+    app, place.app = place.app, Guard(place.app, KeyRing(["one", "two"]), max_body=10_000)  # type: ignore[assignment]
     salts = [salt_of("one"), salt_of("two"), salt_of("one", cache_salt="s"), salt_of("two", cache_salt="s")]
     assert len(set(salts)) == 4
     assert None not in salts
@@ -379,7 +385,7 @@ def test_what_a_key_leaves_in_the_cache_is_found_by_that_key_alone(place: Place)
 
 def test_keys_share_prefixes_where_the_operator_says_so(tokenizer: Tokenizer) -> None:
     place = Place(tokenizer, share_prefixes=True)
-    place.app = Guard(place.app, ["one", "two"], max_body=10_000)  # type: ignore[assignment]
+    place.app = Guard(place.app, KeyRing(["one", "two"]), max_body=10_000)  # type: ignore[assignment]
     for key in ("one", "two"):
         for salt in (None, "s"):
             place.ask(

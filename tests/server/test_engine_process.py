@@ -34,6 +34,7 @@ from phalanx.server.messages import (
     Order,
     Pulses,
     Refused,
+    ResetPrefixes,
     Started,
     Stepped,
     Submit,
@@ -279,3 +280,12 @@ def test_a_rank_that_is_gone_ends_the_process_though_the_loop_waits(monkeypatch:
         EngineLoop(engine, Path(), "cpu", *channels).run()
     assert ends == [gone]
     assert pulses.reports == []
+
+
+def test_a_reset_forgets_prefixes_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(3, 40))
+    first, second = Submit(1, prompt, params()), Submit(2, prompt, params())
+    for between, found in [((None, None), 32), ((None, None, ResetPrefixes()), 0)]:
+        reports, _ = run(monkeypatch, first, *between, second)
+        last = [report for report in reports if isinstance(report, Stepped)][-1]
+        assert last.books.prefix_hits == found

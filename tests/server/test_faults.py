@@ -128,10 +128,9 @@ def is_refused(server: Server) -> bool:
 
 
 def test_what_outlasts_the_drain_timeout_is_ended_with_an_error(tiny_chat: Path, tmp_path: Path) -> None:
-    """A terminal that is closed stops a server as SIGTERM does."""
     with running(tiny_chat, tmp_path, "--drain-timeout", "0.2") as server, ThreadPoolExecutor(1) as pool:
         (events,) = streaming(server, pool)
-        server.process.send_signal(signal.SIGHUP)
+        server.process.send_signal(signal.SIGTERM)
         assert json.loads(events.result(30)[-2])["error"]["code"] == "server_stopping"
         assert server.process.wait(30) == 0
 

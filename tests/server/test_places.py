@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.server.errors import ApiError
+from phalanx.server.pace import Pace
 from phalanx.server.places import Places
 
 
@@ -17,7 +18,7 @@ class Supervisor:
     room = 320
 
     def __init__(self) -> None:
-        self.client: Any = SimpleNamespace()
+        self.client: Any = SimpleNamespace(pace=Pace())
 
     def admit(self, choices: int) -> Any:
         return self.client

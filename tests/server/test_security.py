@@ -17,11 +17,14 @@ from starlette.types import Message, Receive, Scope, Send
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import guard
+from phalanx.server import keys as keyring
 from phalanx.server.errors import ApiError
 from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.server.options import ServeOptions
 from phalanx.server.serve import serve
 from tests import timeless
+from tests.server.conftest import make_certificate
 from tests.server.running import Server, running
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -39,7 +42,7 @@ ROUTES = [
     "/cockpit/about",
     "/cockpit/nothing",
 ]
-OPEN = ["/live", "/", "/cockpit.js", "/cockpit.css"]
+OPEN = ["/live", "/docs", "/", "/cockpit.js", "/cockpit.css"]
 """None of these tells anything about the server."""
 POSTS = [
     "/v1/chat/completions",
@@ -49,6 +52,7 @@ POSTS = [
     "/v1/responses",
     "/tokenize",
     "/detokenize",
+    "/reset_prefix_cache",
 ]
 
 
@@ -68,7 +72,7 @@ async def status_of(keys: list[str], path: str, *headers: tuple[bytes, bytes]) -
 
     host = (b"host", b"localhost:8000")
     scope = {"type": "http", "path": path, "method": "GET", "headers": [host, *headers], "server": ("10.1.2.3", 8000)}
-    await Guard(hello, keys, max_body=1000)(scope, receive, send)
+    await Guard(hello, KeyRing(keys), max_body=1000)(scope, receive, send)
     return sent[0]["status"]
 
 
@@ -107,7 +111,7 @@ def test_every_key_is_compared_by_digest_in_constant_time(monkeypatch: pytest.Mo
         compared.append((left, right))
         return left == right
 
-    monkeypatch.setattr(guard, "compare_digest", compare)
+    monkeypatch.setattr(keyring, "compare_digest", compare)
     assert asyncio.run(status_of(["one", "two", "three"], "/x", (b"authorization", b"Bearer one"))) == 200
     assert len(compared) == 3
     assert all(len(left) == len(right) == 32 for left, right in compared)
@@ -124,7 +128,7 @@ async def status_for_host(*hosts: bytes, path: str = "/v1/models", keys: tuple[s
 
     headers = [*((b"host", host) for host in hosts), (b"authorization", b"Bearer one")]
     scope = {"type": "http", "path": path, "method": "GET", "headers": headers, "server": ("10.1.2.3", 8000)}
-    await Guard(hello, keys, max_body=1000, hosts=["Model.Example"])(scope, receive, send)
+    await Guard(hello, KeyRing(keys), max_body=1000, hosts=["Model.Example"])(scope, receive, send)
     return statuses[0]
 
 
@@ -167,7 +171,7 @@ def test_bodies_held_at_once_are_bounded_and_no_key_fills_them_all() -> None:
             await held.wait()
             await hello(scope, receive, send)
 
-        app = Guard(hold, ["greedy", "honest"], max_body=1000)
+        app = Guard(hold, KeyRing(["greedy", "honest"]), max_body=1000)
 
         async def ask(key: bytes, size: int) -> int:
             statuses: list[int] = []
@@ -196,30 +200,6 @@ def test_bodies_held_at_once_are_bounded_and_no_key_fills_them_all() -> None:
     assert honest == 200
     assert greedy.count(200) == 12
     assert greedy.count(429) == 52
-
-
-@pytest.fixture(scope="module")
-def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> object:
-    folder = tmp_path_factory.mktemp("locked")
-    (folder / "keys").write_text("from-file\n\nanother\n")
-    certificate, key = make_certificate(folder)
-    options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
-    tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
-    with running(tiny_chat, folder, *options, *tls) as server:
-        yield server, certificate
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 def test_every_route_of_a_real_server_needs_the_key(locked: tuple[Server, Path]) -> None:
@@ -319,7 +299,7 @@ def test_a_body_ends_at_its_limit_whether_it_was_announced_or_not(announced: int
     headers = [(b"content-length", str(announced).encode())] if announced is not None else []
     scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"host", b"localhost"), *headers]}
     try:
-        asyncio.run(Guard(read_body, [], max_body=10)(scope, receive, send))  # type: ignore[arg-type]
+        asyncio.run(Guard(read_body, KeyRing(), max_body=10)(scope, receive, send))  # type: ignore[arg-type]
     except ApiError as error:
         answers.append(error.status_code)
     assert answers[0] == (200 if fits else 413)
@@ -341,7 +321,7 @@ def test_a_body_that_takes_too_long_is_given_up(pause_s: float) -> None:
     async def run() -> None:
         scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"host", b"localhost")]}
         async with asyncio.timeout(guard.BODY_TIMEOUT_S + 1):
-            await Guard(read_body, [], max_body=10)(scope, slowly, send)
+            await Guard(read_body, KeyRing(), max_body=10)(scope, slowly, send)
 
     with pytest.raises(Exception, match="not complete") as caught:
         timeless.run(run())

@@ -14,6 +14,7 @@ from phalanx.server import supervisor as module
 from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.messages import Started
+from phalanx.server.pace import Pace
 from phalanx.server.supervisor import Supervisor
 
 STARTED = Started(vocab=100, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[])
@@ -28,6 +29,7 @@ class FakeEngine:
     def __init__(self, launch: EngineLaunch, on_step: object) -> None:
         self.started: Started | None = None
         self.live = 0
+        self.pace = Pace()
         self.died: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self.told: list[ApiError] = []
         self.stopped = False
@@ -111,9 +113,28 @@ def test_an_engine_that_runs_takes_requests_up_to_batch_and_queue(play: Callable
             with pytest.raises(ApiError) as caught:
                 supervisor.admit(choices)
             assert caught.value.status_code == 429
-            assert caught.value.headers["retry-after"] == "1"
+            assert caught.value.headers["retry-after"] == "10"
+        last().pace.one_ended()
+        with pytest.raises(ApiError) as caught:
+            supervisor.admit(3)
+        assert caught.value.headers["retry-after"] == "2"
 
     play(scene, max_queued=2)
+
+
+def test_requests_are_taken_when_what_is_made_beside_the_engine_is_there_too(play: Callable[..., None]) -> None:
+    async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
+        other = Supervisor(supervisor.launch, 0, 0, lambda report: None)
+        beside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        run = asyncio.create_task(other.run(lambda started: None, beside))
+        await settle()
+        assert other.state == "starting"
+        beside.set_result(None)
+        await settle()
+        assert other.state == "ready"
+        run.cancel()
+
+    play(scene)
 
 
 def test_without_a_restart_a_death_is_final_and_told_to_whom_it_concerns(play: Callable[..., None]) -> None:

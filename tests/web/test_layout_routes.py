@@ -165,3 +165,19 @@ def test_a_layer_beyond_the_last_is_the_last() -> None:
 def test_telling_a_split_needs_no_torch() -> None:
     code = "import sys; import phalanx.web.layout_routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_rank_that_does_not_fit_is_told_with_what_it_lacks() -> None:
+    """70B in bf16 over two cards of 80 GB: 65.7 GiB of weights each fit hardly, over one they do not."""
+    one, four = ask(model="Llama-3.3-70B", tp=1), ask(model="Llama-3.3-70B", tp=4)
+    assert one["ranks"][0]["room_bytes"] < 0 < four["ranks"][0]["room_bytes"]
+    assert one["ranks"][0]["weight_bytes"] > one["card_bytes"]
+    small = ask(model="Llama-3.3-70B", tp=1, format="awq")
+    assert small["ranks"][0]["room_bytes"] > 0
+    assert small["dealt"]["ffn"]["unit"] == 128
+
+
+@pytest.mark.parametrize(("gpus", "replicas", "idle"), [(None, 1, 0), (8, 2, 0), (11, 2, 3), (2, 1, 0)])
+def test_gpus_beyond_the_ranks_are_replicas(gpus: int | None, replicas: int, idle: int) -> None:
+    told = ask(model="Llama-3.3-70B", tp=4, **({"gpus": gpus} if gpus else {}))
+    assert (told["replicas"], told["idle"]) == (replicas, idle)

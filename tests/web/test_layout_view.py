@@ -201,3 +201,13 @@ def test_axe_finds_nothing_serious(
     page.goto(f"{server.url}#/layout?model=SmolLM2-135M&tp=16")
     expect(page.get_by_role("alert")).to_be_visible()
     check_accessible(page)
+
+
+def test_a_rank_that_does_not_fit_and_replicas_show(server: ScriptedServer, new_page: NewPage) -> None:
+    page = opened(new_page(), server, "model=Llama-3.3-70B&tp=1&format=bf16")
+    expect(page.get_by_role("alert")).to_contain_text("No rank fits: rank 0 holds")
+    page.get_by_label("Format").select_option("awq")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.get_by_label("GPUs in all").select_option("4")
+    expect(page.get_by_label("Replicas").locator("li")).to_have_count(4)
+    check_accessible(page)

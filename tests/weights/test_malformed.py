@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import resource
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,34 @@ def read_all(path: Path) -> None:
         reader.close()
 
 
-def read_or_refuse(path: Path) -> None:
-    with contextlib.suppress(PhalanxError):
-        read_all(path)
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """A file of some kilobytes is no reason to ask for gigabytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    (used,) = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    resource.setrlimit(resource.RLIMIT_AS, (int(used) * 1024 + 2**30, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def refusal(read: Callable[[], object]) -> PhalanxError | None:
+    """Why it cannot be read, in words that fit a screen; None if it can."""
+    refused: PhalanxError | None = None
+    try:
+        with little_memory():
+            read()
+    except PhalanxError as error:
+        refused = error
+    if refused is not None:
+        assert 10 < len(refused.found) < 1000, refused.found
+        assert refused.fix
+    return refused
+
+
+def read_or_refuse(path: Path) -> PhalanxError | None:
+    return refusal(lambda: read_all(path))
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +143,59 @@ def test_configurations(folder: Path, tmp_path: Path, data: st.DataObject) -> No
         config[data.draw(st.sampled_from(sorted(CONFIG)))] = data.draw(junk)
     linked(folder, tmp_path, "config.json")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with contextlib.suppress(PhalanxError):
-        Checkpoint(tmp_path)
+    refusal(lambda: Checkpoint(tmp_path))
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"},
+    "text_config": {"hidden_size": 8, "num_hidden_layers": 1},
+}
+
+
+@few
+@given(data=st.data())
+def test_sections_of_configurations_of_every_family(tmp_path: Path, data: st.DataObject) -> None:
+    """Of all families here: their own fields, and sections within, with anything in them."""
+    config: dict[str, Any] = dict(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))])
+    name = data.draw(st.sampled_from(sorted(SECTIONS)))
+    config[name] = dict(SECTIONS[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = data.draw(st.sampled_from([config, config[name]]))
+        where[data.draw(st.sampled_from(sorted(where)))] = data.draw(junk)
+        if not isinstance(config.get(name), dict):
+            break
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refusal(lambda: Checkpoint(tmp_path))
+
+
+@few
+@given(data=st.data())
+def test_files_that_end_too_early_are_refused(
+    folder: Path, gguf_bytes: bytes, tmp_path: Path, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(["config.json", "model.safetensors", "model.gguf"]))
+    whole = gguf_bytes if name == "model.gguf" else (folder / name).read_bytes()
+    linked(folder, tmp_path, name)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    assert read_or_refuse(tmp_path / name if name == "model.gguf" else tmp_path) is not None
+    (tmp_path / name).unlink()
+
+
+def test_tensors_that_lie_upon_each_other_are_refused(folder: Path, tmp_path: Path) -> None:
+    raw = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header: dict[str, Any] = json.loads(raw[8 : 8 + length])
+    one, other = (name for name in sorted(header) if name.endswith("layernorm.weight"))
+    header[one]["data_offsets"] = header[other]["data_offsets"]
+    told = json.dumps(header).encode()
+    linked(folder, tmp_path, "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(told)) + told + raw[8 + length :])
+    refused = read_or_refuse(tmp_path)
+    assert refused is not None
+    assert refused.code == "broken_file"
+    assert "model.safetensors" in refused.found
 
 
 @pytest.mark.parametrize(
@@ -199,8 +278,33 @@ def test_tokenizers(tmp_path: Path, data: st.DataObject) -> None:
     where = data.draw(st.sampled_from([described, described["model"], described["added_tokens"][0]]))
     where[data.draw(st.sampled_from(sorted(where)))] = data.draw(junk)
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    with contextlib.suppress(CheckpointError):
-        assert Tokenizer.load(tmp_path) is not None
+    refusal(lambda: Tokenizer.load(tmp_path))
+
+
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_what_stands_beside_a_tokenizer(tmp_path: Path, data: st.DataObject) -> None:
+    """Nor does any of it run code: a class of the folder's own is not imported."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+        "eos_token": "<e>",
+        "chat_template": "{{ messages }}",
+        "added_tokens_decoder": {"0": {"content": "<e>", "special": True}},
+        "model_max_length": 8,
+    }
+    (tmp_path / "evil.py").write_text("raise SystemExit('the folder ran code')")
+    described[data.draw(st.sampled_from(sorted(described)))] = data.draw(junk)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+
+    def use() -> None:
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer is not None
+        assert all(isinstance(each, str) for each in tokenizer.chat_templates.values())
+        assert isinstance(tokenizer.encode("a"), list)
+
+    refusal(use)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +328,30 @@ def test_gguf_headers(gguf_bytes: bytes, tmp_path: Path, data: st.DataObject) ->
             st.sampled_from([b"\xff" * 8, bytes(8), b"\x09\0\0\0", b"\x08\0\0\0", b"\x01", b"\x7f", b"\0\x01"])
         )
         changed[at : at + len(some)] = some
+    path.write_bytes(changed)
+    read_or_refuse(path)
+
+
+@few
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_gguf_tensors(gguf_bytes: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    """Shapes, kinds and places of tensors that are well formed and wrong."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes)
+    names = sorted(GgufFile(path).tensors)
+    name = data.draw(st.sampled_from(names)).encode()
+    at = gguf_bytes.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (rank,) = struct.unpack_from("<I", gguf_bytes, at)
+    changed = bytearray(gguf_bytes)
+    large = st.sampled_from([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]) | st.integers(0, 4096)
+    match data.draw(st.sampled_from(["shape", "kind", "offset"])):
+        case "shape":
+            struct.pack_into("<Q", changed, at + 4 + 8 * data.draw(st.integers(0, rank - 1)), data.draw(large))
+        case "kind":
+            struct.pack_into("<I", changed, at + 4 + 8 * rank, data.draw(st.integers(0, 50)))
+        case _:
+            struct.pack_into("<Q", changed, at + 8 + 8 * rank, data.draw(large))
     path.write_bytes(changed)
     read_or_refuse(path)
 

@@ -4,12 +4,14 @@ import { ChatView } from "./chat/view";
 import { LayoutView } from "./layout/view";
 import { LiveView } from "./live/view";
 import { Login } from "./login";
+import { CompareView } from "./plan/compare";
 import { PlanView } from "./plan/view";
 import { linkTo, usePlace } from "./router";
 import { about, type About } from "./session";
 
 const VIEWS = {
   plan: { title: "Plan", needsEngine: false },
+  compare: { title: "Compare", needsEngine: false },
   live: { title: "Live", needsEngine: true },
   chat: { title: "Chat", needsEngine: true },
   layout: { title: "Layout", needsEngine: false },
@@ -87,6 +89,7 @@ function Cockpit(props: { server: About }) {
       <main ref={main} tabIndex={-1}>
         <h1 class="hidden-label">{VIEWS[view].title}</h1>
         {view === "plan" && <PlanView server={server} query={place.query} />}
+        {view === "compare" && <CompareView query={place.query} />}
         {view === "live" && <LiveView server={server} />}
         {view === "chat" && <ChatView server={server} />}
         {view === "layout" && <LayoutView server={server} query={place.query} />}

@@ -8,12 +8,15 @@ import typer
 
 from phalanx.cli.bench import bench
 from phalanx.cli.cluster import cluster
+from phalanx.cli.compare import compare
+from phalanx.cli.config import config
 from phalanx.cli.doctor import doctor
 from phalanx.cli.generate import generate
 from phalanx.cli.gpus import gpus
 from phalanx.cli.lab import lab
 from phalanx.cli.models import models
 from phalanx.cli.plan import plan
+from phalanx.cli.pull import pull
 from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
@@ -22,7 +25,6 @@ from phalanx.version import __version__
 app = typer.Typer(
     help="Plan, serve and prove tensor-parallel LLM deployments.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -31,11 +33,14 @@ app.command()(models)
 app.command()(gpus)
 app.command()(doctor)
 app.command()(serve)
+app.command()(pull)
 app.command()(studio)
 app.command()(generate)
 app.command()(lab)
 app.command()(quantize)
+app.command()(compare)
 app.add_typer(bench, name="bench")
+app.add_typer(config, name="config")
 app.add_typer(cluster, name="cluster")
 
 

@@ -31,6 +31,12 @@ def doctor(
     url: Annotated[str, typer.Option(help="A server that runs here, to hold against the plan.")] = "",
     api_key_file: Annotated[Path | None, typer.Option(help="A file with that server's key.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Another machine to try large frames to.")] = None,
+    venv: Annotated[Path | None, typer.Option(help="The environment whose engines are meant. Default: this.")] = None,
+    watch: Annotated[float, typer.Option(min=0, help="Seconds to watch the GPUs for, such as 60.")] = 0.0,
+    install: Annotated[
+        bool, typer.Option("--install-plan", help="Print driver, toolkit and environment steps for this system.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="With --install-plan: phalanx, vllm, sglang, trtllm.")] = "phalanx",
     everything: Annotated[bool, typer.Option("--all", help="Show what is fine as well.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -41,14 +47,21 @@ def doctor(
         from phalanx.doctor.checks import judge, judge_together
         from phalanx.doctor.report import TOGETHER, Verdict, about, has_errors, show, to_dict
 
-        if facts and (record or measure or url or peer):
+        if facts and (record or measure or url or peer or watch or venv):
             raise ConfigError(
                 "bad_option", "--facts judges what was recorded; nothing is read from this machine.", "Leave one out."
             )
         if save_calibration and not measure:
             raise ConfigError("bad_option", "--save-calibration needs numbers.", "Add --measure.")
         deployment = _deployment(model, tp, number_format, concurrency, machine)
-        machines = _recorded(facts) if facts else [_this_machine(peer or [], tp, measure, url, api_key_file)]
+        machines = (
+            _recorded(facts) if facts else [_this_machine(peer or [], tp, measure, url, api_key_file, venv, watch)]
+        )
+        if install:
+            from phalanx.doctor.install_plan import install_plan
+
+            print("\n".join(install_plan(each, engine) for each in machines), end="")
+            return
         if record is not None:
             from phalanx.doctor.gather import write_facts
 
@@ -97,12 +110,19 @@ def _recorded(files: list[Path]) -> list[Facts]:
     return [read_facts(file) for file in files]
 
 
-def _this_machine(peers: list[str], tp: int, measured: bool, url: str, api_key_file: Path | None) -> Facts:
+def _this_machine(
+    peers: list[str], tp: int, measured: bool, url: str, api_key_file: Path | None, venv: Path | None, watched: float
+) -> Facts:
     import msgspec
 
     from phalanx.doctor.gather import gather
 
-    facts = gather(peers)
+    facts = gather(peers, venv=venv)
+    if watched:
+        from phalanx.doctor.gather.watch import watch
+
+        print(f"Watching the GPUs for {watched:g} s.", file=sys.stderr)
+        facts = msgspec.structs.replace(facts, watched=watch(watched))
     if url:
         from phalanx.doctor.running import read_server
 

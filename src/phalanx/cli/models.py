@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from phalanx.cli.shared import AsJson
+import typer
+
+from phalanx.cli.shared import AsJson, told_errors
 
 
-def models(as_json: AsJson = False) -> None:
+def models(
+    local: Annotated[bool, typer.Option("--local", help="List the models in the local cache instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """List the families of models: which are served, which are only planned for, and why."""
     from rich.console import Console
     from rich.table import Table
 
+    if local:
+        _tell_local(as_json)
+        return
     rows = _families()
     if as_json:
         print(json.dumps(rows))
@@ -22,6 +30,37 @@ def models(as_json: AsJson = False) -> None:
         served = "yes" if row["served"] else f"no: {row['why_not']}"
         table.add_row(row["model_type"], served, ", ".join(row["models"]))
     Console(highlight=False).print(table)
+
+
+def _tell_local(as_json: bool) -> None:
+    """What has been pulled, and whether it can be served."""
+    from rich.console import Console
+    from rich.table import Table
+
+    with told_errors():
+        from phalanx.models.registry import families
+        from phalanx.weights.hub import local_models
+
+        known = families()
+        found = local_models()
+    rows: list[dict[str, Any]] = [
+        {
+            "id": model.id,
+            "bytes": model.size,
+            "model_type": model.model_type,
+            "served": model.model_type in known and known[model.model_type].planned_only is None,
+            "folder": str(model.folder),
+        }
+        for model in found
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("model", "GB", "model_type", "served", box=None, pad_edge=False)
+    for row in rows:
+        served = "yes" if row["served"] else "no"
+        table.add_row(row["id"], f"{row['bytes'] / 1e9:.2f}", row["model_type"] or "-", served)
+    Console(highlight=False).print(table if rows else "No model has been pulled yet: phalanx pull MODEL")
 
 
 def _families() -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ def plan(
     colocation: Annotated[float, typer.Option(help="USD a month for a kW housed and cooled by others.")] = 150.0,
     staff: Annotated[float, typer.Option(help="USD a month for people, where it is owned.")] = 0.0,
     residency: Annotated[float, typer.Option(help="USD a month for data that must stay in a country.")] = 0.0,
+    system: Annotated[str, typer.Option("--os", help="linux, wsl2, windows or macos.")] = "linux",
     calibration: Annotated[Path | None, typer.Option(help="What phalanx doctor --measure saved of it.")] = None,
     speculate: Annotated[str, typer.Option(help="Tokens guessed ahead: off, mtp or ngram.")] = "off",
     speculate_tokens: Annotated[int, typer.Option(min=1, max=8, help="Most guesses a request and step.")] = 3,
@@ -57,7 +58,7 @@ def plan(
         str | None, typer.Option(help="With --evaluate: a whole publisher, gpu or family at a time.")
     ] = None,
     beside: Annotated[list[Path] | None, typer.Option(help="With --leave-out: further files to fit.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --evaluate: draw predicted against measured (PNG).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of the scaling curve; with --evaluate, of errors.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Memory, intervals, prices, what was left out.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -100,13 +101,14 @@ def plan(
             speculate=speculate,
             speculate_tokens=speculate_tokens,
             acceptance=acceptance,
+            os=system,
         )
         if model is None:
             tell_what_fits(question, as_json)
         elif "," in machine:
             compare(question, as_json)
         else:
-            answer(question, recipe=recipe, folder=output, as_json=as_json, in_full=explain)
+            answer(question, recipe=recipe, folder=output, as_json=as_json, in_full=explain, plot=plot)
 
 
 def _evaluate(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.compare import tell
 from phalanx.cli.shared import AsJson, told_errors
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def quantize(
     number_format: Annotated[
         str, typer.Option("--format", help="fp8-block (128 x 128) or fp8-channel (compressed-tensors).")
     ] = "fp8-block",
+    check: Annotated[
+        Path | None, typer.Option(help="A text to hold the new checkpoint against the old one by.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a model's linear layers in FP8, in a form that vLLM, SGLang and transformers load too."""
@@ -32,17 +36,20 @@ def quantize(
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
+        from phalanx.bench.quality import Asked, compare_checkpoints, read_text
         from phalanx.weights.checkpoint import locate
         from phalanx.weights.quantize import quantize as run
 
+        text = read_text(check) if check is not None else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("")
             report = run(
                 locate(model), output, number_format, lambda done, total: bar.update(task, completed=done, total=total)
             )
+        checked = compare_checkpoints(Asked(model, str(output), answer_tokens=0), [text]) if text is not None else None
         if as_json:
-            print(json.dumps(report.to_dict()))
+            print(json.dumps(report.to_dict() | ({"check": checked.to_dict()} if checked else {})))
             return
         Console(highlight=False).print(_table(report))
         print(f"{report.bytes_before / 1e9:.2f} GB -> {report.bytes_after / 1e9:.2f} GB in {output}")
@@ -52,6 +59,8 @@ def quantize(
                 "Phalanx loads them at any TP; vLLM and transformers may not: for those use --format fp8-channel.",
                 file=sys.stderr,
             )
+        if checked is not None:
+            tell(checked, as_json=False)
 
 
 def _table(report: QuantizedCheckpoint) -> Table:

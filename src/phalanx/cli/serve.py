@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.config import ConfigFile
 from phalanx.cli.process_list import hide_from_process_list
 from phalanx.cli.shared import (
     Dtype,
@@ -22,18 +23,23 @@ from phalanx.cli.shared import (
     told_errors,
 )
 from phalanx.engine import defaults
-from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.server.keys import KeyRing
 
 
 def serve(
     model: Model = None,
+    config_file: ConfigFile = None,
     tp: Tp = 1,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key clients must send; may be repeated. Better: a file.")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with one key a line, its name and limits. SIGHUP reads it anew.")
+    ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name clients ask for; may be repeated. Default: MODEL.")
     ] = None,
@@ -46,6 +52,10 @@ def serve(
         int, typer.Option(min=1, help="Most tokens in a step.")
     ] = defaults.MAX_NUM_BATCHED_TOKENS,
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes a rank for keys and values.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Most of a GPU's memory to take. Default: 0.99; 0.85 where the system shares it."),
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of common prefixes.")] = True,
     warm_up: Annotated[
         str, typer.Option(help="Before ready: full, quick (other CUDA graphs follow when idle) or off.")
@@ -75,6 +85,17 @@ def serve(
     response_store: Annotated[
         Path | None, typer.Option(help="A file for what /v1/responses keeps. Default: memory.")
     ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="A port for probes and metrics alone, without key or TLS.")
+    ] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin port. Default: --host.")] = None,
+    open_probes: Annotated[
+        bool, typer.Option("--open-probes", help="Ask no key for /ready, /health and /metrics.")
+    ] = False,
+    log_format: Annotated[str, typer.Option(help="text, or json: an object a line.")] = "text",
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces.")
+    ] = None,
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
@@ -97,6 +118,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
             warm_up=warm_up,
             speculate=speculate,
@@ -110,7 +132,7 @@ def serve(
         options = ServeOptions(
             host=host,
             port=port,
-            api_keys=_api_keys(api_key or [], api_key_file),
+            keys=_keys(api_key or [], api_key_file),
             served_names=tuple(served_model_name or ()),
             reasoning_parser=reasoning_parser,
             tool_parser=tool_call_parser,
@@ -127,18 +149,17 @@ def serve(
             share_prefixes=share_prefixes,
             vllm_metrics=vllm_metrics,
             response_store=response_store,
+            admin_host=admin_host,
+            admin_port=admin_port,
+            open_probes=open_probes,
+            log_format=log_format,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
         raise typer.Exit(run(config, options))
 
 
-def _api_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """Keys from flags and file. A key that is asked for but empty would open the server: refused."""
-    try:
-        lines = file.read_text().split() if file is not None else []
-    except OSError as error:
-        raise ConfigError("bad_option", f"--api-key-file {file}: {error.strerror}.", "Give a readable file.") from None
+def _keys(given: list[str], file: Path | None) -> KeyRing:
+    from phalanx.server.keys import KeyRing
+
     hide_from_process_list(given)
-    keys = (*given, *lines)
-    if any(not key.strip() for key in given) or (file is not None and not lines):
-        raise ConfigError("bad_option", "An API key is empty.", "Give at least one character, or no key at all.")
-    return keys
+    return KeyRing(given, file)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.errors import PhalanxError
+from phalanx.version import install_command
 
 Model = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, .gguf file or Hugging Face id. Default: SmolLM2-135M-Instruct.")
@@ -39,5 +40,5 @@ def told_errors(extra: str = "serve") -> Iterator[None]:
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         extra = "plot" if error.name in ("matplotlib", "numpy") else extra
-        print(f"error: this command needs {error.name}: pip install 'phalanx[{extra}]'", file=sys.stderr)
+        print(f"error: this command needs {error.name}: {install_command(extra)}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -11,6 +11,7 @@ from phalanx.cluster import commands
 from phalanx.cluster.hosts import Cluster, Node
 from phalanx.cluster.node import Member, Probe, Stopped
 from phalanx.cluster.remote import ClusterError, ask, attempt_all, joined_error, on_all, run
+from phalanx.version import install_command
 
 Say = Callable[[Node, str], None]
 """Told what happened on which node, as it happens; from several threads."""
@@ -125,7 +126,7 @@ def _differing_versions(cluster: Cluster, probes: Sequence[Probe]) -> list[Clust
 def _problems(cluster: Cluster, node: Node, probe: Probe) -> list[ClusterError]:
     problems = []
     if probe.ray is None:
-        fix = f"On {node.host}: {node.python} -m pip install 'phalanx[cluster]'"
+        fix = f"On {node.host}: {node.python} -m {install_command('cluster')}"
         problems.append(ClusterError("not_installed", f"{node.name} has no Ray.", fix))
     if probe.nic is None or not probe.nic.up:
         state = "is down" if probe.nic else "does not exist"

@@ -11,12 +11,14 @@ from phalanx.cluster.hosts import Cluster
 from phalanx.plan.candidates import Plan
 from phalanx.plan.engines import GIB
 from phalanx.plan.recipes import Launch, spark
+from phalanx.version import __version__
 
 
 def readme(plan: Plan, launch: Launch, cluster: Cluster, serve: list[str], warnings: tuple[str, ...]) -> str:
     nodes = len(cluster.nodes)
     text = (files("phalanx.cluster") / "spark.md").read_text(encoding="utf-8")
     return Template(text).substitute(
+        version=__version__,
         model=launch.model,
         nodes=nodes,
         warnings="".join(f"> **Warning.** {warning}\n\n" for warning in warnings),

@@ -86,12 +86,17 @@ def _warnings(machine: Machine) -> list[str]:
 
 
 def default_model(machine: Machine) -> str:
-    """The checkpoint with the most parameters that Phalanx runs and that fits; of its formats, the smallest."""
+    """The checkpoint with the most parameters that Phalanx runs and that fits, in its smallest format. Not in four
+    bits, which change answers more than who named no model may want, nor by ModelOpt: none was tried.
+    """
     engine, found = ENGINES["phalanx"], []
+    formats = [name for name in engine.weight_formats if FORMATS[name].bits >= 8]
     for entry in catalog.entries().values():
-        for number_format in engine.weight_formats:
-            checkpoint = entry.checkpoint(number_format, by_modelopt=False)
-            if checkpoint is None or engine.refusal(entry.spec, number_format, "bf16") is not None:
+        for number_format in formats:
+            checkpoint = entry.checkpoint(number_format)
+            if checkpoint is None or checkpoint.startswith("nvidia/"):
+                continue
+            if engine.refusal(entry.spec, number_format, "bf16") is not None:
                 continue
             context = _INPUT_TOKENS + _OUTPUT_TOKENS
             fitted = fit(entry.spec, machine, len(machine), engine, weight_format=number_format, context=context)
@@ -104,7 +109,7 @@ def _plan(machine: Machine, model: str) -> Plan:
     """In the formats that there are checkpoints in: nothing is converted while loading."""
     own, entry = catalog.model(model).number_format, catalog.find(model)
     formats = ENGINES["phalanx"].weight_formats
-    others = [name for name in formats if entry and entry[0].checkpoint(name, by_modelopt=False)]
+    others = [name for name in formats if entry and entry[0].checkpoint(name)]
     plan = ask(
         PlanQuestion(
             model=model,

@@ -12,6 +12,7 @@ import msgspec
 from phalanx.cluster.commands import Command, argv, shown
 from phalanx.cluster.hosts import Cluster, Node
 from phalanx.errors import PhalanxError
+from phalanx.version import install_command
 
 _TOLD_LINES = 12
 _SSH_FAILED = 255
@@ -95,7 +96,7 @@ def _diagnosis(command: Command, status: int, stderr: str) -> tuple[str, str, st
         return "no_python", f"there is no {node.python}", "Install Phalanx there, or correct python in hosts.toml."
     if "No module named" in stderr:
         missing = stderr.rpartition("No module named")[2].split("\n")[0].strip(" ':")
-        fix = f"On {node.host}: {node.python} -m pip install 'phalanx[cluster]'"
+        fix = f"On {node.host}: {node.python} -m {install_command('cluster')}"
         return "not_installed", f"{node.python} has no module {missing}", fix
     return "command_failed", f"the command ended with status {status}", _advice(node, stderr)
 

@@ -90,6 +90,7 @@ class GpuFacts(Record, frozen=True):
     """Empty: it has no NVLink, or none of its links is active and the driver lists none."""
     fabric: Fabric | None = None
     retired: RetiredPages | None = None
+    vbios: str | None = None
 
 
 class GpuPath(Record, frozen=True):
@@ -109,10 +110,13 @@ class FabricManager(Record, frozen=True):
     version: str | None = None
     switches: int | None = None
     problem: str | None = None
+    switch_firmware: tuple[str, ...] = ()
 
 
 class Software(Record, frozen=True):
-    """Versions. `nccl` is what torch loads, `system_nccl` a library that lies beside it."""
+    """Versions. `nccl` is what torch loads, `system_nccl` a library that lies beside it. `engines` are other engines,
+    and what they run on where another environment was named.
+    """
 
     python: str
     phalanx: str
@@ -125,6 +129,7 @@ class Software(Record, frozen=True):
     system_nccl: str | None = None
     triton: str | None = None
     ray: str | None = None
+    engines: dict[str, str] = {}
 
 
 class Disk(Record, frozen=True):
@@ -177,6 +182,7 @@ class Nic(Record, frozen=True):
     """With prefix length: 192.168.100.1/24."""
     rdma: str | None = None
     rdma_mtu: int | None = None
+    firmware: str | None = None
 
 
 class Network(Record, frozen=True):
@@ -233,6 +239,15 @@ class Measured(Record, frozen=True):
     problem: str | None = None
 
 
+class Watched(Record, frozen=True):
+    """A GPU over some time: percent of it at work, and the share of samples in which each reason held clocks down."""
+
+    gpu: int
+    seconds: float
+    utilisation: float
+    throttle: dict[str, float] = {}
+
+
 class Serving(Record, frozen=True):
     """A server that runs on this machine: what it says of itself."""
 
@@ -263,3 +278,4 @@ class Facts(Record, frozen=True):
     version: int = 1
     lost_gpus: tuple[int, ...] = ()
     """Indices of GPUs that the driver counts but cannot open. They are not in `gpus`."""
+    watched: tuple[Watched, ...] = ()

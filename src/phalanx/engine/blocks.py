@@ -145,3 +145,11 @@ class BlockPool:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
+
+    def forget_idle(self) -> None:
+        """Forget all prefixes that nobody uses now."""
+        while self._idle:
+            block, _ = self._idle.popitem()
+            assert self.cache is not None
+            self.cache.forget(block)
+            self._free.append(block)

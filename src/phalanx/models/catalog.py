@@ -46,9 +46,6 @@ _HEARSAY = {
 }
 """Names that are written about but do not exist, and what differs in the nearest that do (2026-11, from memory)."""
 
-_MODELOPT = "nvidia/"
-"""NVIDIA writes its checkpoints with ModelOpt, whose dialect has one scale for a whole tensor."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -63,10 +60,9 @@ class Entry:
     def spec(self) -> ModelSpec:
         return _described(self.name)
 
-    def checkpoint(self, *number_formats: str, by_modelopt: bool = True) -> str | None:
+    def checkpoint(self, *number_formats: str) -> str | None:
         """The id of a checkpoint in the first of these formats that there is one in."""
         known = [(self.ids[0], self.spec.number_format), *self.variants.items()]
-        known = [(name, found) for name, found in known if by_modelopt or not name.startswith(_MODELOPT)]
         return next((name for wanted in number_formats for name, found in known if found == wanted), None)
 
 

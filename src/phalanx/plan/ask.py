@@ -15,13 +15,15 @@ from phalanx.models import catalog
 from phalanx.plan.candidates import Plan
 from phalanx.plan.choose import choose
 from phalanx.plan.compare import compared, record, show_comparison, show_what_fits, what_fits
-from phalanx.plan.engines import ENGINES, engine
+from phalanx.plan.engines import ENGINES, EngineTraits, engine
 from phalanx.plan.price import Tariff
 from phalanx.plan.recipes import recipe as make_recipe
 from phalanx.plan.recipes import write_files
 from phalanx.plan.record import launch_of, to_dict
 from phalanx.plan.report import show
+from phalanx.plan.scaling import draw_scaling
 from phalanx.plan.slo import Slo
+from phalanx.plan.systems import System, system
 from phalanx.plan.traffic import read_trace
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
@@ -63,12 +65,21 @@ class PlanQuestion:
     speculate: str = "off"
     speculate_tokens: int = 3
     acceptance: float | None = None
+    os: str = "linux"
 
 
 def answer(
-    question: PlanQuestion, recipe: str | None, folder: Path | None, as_json: bool, in_full: bool = False
+    question: PlanQuestion,
+    recipe: str | None,
+    folder: Path | None,
+    as_json: bool,
+    in_full: bool = False,
+    plot: Path | None = None,
 ) -> None:
-    """Plan, then print the plan and write or print its files. Raises when nothing fits, after saying why."""
+    """Plan, then print the plan and write or print its files. Raises when nothing fits, after saying why.
+
+    `plot`: where the scaling curve is drawn.
+    """
     plan = ask(question)
     files = make_recipe(launch_of(plan, plan.best), recipe) if recipe is not None and plan.best else None
     if as_json:
@@ -80,6 +91,8 @@ def answer(
     elif files is not None and not as_json:
         for name, text in files.items():
             print(f"\n# ---- {name}\n{text}", end="")
+    if plot is not None and plan.best is not None:
+        draw_scaling(plan, plot)
     if plan.best is None and not as_json:
         raise ConfigError(
             "does_not_fit", f"{plan.model} does not run on {plan.machine.name}.", "See the reasons above."
@@ -110,7 +123,8 @@ def tell_what_fits(question: PlanQuestion, as_json: bool) -> None:
 def ask(question: PlanQuestion) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
     spec = _with_drafts(catalog.model(question.model), question)
-    machine = _machine(question)
+    there = system(question.os)
+    machine = there.on(_machine(question))
     formats = tuple(catalog.check_format(name) for name in _words(question.formats))
     return choose(
         spec,
@@ -118,7 +132,7 @@ def ask(question: PlanQuestion) -> Plan:
         machine,
         _workload(question),
         slo=Slo.parse(question.slo),
-        engines=[engine(name) for name in _words(question.engines)] or list(ENGINES.values()),
+        engines=_engines(question, there),
         formats=formats,
         kv_format=_kv_format(question.kv_format),
         tps=_degrees(question.tps, len(machine)),
@@ -148,6 +162,16 @@ def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
             "Use --speculate ngram, or a model that has one (num_nextn_predict_layers in its config.json).",
         )
     return spec.with_drafts() if question.speculate == "mtp" else spec
+
+
+def _engines(question: PlanQuestion, there: System) -> list[EngineTraits]:
+    """Those that were asked for and that run on this system."""
+    asked = [engine(name) for name in _words(question.engines)] or list(ENGINES.values())
+    found = [each for each in asked if each.name in there.engines]
+    if not found:
+        names = ", ".join(each.title for each in asked)
+        raise ConfigError("no_engine_there", f"{names} do not run on {there.title}. {there.note}", there.instead)
+    return found
 
 
 def _machine(question: PlanQuestion) -> Machine:

@@ -145,9 +145,6 @@ def what_fits(machine: Machine, context: int, kv_format: str = "bf16") -> list[d
     for told in survey(machine, ENGINES["vllm"], kv_format, context):
         if told["ways"]:
             way = told["ways"][0]
-            spec = catalog.entries()[told["model"]].spec
-            share = spec.active_parameters / spec.parameters
-            read = spec.weight_bytes(way["format"]) * share / way["tp"]
             found.append(
                 {
                     "model": told["model"],
@@ -155,7 +152,7 @@ def what_fits(machine: Machine, context: int, kv_format: str = "bf16") -> list[d
                     "format": way["format"],
                     "tp": way["tp"],
                     "longest_context": way["longest_context"],
-                    "max_tokens_per_s_per_user": machine.smallest.bandwidth / read,
+                    "max_tokens_per_s_per_user": way["max_tokens_per_s_per_user"],
                 }
             )
     return sorted(found, key=lambda each: -each["parameters"])

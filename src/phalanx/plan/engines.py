@@ -19,8 +19,6 @@ GIB = 2**30
 
 DRIVER_SHARE = 0.0043
 """Of the memory the driver reports, what it keeps from programs: 140.40 GiB reported, 139.80 GiB usable on an H200."""
-OS_SHARE = 0.15
-"""Of unified memory, what stays with the operating system and the network buffers."""
 CONTEXT_BYTES = int(0.4 * GIB)
 """CUDA context, libraries and allocator slack of one rank."""
 COLLECTIVE_BYTES = int(0.45 * GIB)
@@ -90,7 +88,7 @@ ENGINES = {
             "",
             "all_but_a_step",
             1.0 - KEPT_FREE,
-            ("bf16", "fp16", "fp32", "fp8", "fp8-channel"),
+            tuple(FORMATS),
             deals_unevenly=True,
             trims_windows=False,
         ),

@@ -13,7 +13,6 @@ from phalanx.plan.engines import (
     DRIVER_SHARE,
     GIB,
     GRAPH_BYTES,
-    OS_SHARE,
     EngineTraits,
     static_reserve,
 )
@@ -22,7 +21,7 @@ from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.step_memory import layer_bytes, score_bytes
+from phalanx.spec.step_memory import SYSTEM_SHARE, layer_bytes, score_bytes
 from phalanx.spec.tensors import Tensor
 
 _EXPERT_COPIES = 3
@@ -78,7 +77,7 @@ class Fit:
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
         if self.engine.trims_windows:
             return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
-        states = sum(self.layout.state_bytes(cache, rank) for cache in self.spec.caches)
+        states = sum(layers * self.layout.state_bytes(cache, rank) for cache, layers in self.spec.cache_kinds)
         return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens + states
 
     @property
@@ -192,9 +191,8 @@ def _rank_fit(
 
 def _kept_line(gpu: Gpu) -> Line:
     if gpu.unified_memory:
-        return Line(
-            "operating system", -int(OS_SHARE * gpu.memory_bytes), f"{OS_SHARE:.0%} of unified memory stays with it"
-        )
+        kept = -int(SYSTEM_SHARE * gpu.memory_bytes)
+        return Line("operating system", kept, f"{SYSTEM_SHARE:.0%} of unified memory stays with it")
     return Line("driver", -int(DRIVER_SHARE * gpu.memory_bytes), f"{DRIVER_SHARE:.2%} of it")
 
 
@@ -209,7 +207,7 @@ def _budget_lines(engine: EngineTraits, gpu: Gpu, usable: int, tp: int, tokens: 
     if engine.budget == "share_of_all" and not gpu.unified_memory:
         left = int((1 - engine.share) * usable)
         return [Line("left alone", -left, f"gpu_memory_utilization {engine.share}; CUDA graphs take about 1 GiB of it")]
-    if engine.budget == "all_but_a_step":
+    if engine.budget == "all_but_a_step" and not gpu.unified_memory:
         return [Line("kept free", -int((1 - engine.share) * gpu.memory_bytes), f"{1 - engine.share:.0%} for fragments")]
     return []
 
@@ -279,7 +277,7 @@ def _notes(spec: ModelSpec, machine: Machine, weight_format: str) -> list[str]:
             f"{unused / GIB:.1f} GiB of the larger cards stay unused."
         )
     if machine.gpus[0].unified_memory:
-        notes.append(f"Unified memory: {OS_SHARE:.0%} stays with the operating system and network buffers.")
+        notes.append(f"Unified memory: {SYSTEM_SHARE:.0%} stays with the operating system and network buffers.")
     if "fp8" in weight_format and "fp8" not in machine.smallest.peaks:
         notes.append(f"{machine.smallest.name} has no FP8 arithmetic: FP8 saves memory there, but multiplies as bf16.")
     if weight_format == "nvfp4" and "fp4" not in machine.smallest.peaks:

@@ -18,7 +18,7 @@ _GLANCE = 2
 """Windows that suffice to rank."""
 _LOOK = 36
 """The most windows of the winner."""
-_ENOUGH = 6
+_ENOUGH = 4
 _MOST_GLANCES = 12
 _MOST_LOOKS = 3
 

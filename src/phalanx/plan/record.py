@@ -15,6 +15,8 @@ from phalanx.plan.fit import Fit
 from phalanx.plan.measured import calibration_dict
 from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
+from phalanx.plan.recipes.spark_flags import spark_flags
+from phalanx.plan.scaling import scaling_curve
 from phalanx.spec.formats import FORMATS, FP8_FORMATS
 from phalanx.spec.model import ModelSpec
 
@@ -29,7 +31,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     wanted, ours = candidate.weight_format, candidate.engine.name == "phalanx"
     known = catalog.find(plan.model)
     either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
-    ready = known[0].checkpoint(*either, by_modelopt=not ours) if known else None
+    ready = known[0].checkpoint(*either) if known else None
     if known and "/" in plan.model and (known[1] or known[0].spec.number_format) in either:
         ready = plan.model
     origin = known[0].ids[0] if known else plan.model
@@ -47,6 +49,8 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
             prepare = ("phalanx", "quantize", origin, "--output", model, "--format", kind)
         else:
             note = f"No checkpoint of {origin} in {wanted} is known here: name yours in place of {model}."
+    on_spark = candidate.engine.name == "vllm" and plan.machine.smallest.unified_memory
+    flags = spark_flags(plan.spec, model) if on_spark else ()
     return Launch(
         model=model,
         engine=candidate.engine,
@@ -63,6 +67,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         drafts=plan.workload.drafts if plan.spec.drafts else 0,
         prepare=prepare,
         note=note,
+        flags=flags,
     )
 
 
@@ -88,14 +93,15 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "meets_slo": bool(plan.feasible),
         "explanation": explain(plan),
         "advice": [*advice(plan), *([] if best else gpus_needed(plan))],
-        "best": _candidate_dict(plan, best) if best else None,
+        "best": candidate_dict(plan, best) if best else None,
         "fit": _fit_dict(best.fit) if best else None,
         "side_by_side": [
-            _candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
+            candidate_dict(plan, each) | {"scaling_efficiency": plan.scaling(each)} for each in plan.side_by_side
         ],
-        "candidates": [_candidate_dict(plan, each) for each in plan.candidates],
+        "candidates": [candidate_dict(plan, each) for each in plan.candidates],
         "excluded": [vars(each) for each in plan.excluded],
         "cost": _cost_dict(best) if best else None,
+        "scaling": [vars(each) for each in scaling_curve(plan)],
         "all_reduces": [vars(each) for each in all_reduces(plan)],
         "power_w": _power_dict(plan),
         "verdict": verdict(plan),
@@ -104,6 +110,7 @@ def to_dict(plan: Plan, files: dict[str, str] | None = None) -> dict[str, Any]:
         "context": served_context(plan, best) if best else None,
         "prepare": list(launch_of(plan, best).prepare) if best else [],
         "command": command(launch_of(plan, best)) if best else None,
+        "note": launch_of(plan, best).note if best else "",
         "recipe": files,
     }
 
@@ -143,7 +150,7 @@ def _interval_dict(interval: Interval, scale: float) -> dict[str, float]:
     return {"mid": interval.mid * scale, "low": interval.low * scale, "high": interval.high * scale}
 
 
-def _candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
+def candidate_dict(plan: Plan, each: Candidate) -> dict[str, Any]:
     tight, prediction = each.fit.tightest, each.prediction
     return {
         "engine": each.engine.name,

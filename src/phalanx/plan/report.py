@@ -16,7 +16,7 @@ from phalanx.plan.engines import GIB, MIB
 from phalanx.plan.explain import advice, day, explain, gpus_needed, nearest, verdict
 from phalanx.plan.measured import calibration_lines
 from phalanx.plan.predict import Interval, percentile
-from phalanx.plan.recipes import command, wrapped
+from phalanx.plan.recipes import WAYS, command, wrapped
 from phalanx.plan.record import SHARES, launch_of
 
 _SHOWN = 8
@@ -64,11 +64,11 @@ def _show_all(plan: Plan, console: Console) -> None:
 def _show_launch(plan: Plan, best: Candidate, console: Console) -> None:
     launch = launch_of(plan, best)
     if launch.spans_machines:
-        ours = launch.engine.name == "phalanx"
-        way = f"phalanx cluster recipe {launch.machine.name}" if ours else "--engine vllm --recipe ray"
-        if not launch.one_gpu_machines:
-            way = "phalanx serve --executor ray on a Ray cluster of them; no recipe" if ours else f"{way} or k8s"
+        own = launch.engine.name == "phalanx" and launch.one_gpu_machines
+        way = f"phalanx cluster recipe {launch.machine.name}" if own else f"--recipe {WAYS[launch.engine.name][0]}"
         console.print(f"The ranks are on several machines: {way} has the files.")
+        if launch.note:
+            console.print(launch.note)
         return
     print()
     if launch.prepare:

@@ -44,7 +44,8 @@ class Passage:
 @dataclass
 class Trace:
     """Every step of a run in order, and the passage of every request. Steps alike stand once, with their number. Of
-    arrivals without end, the passages from when the run was steady on; none where it never was.
+    arrivals without end, the passages from when the run was steady on; none where it never was. `seconds` are those of
+    the steps as `price` had them, where the run went by the clock.
     """
 
     steps: list[StepSums] = field(default_factory=list)
@@ -55,6 +56,8 @@ class Trace:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_steady: bool = True
+    seconds: list[float] = field(default_factory=list)
+    price: StepPrice | None = None
 
     def step_weights(self) -> tuple[list[float], list[float]]:
         """How much every step counts in the mean TTFT and in the mean TPOT of all requests."""
@@ -75,7 +78,8 @@ class Trace:
 
     def times(self, price: StepPrice) -> Times:
         """What requests see when steps cost this much."""
-        clock = list(accumulate(map(operator.mul, map(price, self.steps), self.repeats), initial=0.0))
+        seconds = self.seconds if price is self.price else map(price, self.steps)
+        clock = list(accumulate(map(operator.mul, seconds, self.repeats), initial=0.0))
         longer = [passage for passage in self.passages if passage.output_tokens > 1]
         ttft = [clock[passage.first] - clock[passage.sent] + passage.early for passage in self.passages]
         tpot = [(clock[passage.last] - clock[passage.first]) / (passage.output_tokens - 1) for passage in longer]
@@ -131,7 +135,7 @@ class _Simulation:
         assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
         self._watch = watch or Watch() if workload.is_endless else None
         self.workload = workload
-        self.trace = Trace()
+        self.trace = Trace(price=price)
         counted = CountedBatch.covers(workload, rules, kv_tokens)
         self.batch = (CountedBatch if counted else ScheduledBatch)(workload, rules, kv_tokens)
         self.clock = 0.0
@@ -223,7 +227,9 @@ class _Simulation:
     def _take(self, step: StepSums, repeats: int = 1) -> None:
         self.trace.steps.append(step)
         self.trace.repeats.append(repeats)
-        self.clock += repeats * self._price(step)
+        seconds = self._price(step)
+        self.trace.seconds.append(seconds)
+        self.clock += repeats * seconds
 
     def _leap(self) -> None:
         leap = self.batch.leap(self._steps_before_next)

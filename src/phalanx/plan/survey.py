@@ -134,7 +134,13 @@ def _way(
         "kv_tokens": widest.kv_tokens,
         "longest_context": widest.longest_context,
         "max_sequences": widest.max_sequences,
+        "max_tokens_per_s_per_user": machine.smallest.bandwidth / _read_for_a_token(spec, weight_format, fewest),
     }
+
+
+def _read_for_a_token(spec: ModelSpec, weight_format: str, tp: int) -> float:
+    """Bytes of weights that a rank reads: over the bandwidth, the data sheet's limit of a user's speed."""
+    return spec.weight_bytes(weight_format) * spec.active_parameters / spec.parameters / tp
 
 
 def _shortage(widest: Fit, context: int) -> str:

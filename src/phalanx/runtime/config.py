@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an engine. None means: chosen from the model and the machine.
 
     `model` is a folder, a GGUF file or a Hugging Face id; None is the default model. `kv_cache_memory` is bytes a rank.
+    `gpu_memory_utilization` is the most of a GPU's memory that the engine takes (on CPUs: of the machine's); None is
+    what is safe: all but a hundredth of a card, all but 15 % of memory that a GPU shares with its system.
     `dtype` may go by torch's and vLLM's names too, or be a torch dtype: it is kept as "fp32", "bf16", "fp16" or "auto".
     `kv_cache_dtype` is "fp8" for keys and values in e4m3, or "auto" for the dtype that the model is computed in.
 
@@ -50,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = defaults.MAX_NUM_BATCHED_TOKENS
     block_size: int = defaults.BLOCK_SIZE
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
@@ -69,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node", "speculate_tokens"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError("bad_option", f"gpu_memory_utilization is {share!r}.", "Use a share above 0, 1 at most.")
         msgspec.structs.force_setattr(self, "dtype", _dtype(self.dtype))
         self._one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,14 +16,19 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
 from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
-from phalanx.spec.step_memory import KEPT_FREE, layer_bytes, score_bytes
+from phalanx.spec.step_memory import KEPT_FREE, SYSTEM_SHARE, layer_bytes, score_bytes
 
 MIB = 2**20
+GIB = 2**30
+
+log = logging.getLogger("phalanx.memory")
 
 CPU_KV_SHARE = 0.25
 """Of a CPU's free memory, which other programs use too."""
 
 LEAST_GRAPH_BYTES = MIB
+OWN_CONTEXT = GIB
+"""At most, what CUDA itself takes for a process, which looks like another program's memory."""
 
 
 def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_on_gpu: int) -> int:
@@ -38,13 +44,24 @@ def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_
 def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
     """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only."""
     free = psutil.virtual_memory().available // ranks_here
-    share = free if config.kv_cache_memory or config.num_blocks else int(free * CPU_KV_SHARE)
+    if config.gpu_memory_utilization is not None:
+        share = _of_all(config.gpu_memory_utilization, ranks_here)
+    elif config.kv_cache_memory or config.num_blocks:
+        share = free
+    else:
+        share = int(free * CPU_KV_SHARE)
     return min(share, free - needed_bytes(config, model, config.max_num_batched_tokens, config.max_num_seqs))
+
+
+def _of_all(share: float, ranks_here: int) -> int:
+    """What this process may still take of its part of the machine's memory."""
+    return int(share * psutil.virtual_memory().total) // ranks_here - psutil.Process().memory_info().rss
 
 
 def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int:
     device = model.place.device
     free, total = torch.cuda.mem_get_info(device)
+    kept = _kept_free(config, device, total, used_elsewhere(device, free, total, ranks_on_gpu))
     try:
         left, further_graphs = _beside_the_most(config, model)
     except RuntimeError as error:
@@ -55,7 +72,33 @@ def _room_on_gpu(config: EngineConfig, model: Decoder, ranks_on_gpu: int) -> int
         raise too_little(config, model, free // ranks_on_gpu, missing) from error
     gc.collect()
     torch.cuda.empty_cache()
-    return int(left - KEPT_FREE * total) // ranks_on_gpu - further_graphs
+    return int(left - kept) // ranks_on_gpu - further_graphs
+
+
+def used_elsewhere(device: torch.device, free: int, total: int, ranks: int) -> int:
+    """What is taken of a GPU's memory, but not by the weights of the ranks on it."""
+    return max(0, total - free - ranks * torch.cuda.memory_reserved(device))
+
+
+def _kept_free(config: EngineConfig, device: torch.device, total: int, elsewhere: int) -> float:
+    """Bytes that stay free: the share that is not the engine's, less what others have of it already."""
+    safe, asked = safe_share(device), config.gpu_memory_utilization
+    if asked is not None and elsewhere > (1 - asked) * total + OWN_CONTEXT:
+        raise ConfigError(
+            "memory_in_use",
+            f"gpu_memory_utilization is {asked:g}, but {elsewhere / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are in "
+            "use by other programs.",
+            f"End them, or use at most {int(100 * (1 - elsewhere / total)) / 100:.2f}.",
+        )
+    if asked is not None and asked > safe:
+        log.warning("gpu_memory_utilization %g is more than is safe on this machine: %.2f.", asked, safe)
+    return max(KEPT_FREE * total, (1 - (asked or safe)) * total - elsewhere)
+
+
+def safe_share(device: torch.device) -> float:
+    """Of a GPU's memory, what an engine may take: of memory that is the system's too, not what that needs."""
+    integrated = torch.cuda.get_device_properties(device).is_integrated
+    return 1 - (SYSTEM_SHARE if integrated else KEPT_FREE)
 
 
 def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.runtime.placement import RayNode, Wanted, bundle_of_each_rank, bundles, check_room, too_small
+from phalanx.version import install_command
 
 _LOOK_EVERY_S = 0.5
 _CLOSE_WAIT_S = 2.0
@@ -102,7 +103,7 @@ class RayCluster:
                 raise ConfigError(
                     "node_unfit",
                     f"{node.name} cannot run a rank: {reason}",
-                    "Install the same Phalanx on every node (pip install 'phalanx[cluster]').",
+                    f"Install the same Phalanx on every node: {install_command('cluster')}.",
                 ) from None
         return answers
 
@@ -129,7 +130,7 @@ def _import_ray() -> Any:
         import ray
     except ModuleNotFoundError:
         raise ConfigError(
-            "no_ray", "The executor is ray, but Ray is not installed.", "Run: pip install 'phalanx[cluster]'"
+            "no_ray", "The executor is ray, but Ray is not installed.", f"Run: {install_command('cluster')}"
         ) from None
     return ray
 

@@ -23,6 +23,7 @@ from phalanx.runtime import child
 from phalanx.runtime.channel import Context
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.links import Links
+from phalanx.runtime.memory_limit import fix_of
 from phalanx.runtime.messages import Failure, Meeting, RankAssignment, RankReport
 from phalanx.runtime.rank import Spot, local_spots
 
@@ -156,7 +157,7 @@ class LocalWorkers:
                 if failure is not None and not failure.echo:
                     return Cause(rank, failure, "")
                 if failure is None and status is not None:
-                    return Cause(rank, None, seen_of(status))
+                    return Cause(rank, None, seen_of(status), fix=fix_of(status))
             if time.monotonic() > deadline:
                 return next((Cause(rank, failure, "") for rank, failure in failures.items() if failure), None)
             time.sleep(0.02)

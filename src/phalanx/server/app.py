@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import Response
 from pydantic.json_schema import models_json_schema
 
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.fields import Body
-from phalanx.server.incoming import client_of, json_body, request_id, while_connected
+from phalanx.server.incoming import client_of, id_header, json_body, while_connected
+from phalanx.server.operator_routes import operator_routes, probes
 from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.reference import add_reference
 from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
-from phalanx.server.supervisor import condition
 from phalanx.version import __version__
 
 _BODIES: tuple[type[Body], ...] = (
@@ -45,10 +45,12 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_agent_routes(app, service)
-    _add_operator_routes(app, service)
+    app.include_router(probes(service))
+    app.include_router(operator_routes(service))
     if cockpit is not None:
         cockpit.mount(app)
     app.openapi_schema = _with_own_errors(app.openapi())
+    add_reference(app, app.openapi_schema)
     return app
 
 
@@ -72,12 +74,12 @@ def _with_own_errors(schema: dict[str, Any]) -> dict[str, Any]:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        asked = service.chat(await json_body(request), client_of(request), request_id(request))
+        asked = service.chat(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        asked = service.complete(await json_body(request), client_of(request), request_id(request))
+        asked = service.complete(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     created = int(time.time())
@@ -123,7 +125,7 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", openapi_extra=_takes(MessagesRequest))
     async def messages(request: Request) -> Response:
-        asked = service.message(await json_body(request), client_of(request), request_id(request))
+        asked = service.message(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=_takes(CountRequest))
@@ -133,7 +135,7 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        asked = service.respond(await json_body(request), client_of(request), request_id(request))
+        asked = service.respond(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
     @app.get("/v1/responses/{id}")
@@ -155,49 +157,3 @@ def _takes(body: type[Body]) -> dict[str, Any]:
 
 def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-def _add_operator_routes(app: FastAPI, service: Service) -> None:
-    supervisor = service.supervisor
-
-    @app.get("/live")
-    async def live() -> dict[str, str]:
-        return {"status": "live"}
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        ranks = supervisor.client.ranks()
-        state: dict[str, Any] = {"status": condition(supervisor.state, ranks)}
-        if any(rank.silent for rank in ranks) and supervisor.state == "ready":
-            state["status"] = "stuck"
-        loading = supervisor.client.loading
-        if supervisor.state == "starting" and loading is not None:
-            state["loaded"] = round(loading.done / max(loading.total, 1), 3)
-        return JSONResponse(state, 200 if state["status"] == "ready" else 503)
-
-    @app.get("/health")
-    async def health() -> Response:
-        client = supervisor.client
-        ranks = client.ranks()
-        status = condition(supervisor.state, ranks)
-        body: dict[str, Any] = {
-            "status": status,
-            "requests": client.live,
-            "ranks": [vars(rank) for rank in ranks],
-        }
-        if client.hang is not None:
-            body["hang"] = msgspec.to_builtins(client.hang) | {"fix": client.hang.fix}
-        if supervisor.last_death is not None:
-            body["last_death"] = supervisor.last_death.to_dict()
-        if client.started is not None:
-            free = client.books.free_blocks if client.books else client.started.num_blocks
-            body["kv_blocks"] = {"total": client.started.num_blocks, "free": free}
-        return JSONResponse(body, 200 if status in ("ready", "draining") else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}

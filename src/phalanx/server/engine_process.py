@@ -12,8 +12,10 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -28,7 +30,7 @@ from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.rank import device_name
 from phalanx.runtime.stacks import tell_stacks
 from phalanx.runtime.start import start_engine
-from phalanx.server.grammar.engine_thread import GrammarThread
+from phalanx.server.grammar.engine_thread import GrammarThread, read_tokenizer
 from phalanx.server.messages import (
     Books,
     Death,
@@ -38,6 +40,7 @@ from phalanx.server.messages import (
     Order,
     Pulses,
     Refused,
+    ResetPrefixes,
     Started,
     Startup,
     Stepped,
@@ -50,6 +53,9 @@ from phalanx.server.messages import (
 )
 from phalanx.weights.checkpoint import locate
 from phalanx.weights.load import Progress
+
+if TYPE_CHECKING:
+    from phalanx.text.tokenizer import Tokenizer
 
 StartEngine = Callable[[EngineConfig, Path, Progress], Engine]
 
@@ -77,10 +83,13 @@ def main(start: StartEngine = start_engine) -> None:
     reports = Sender(context, reports_address(folder), startup.token)
     try:
         path = locate(startup.config.model)
+        tokenizer = None
+        if startup.config.warm_up != "off":
+            tokenizer = ThreadPoolExecutor(1, thread_name_prefix="tokenizer").submit(read_tokenizer, path)
         engine = start(startup.config, path, _telling(reports))
         pulses = Sender(context, reports_address(folder), startup.token)
         die = partial(_die, folder)
-        EngineLoop(engine, path, device_name(startup.config), orders, reports, pulses, die).run()
+        EngineLoop(engine, path, device_name(startup.config), orders, reports, pulses, die, tokenizer).run()
     except BaseException as error:
         _die(folder, error)
 
@@ -150,10 +159,11 @@ class EngineLoop:
         reports: Sender,
         pulses: Sender,
         die: Callable[[BaseException], None],
+        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
         self.engine = engine
         self._die = die
-        self._grammars = GrammarThread(path, engine)
+        self._grammars = GrammarThread(path, engine, tokenizer)
         self._orders = orders
         self._reports = reports
         self._pulses = pulses
@@ -164,6 +174,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """For ever. What has been made so far will live as long: the garbage collector need not look at it again."""
+        self._grammars.warm_up()
         gc.collect()
         gc.freeze()
         self._tell(self._started())
@@ -208,6 +219,9 @@ class EngineLoop:
                 self._grammars.compile(order)
             else:
                 self._add(order, None)
+        elif isinstance(order, ResetPrefixes):
+            self.engine.scheduler.pool.forget_idle()
+            self._tell(Stepped([], self._books()))
         elif order.id in self._requests:
             request = self._forget(order.id)
             self.engine.cancel(request.id)

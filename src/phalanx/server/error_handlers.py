@@ -8,8 +8,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from phalanx.errors import PhalanxError
+from phalanx.server.access_log import note
 from phalanx.server.errors import ApiError, bad_request, body_for
-from phalanx.server.incoming import request_id
+from phalanx.server.incoming import id_header
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -38,7 +39,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _told(request: Request, error: ApiError) -> Response:
-    headers = request_id(request) | dict(error.headers or {})
+    note(reason=error.body["error"]["code"])
+    headers = id_header(request) | dict(error.headers or {})
     return JSONResponse(body_for(request.url.path, error), error.status_code, headers=headers)
 
 

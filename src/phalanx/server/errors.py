@@ -51,8 +51,8 @@ def client_gone() -> ApiError:
     return ApiError(499, "The client has gone.", "client_gone")
 
 
-def queue_full(why: str) -> ApiError:
-    return ApiError(429, why, "queue_full", headers={"retry-after": "1"})
+def queue_full(why: str, retry_after_s: int) -> ApiError:
+    return ApiError(429, why, "queue_full", headers={"retry-after": str(retry_after_s)})
 
 
 def model_not_found(asked: str, served: str) -> ApiError:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from hmac import compare_digest
+from collections.abc import Collection, Mapping
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from phalanx.server.access_log import note
 from phalanx.server.errors import ApiError, body_for
 from phalanx.server.fairness import Shares
-from phalanx.server.incoming import BODY_DONE, CLIENT
+from phalanx.server.incoming import BODY_DONE, CLIENT, OPERATOR
+from phalanx.server.keys import Key, KeyRing
 
+PROBE_PATHS = ("/ready", "/health", "/metrics")
 PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css")
 """The cockpit's files hold no secret: the page asks for the key."""
-OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
+OPEN_PATHS = frozenset({"/live", "/docs", *PAGE_PATHS})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 BODY_TIMEOUT_S = 30.0
 MAX_COCKPIT_BODY = 16 * 1024
@@ -24,17 +25,27 @@ _BODIES_AT_ONCE = 16
 
 
 class Guard:
-    """Wraps the application. Denies by default: where keys are set, all but /live and the cockpit's files need one.
+    """Wraps the application. Where keys are set, all but /live, /docs and the cockpit's files need one.
 
     Without keys, requests must be meant for this server: a web page that has its own name point here is not heard.
+    `open_paths` need no key either, and may be asked by any name.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, hosts: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        max_body: int,
+        hosts: Collection[str] = (),
+        open_paths: Collection[str] = (),
+    ) -> None:
         self._app = app
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._keys = keys
+        self._open = OPEN_PATHS.union(open_paths)
+        self._any_host = {"/live", *open_paths}
         self._hosts = LOOPBACK_NAMES | {host.lower() for host in hosts}
         self._max_body = max_body
-        self._bodies = Shares(_BODIES_AT_ONCE * max_body, shared=len(keys) > 1)
+        self._bodies = Shares(_BODIES_AT_ONCE * max_body, shared=keys.several)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,7 +53,11 @@ class Guard:
             return
         try:
             headers = dict(scope["headers"])
-            scope[CLIENT] = self._client(scope, headers)
+            key = self._key(scope, headers)
+            scope[CLIENT] = key.client if key is not None else ""
+            scope[OPERATOR] = not self._keys or (key is not None and self._keys.is_operator(key))
+            if key is not None:
+                note(key=key.name)
             most = min(self._max_body, MAX_COCKPIT_BODY) if scope["path"].startswith("/cockpit/") else self._max_body
             _check_length(headers.get(b"content-length"), most)
         except ApiError as error:
@@ -55,21 +70,20 @@ class Guard:
         finally:
             body.done()
 
-    def _client(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+    def _key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Key | None:
         """Who asks, as far as keys tell. Anthropic's clients have a header of their own for them."""
         if not self._keys:
             self._check_host(scope)
-            return ""
+            return None
         authorization = headers.get(b"authorization", b"")
         if not authorization and b"x-api-key" in headers:
             authorization = b"Bearer " + headers[b"x-api-key"]
-        scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        matches = [compare_digest(given, known) for known in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
-            return given.hex()[:32]
-        if scope["path"] in OPEN_PATHS:
-            return ""
+        scheme, _, secret = authorization.partition(b" ")
+        key = self._keys.find(secret.strip())
+        if scheme.lower() == b"bearer" and key is not None:
+            return key
+        if scope["path"] in self._open:
+            return None
         what = "No API key was given." if not authorization else "The API key is wrong."
         raise ApiError(
             401,
@@ -81,7 +95,7 @@ class Guard:
     def _check_host(self, scope: Scope) -> None:
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         here = (scope.get("server") or ("",))[0]
-        if scope["path"] == "/live" or (len(given) == 1 and _name(given[0]) in self._hosts | {here}):
+        if scope["path"] in self._any_host or (len(given) == 1 and _name(given[0]) in self._hosts | {here}):
             return
         raise ApiError(
             421,
@@ -145,12 +159,8 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"The body is larger than {most} bytes.", "body_too_large")
 
 
-def _digest(key: bytes) -> bytes:
-    """Keys are compared by digest, so that not even their lengths show in the time it takes."""
-    return hashlib.sha256(key).digest()
-
-
 async def refuse(error: ApiError, path: str, send: Send) -> None:
+    note(reason=error.body["error"]["code"])
     body = msgspec.json.encode(body_for(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))} | dict(error.headers or {})
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]

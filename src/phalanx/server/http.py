@@ -264,7 +264,6 @@ def _head_too_large() -> ApiError:
     return ApiError(431, f"The head has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes.", "head_too_large")
 
 
-def protocol(most_connections: int) -> dict[str, Any]:
+def protocol(door: Door) -> dict[str, Any]:
     """For `uvicorn.Config`."""
-    http = partial(BoundedHttp, door=Door(most_connections))
-    return {"http": http, "ws": "none", "lifespan": "off"}
+    return {"http": partial(BoundedHttp, door=door), "ws": "none", "lifespan": "off"}

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from phalanx.server.errors import bad_request, client_gone
-
-log = logging.getLogger("phalanx.request")
+from phalanx.server.access_log import REQUEST_ID, request_id
+from phalanx.server.errors import ApiError, bad_request, client_gone
 
 CLIENT = "phalanx.client"
 """In a request's scope: who sent it, as far as keys tell. Empty where there are none."""
 
 BODY_DONE = "phalanx.body_done"
 """In a request's scope: to be called when its body is held no longer."""
+
+OPERATOR = "phalanx.operator"
+"""In a request's scope: whether its client may do what concerns all others too."""
 
 T = TypeVar("T")
 
@@ -28,10 +27,18 @@ def client_of(request: Request) -> str:
     return str(request.scope.get(CLIENT, ""))
 
 
-def request_id(request: Request) -> dict[str, str]:
-    """The header of the answer: the client's own id of its request, or a new one."""
-    given = request.headers.get("x-request-id", "")
-    return {"x-request-id": given if re.fullmatch(r"[\w.\-]{1,128}", given, re.ASCII) else f"req-{uuid.uuid4().hex}"}
+def check_operator(request: Request) -> None:
+    if not request.scope.get(OPERATOR, True):
+        raise ApiError(
+            403,
+            "This concerns the clients of all keys: the key must be marked 'admin' in the file of --api-key-file.",
+            "not_an_operator",
+        )
+
+
+def id_header(request: Request) -> dict[str, str]:
+    """The request's id, as the answer's header."""
+    return {"x-request-id": request.scope.get(REQUEST_ID) or request_id(request.headers.get("x-request-id", ""))}
 
 
 async def json_body(request: Request) -> bytes:
@@ -53,7 +60,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        log.info("a request whose client left while it was read: reason=client_gone")
         raise client_gone()
     finally:
         gone.cancel()

@@ -33,7 +33,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Order = Submit | Cancel
+class ResetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget all prefixes that no request uses now."""
+
+
+Order = Submit | Cancel | ResetPrefixes
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

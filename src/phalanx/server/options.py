@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from phalanx.server.keys import KeyRing
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
@@ -14,7 +16,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    keys: KeyRing = field(default_factory=KeyRing)
     served_names: tuple[str, ...] = ()
     reasoning_parser: str | None = None
     tool_parser: str | None = None
@@ -31,6 +33,11 @@ class ServeOptions:
     share_prefixes: bool = False
     vllm_metrics: bool = False
     response_store: Path | None = None
+    admin_host: str | None = None
+    admin_port: int | None = None
+    open_probes: bool = False
+    log_format: str = "text"
+    otlp_traces_endpoint: str | None = None
 
 
 def default_name(model: str | None) -> str:

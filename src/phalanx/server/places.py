@@ -36,7 +36,8 @@ class Places:
         self._queue.total = self._supervisor.room
         self._check_size(choices)
         if not self._queue.take(key, choices):
-            raise queue_full(f"This key has {self._queue.held(key)} requests here, and leaves the rest to others.")
+            why = f"This key has {self._queue.held(key)} requests here, and leaves the rest to others."
+            raise queue_full(why, place.engine.pace.seconds_until(choices))
         return place
 
     def leave(self, place: RequestPlace) -> None:

@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -20,29 +21,36 @@ from starlette.types import ASGIApp
 
 if TYPE_CHECKING:
     from phalanx.server.app import Cockpit
+    from phalanx.server.grammar.compiler import GrammarCompiler
     from phalanx.server.service import Service
 
 from phalanx.doctor.preflight import preflight
 from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
-from phalanx.server.door import room_for_connections
+from phalanx.server.access_log import AccessLog
+from phalanx.server.announce import announcement, url_of
+from phalanx.server.door import Door, room_for_connections
 from phalanx.server.engine_client import ENGINE_MODULE, EngineLaunch
 from phalanx.server.errors import ApiError
-from phalanx.server.guard import Guard
+from phalanx.server.guard import MAX_COCKPIT_BODY, PROBE_PATHS, Guard
 from phalanx.server.http import protocol
+from phalanx.server.keys import KeyRing
 from phalanx.server.listen import listen
+from phalanx.server.logs import set_up_logs
 from phalanx.server.messages import Started
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions, default_name
 from phalanx.server.preparer import Preparer
+from phalanx.server.reload import reload
 from phalanx.server.supervisor import Supervisor
-from phalanx.version import __version__
+from phalanx.server.tls import HttpServer, tls_context
 
 log = logging.getLogger("phalanx.server")
 
 _SHUTDOWN_MARGIN_S = 5
 _LATEST_END_S = 15
 _LOADING_TOLD_EVERY_S = 3.0
+_ADMIN_CONNECTIONS = 64
 
 
 def serve(
@@ -52,30 +60,15 @@ def serve(
     cockpit: Callable[[Service], Cockpit] | None = None,
 ) -> int:
     """Serve until told to stop. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 when the engine has died."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    _check_tls(options)
-    with listen(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ApiServer(config, options, engine_module, cockpit).run(listener))
-
-
-def _check_tls(options: ServeOptions) -> None:
-    """What is wrong with certificate or key is said before the model loads."""
-    certificate, key = options.tls_cert, options.tls_key
-    if certificate is None and key is None:
-        return
-    if certificate is None or key is None:
-        raise ConfigError("bad_option", "Of --tls-cert and --tls-key, one is missing.", "Give both, or none.")
-    for flag, path in (("--tls-cert", certificate), ("--tls-key", key)):
-        if not os.access(path, os.R_OK):
-            raise ConfigError("bad_option", f"{flag} {path} cannot be read.", "Give a readable PEM file.")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except OSError as error:
-        raise ConfigError(
-            "bad_option",
-            f"{certificate} and {key} are no certificate and its key: {error.strerror or error}.",
-            "Give PEM files that belong together, the key without a passphrase.",
-        ) from None
+    set_up_logs(options.log_format)
+    tls = tls_context(options)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        admin = None
+        if options.admin_port is not None:
+            admin = stack.enter_context(listen(options.admin_host or options.host, options.admin_port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(ApiServer(config, options, engine_module, cockpit, tls).run(listener, admin))
 
 
 class ApiServer:
@@ -87,7 +80,10 @@ class ApiServer:
         options: ServeOptions,
         engine_module: str,
         make_cockpit: Callable[[Service], Cockpit] | None,
+        tls: ssl.SSLContext | None,
     ) -> None:
+        self._tls = tls
+        self._door = Door(room_for_connections())
         self._config = config
         self._options = options
         self._name = options.served_names[0] if options.served_names else default_name(config.model)
@@ -98,16 +94,19 @@ class ApiServer:
         self._make_cockpit = make_cockpit
         self._service: Service | None = None
         self._cockpit: Cockpit | None = None
-        self._http: _HttpServer | None = None
+        self._http: HttpServer | None = None
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listener: socket.socket, admin: socket.socket | None = None) -> int:
         """The engine process starts first: while it loads, this one looks at the machine and gets ready."""
         self._address = listener.getsockname()[:2]
+        self._admin_address = admin.getsockname()[:2] if admin is not None else None
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         self._preparer.spawn()
-        supervising = asyncio.create_task(self._supervisor.run(self._engine_started))
+        warmed: asyncio.Future[None] = loop.create_future()
+        supervising = asyncio.create_task(self._supervisor.run(self._engine_started, warmed))
         beside = [asyncio.create_task(self._tell_loading())]
         try:
             _, config = await asyncio.gather(
@@ -116,7 +115,12 @@ class ApiServer:
             )
             assert self._service is not None
             await self._preparer.start(self._service.assignment)
-            self._http = _HttpServer(config)
+            beside.append(asyncio.create_task(self._warm_grammars(self._service.grammars, warmed)))
+            self._http = HttpServer(config, self._door, self._tls)
+            if admin is not None:
+                door = Door(_ADMIN_CONNECTIONS)
+                probing = HttpServer(self._admin_config(self._service, door), door)
+                beside.append(asyncio.create_task(probing.serve(sockets=[admin])))
             if self._cockpit is not None:
                 beside.append(asyncio.create_task(self._cockpit.run()))
             return await self._serve(listener, supervising)
@@ -128,7 +132,19 @@ class ApiServer:
                 await supervising
             if self._service is not None:
                 await self._service.grammars.close()
+                if self._service.traces is not None:
+                    await asyncio.to_thread(self._service.traces.close)
             await self._preparer.close()
+
+    async def _warm_grammars(self, grammars: GrammarCompiler, warmed: asyncio.Future[None]) -> None:
+        """So that the first answer of a given form is as quick as the second."""
+        try:
+            if self._config.warm_up != "off":
+                await grammars.start()
+        except ConfigError as error:
+            log.warning("answers of a given form cannot be had: %s", error)
+        finally:
+            warmed.set_result(None)
 
     async def _serve(self, listener: socket.socket, supervising: asyncio.Task[EngineDeadError]) -> int:
         assert self._http is not None
@@ -157,22 +173,40 @@ class ApiServer:
         if self._make_cockpit is not None:
             self._cockpit = self._make_cockpit(self._service)
         hosts = {options.host, *options.allowed_hosts}
-        app: ASGIApp = Guard(create_app(self._service, self._cockpit), options.api_keys, options.max_body_bytes, hosts)
+        open_paths = PROBE_PATHS if options.open_probes else ()
+        routes = create_app(self._service, self._cockpit)
+        app: ASGIApp = AccessLog(Guard(routes, options.keys, options.max_body_bytes, hosts, open_paths))
         if options.cors_origins:
             app = CORSMiddleware(app, list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-        config = uvicorn.Config(
+        config = self._uvicorn(app, self._door)
+        config.load()
+        return config
+
+    def _admin_config(self, service: Service, door: Door) -> uvicorn.Config:
+        """Nobody who asks needs a key, or a certificate; there is nothing to read but probes and metrics."""
+        from phalanx.server.operator_routes import create_admin_app
+
+        open_paths = (*PROBE_PATHS, "/version")
+        app = Guard(create_admin_app(service), KeyRing(), MAX_COCKPIT_BODY, open_paths=open_paths)
+        return self._uvicorn(app, door)
+
+    def _uvicorn(self, app: ASGIApp, door: Door) -> uvicorn.Config:
+        return uvicorn.Config(
             app,
-            **protocol(room_for_connections()),
+            **protocol(door),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
-            ssl_certfile=options.tls_cert,
-            ssl_keyfile=options.tls_key,
+            timeout_graceful_shutdown=int(self._options.drain_timeout_s) + _SHUTDOWN_MARGIN_S,
         )
-        config.load()
-        return config
+
+    def _hang_up(self) -> None:
+        """Of a closed terminal it means the end; a service has none, and is told to read its files anew."""
+        if sys.stdout.isatty() or sys.stderr.isatty():
+            self._stop()
+        else:
+            reload(self._options, self._tls)
 
     def _stop(self) -> None:
         """The first signal lets running requests finish in time; the second does not."""
@@ -205,30 +239,18 @@ class ApiServer:
         self._metrics.engine_started(started.num_blocks)
         self._announce()
 
-    def _who_shares(self) -> str:
-        if not self._options.api_keys:
-            return "No key is set: all who reach it share its cache of prefixes, and can tell what others have asked.\n"
-        return "All keys share the cache of prefixes.\n" if self._options.share_prefixes else ""
-
     def _announce(self) -> None:
         """Once both the engine and the HTTP server are there."""
         started = self._supervisor.client.started
         if started is None or self._http is None:
             return
-        scheme = "https" if self._options.tls_cert else "http"
-        host, port = self._address
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        key = " -H 'authorization: Bearer KEY'" if self._options.api_keys else ""
-        cache = "FP8 KV cache" if self._config.kv_cache_dtype == "fp8" else "KV cache"
-        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-        print(
-            f"Phalanx {__version__} serves {self._name} at {url}/v1 (TP={self._config.tp}, "
-            f"context {started.max_model_len}, {started.num_blocks * started.block_size} tokens of {cache})\n"
-            f"Plan, watch and chat in the browser: {url}/\n"
-            f"{self._who_shares()}\n"
-            f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n",
-            flush=True,
-        )
+        told = announcement(self._name, self._config, self._options, started, self._address)
+        if self._options.log_format == "json":
+            log.info("%s", told.partition("\n")[0])
+        else:
+            print(told, flush=True)
+        if self._admin_address is not None:
+            log.info("probes and metrics, without a key: %s/", url_of("http", self._admin_address))
 
 
 def _end_in_any_case(seconds: float) -> None:
@@ -241,11 +263,3 @@ def _end_in_any_case(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to ApiServer."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield

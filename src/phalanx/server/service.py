@@ -9,37 +9,44 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from phalanx.engine.core import check_request
 from phalanx.errors import ConfigError
 from phalanx.models.parsers import parsers_for
 from phalanx.runtime.config import EngineConfig
+from phalanx.server.access_log import note
 from phalanx.server.answer import Answer, Question
 from phalanx.server.anthropic.events import MessageFormat
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat
-from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, model_not_found, response_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint, after_thinking
 from phalanx.server.grammar.rules import with_rules
+from phalanx.server.keys import KeyRing
 from phalanx.server.metrics import Metrics
 from phalanx.server.options import ServeOptions
 from phalanx.server.parsers import REASONING_PARSERS, TOOL_PARSERS, OutputParser
-from phalanx.server.places import Places, RequestPlace
+from phalanx.server.places import Places
 from phalanx.server.prepared import Assignment, Continues, DetokenizedText, Prepared, RequestKind, TokenizedText
 from phalanx.server.preparer import Preparer
+from phalanx.server.quotas import Quotas
 from phalanx.server.reply import Format, Reply
 from phalanx.server.responses.events import ResponsesFormat
 from phalanx.server.responses.store import Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
 from phalanx.server.tool_prompt import PARSER, templates_know_tools
+from phalanx.server.visit import Visit
 from phalanx.spec import ModelSpec
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 
-request_log = logging.getLogger("phalanx.request")
+if TYPE_CHECKING:
+    from phalanx.server.traces import Traces
+
 log = logging.getLogger("phalanx.server")
 
 _MOST_NAMED = 16
@@ -68,6 +75,9 @@ class Service:
     aliases: tuple[str, ...] = ()
     tools_in_words: bool = False
     responses: ResponseStore = field(default_factory=ResponseStore)
+    keys: KeyRing = field(default_factory=KeyRing)
+    quotas: Quotas = field(default_factory=lambda: Quotas(KeyRing()))
+    traces: Traces | None = None
 
     @property
     def names(self) -> list[str]:
@@ -161,12 +171,14 @@ class Service:
         client: str,
     ) -> list[Question]:
         grammar = await self.grammars.compile(constraint, client) if constraint is not None else None
+        priority = self.keys.priority(client, asked.params.priority)
+        params = msgspec.structs.replace(asked.params, priority=priority)
         if asked.rules is not None:
             grammar = with_rules(asked.rules, grammar)
         return [
             Question(
                 prompt,
-                asked.params,
+                params,
                 self._salt(asked.salt, client),
                 grammar,
                 parser,
@@ -174,7 +186,7 @@ class Service:
                 keep_special=asked.keep_special,
                 keep_stop=asked.keep_stop,
                 tell_tokens=asked.tell_tokens,
-                owner=client if self.places.shared else "",
+                owner=client if self.places.shared and not self.keys.ranked else "",
             )
             for prompt in asked.prompts
         ]
@@ -193,17 +205,17 @@ class Service:
         self, asked: Prepared, questions: list[Question], format: Format, client: str, headers: dict[str, str]
     ) -> Reply:
         started = self.supervisor.client.started
-        visit = _Visit(self.places, self.metrics)
-        choices = len(questions) * asked.params.n
+        choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
+        visit = Visit(self.places, self.quotas, self.metrics, client, tokens)
         answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
-            visit.leave()
+            visit.leave(answer.output_tokens)
             self._finished(headers["x-request-id"], answer, error)
 
         return Reply(
             answer,
-            engine=lambda: visit.enter(client, choices),
+            engine=lambda: visit.enter(choices),
             format=format,
             stream=asked.stream,
             timeout_s=self.request_timeout_s,
@@ -214,44 +226,21 @@ class Service:
     def _finished(self, id: str, answer: Answer, error: ApiError | None) -> None:
         if answer.asked:
             self.metrics.answered(answer)
+        if self.traces is not None:
+            self.traces.answered(id, answer, error)
         firsts = [choice.first_at for choice in answer.choices if choice.first_at is not None]
         lasts = [choice.last_at for choice in answer.choices if choice.last_at is not None]
-        ttft = f"{(min(firsts) - answer.arrived) * 1e3:.1f}" if firsts else "-"
         gaps = answer.output_tokens - len(firsts)
         decode = sum(last - first for first, last in zip(firsts, lasts, strict=True))
-        request_log.info(
-            "%s prompt=%d cached=%d output=%d ttft_ms=%s tpot_ms=%s reason=%s",
-            id,
-            answer.prompt_tokens,
-            answer.cached_tokens,
-            answer.output_tokens,
-            ttft,
-            f"{decode / gaps * 1e3:.2f}" if gaps > 0 else "-",
-            error.body["error"]["code"] if error else ",".join(str(choice.finish_reason) for choice in answer.choices),
+        reasons = ",".join(str(choice.finish_reason) for choice in answer.choices)
+        note(
+            prompt=answer.prompt_tokens,
+            cached=answer.cached_tokens,
+            output=answer.output_tokens,
+            ttft_ms=round((min(firsts) - answer.arrived) * 1e3, 1) if firsts else None,
+            tpot_ms=round(decode / gaps * 1e3, 2) if gaps > 0 else None,
+            reason=error.body["error"]["code"] if error else reasons,
         )
-
-
-class _Visit:
-    """A request's way through the engine: tells metrics of its tokens, and leaves its place behind."""
-
-    def __init__(self, places: Places, metrics: Metrics) -> None:
-        self._places = places
-        self._metrics = metrics
-        self._place: RequestPlace | None = None
-
-    def enter(self, client: str, choices: int) -> EngineClient:
-        self._place = self._places.enter(client, choices)
-        return self._place.engine
-
-    def first_token(self, after_s: float) -> None:
-        self._metrics.first_token(after_s)
-
-    def next_token(self, after_s: float) -> None:
-        self._metrics.next_token(after_s)
-
-    def leave(self) -> None:
-        if self._place is not None:
-            self._places.leave(self._place)
 
 
 def _new() -> str:
@@ -298,9 +287,9 @@ def build_service(
         tokenizer=tokenizer,
         supervisor=supervisor,
         metrics=metrics,
-        places=Places(supervisor, shared=len(options.api_keys) > 1),
+        places=Places(supervisor, shared=options.keys.several),
         preparer=preparer,
-        grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids, shared=len(options.api_keys) > 1),
+        grammars=GrammarCompiler(path, spec.vocab, spec.eos_token_ids, shared=options.keys.several),
         reasoning_parser=reasoning,
         tool_parser=PARSER if in_words else tools,
         request_timeout_s=options.request_timeout_s,
@@ -308,7 +297,24 @@ def build_service(
         aliases=options.served_names[1:],
         tools_in_words=in_words,
         responses=ResponseStore(options.response_store),
+        keys=options.keys,
+        quotas=Quotas(options.keys),
+        traces=_traces(options.otlp_traces_endpoint, name),
     )
+
+
+def _traces(endpoint: str | None, model: str) -> Traces | None:
+    if endpoint is None:
+        return None
+    try:
+        from phalanx.server.traces import Traces
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "no_opentelemetry",
+            f"--otlp-traces-endpoint needs {error.name}.",
+            "Install Phalanx with its extra otel.",
+        ) from None
+    return Traces(endpoint, model)
 
 
 def _parsers(options: ServeOptions, model_type: str, name: str) -> tuple[str | None, str | None]:

@@ -44,11 +44,13 @@ class Supervisor:
         """Why there is no engine now."""
         return self.last_death if self.state in ("restarting", "dead") else None
 
-    async def run(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
-        """Returns when the engine is dead for good."""
+    async def run(
+        self, on_ready: Callable[[Started], None], beside: asyncio.Future[None] | None = None
+    ) -> EngineDeadError:
+        """Returns when the engine is dead for good. Requests are taken when what is made `beside` it is there too."""
         pause = 1.0
         while True:
-            death = await self._live(on_ready)
+            death = await self._live(on_ready, beside)
             if self.state == "dead":
                 return death
             self.restarts_left -= 1
@@ -58,12 +60,14 @@ class Supervisor:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             self.client = EngineClient(self.launch.again(), self._on_step)
 
-    async def _live(self, on_ready: Callable[[Started], None]) -> EngineDeadError:
+    async def _live(self, on_ready: Callable[[Started], None], beside: asyncio.Future[None] | None) -> EngineDeadError:
         """One life of the engine. Whatever was running at its end hears of it."""
         client = self.client
         try:
             try:
                 started = await client.start()
+                if beside is not None:
+                    await asyncio.shield(beside)
                 if self.state != "draining":
                     self.state = "ready"
                 on_ready(started)
@@ -83,7 +87,10 @@ class Supervisor:
         if self.state != "ready" or self.client.started is None:
             raise ApiError(503, f"The server is {self.state}.", f"server_{self.state}", headers={"retry-after": "1"})
         if self.client.live + choices > self.room:
-            raise queue_full(f"{self.client.live} requests wait or run and {choices} more would exceed {self.room}.")
+            raise queue_full(
+                f"{self.client.live} requests wait or run and {choices} more would exceed {self.room}.",
+                self.client.pace.seconds_until(self.client.live + choices - self.room),
+            )
         return self.client
 
     @property

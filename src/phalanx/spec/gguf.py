@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -46,8 +47,9 @@ class GgufFile:
             with path.open("rb") as file:
                 self._read_header(file)
         except (OSError, struct.error, KeyError, ValueError, TypeError, MemoryError, OverflowError) as error:
+            cause = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(
-                "broken_file", f"{path} is no readable GGUF file: {error!r}.", "Download it again."
+                "broken_file", f"{path} is no readable GGUF file: {cause}.", "Download it again."
             ) from None
 
     def _read_header(self, file: Any) -> None:
@@ -66,7 +68,11 @@ class GgufFile:
                 raise ValueError(f"{name} has {rank} dimensions")
             shape = struct.unpack(f"<{rank}Q", file.read(8 * rank))
             kind, offset = struct.unpack("<IQ", file.read(12))
-            self.tensors[name] = StoredTensor(tuple(reversed(shape)), GGMLQuantizationType(kind), offset)
+            self.tensors[name] = stored = StoredTensor(tuple(reversed(shape)), GGMLQuantizationType(kind), offset)
+            if shape[0] % GGML_QUANT_SIZES[stored.kind][0]:
+                raise ValueError(
+                    f"{name} has rows of {shape[0]} numbers, which are no whole blocks of {stored.kind.name}"
+                )
         alignment = self.fields.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
@@ -82,12 +88,19 @@ class GgufFile:
         return self.fields.get(f"{self.fields['general.architecture']}.{key}", default)
 
 
+def _take(file: Any, count: int) -> bytes:
+    """Of a file that may claim anything: memory is only asked for as much as there is to read."""
+    if count > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"it claims a value of {count} bytes")
+    return file.read(count)
+
+
 def _read_scalar(file: Any, layout: str) -> Any:
     return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
 
 
 def _read_string(file: Any) -> str:
-    return file.read(_read_scalar(file, "<Q")).decode("utf-8")
+    return _take(file, _read_scalar(file, "<Q")).decode("utf-8")
 
 
 def _read_value(file: Any, kind: int) -> Any:
@@ -101,4 +114,4 @@ def _read_value(file: Any, kind: int) -> Any:
     if item == _STRING:
         return [_read_string(file) for _ in range(count)]
     layout = f"<{count}{_SCALARS[item][1]}"
-    return list(struct.unpack(layout, file.read(struct.calcsize(layout))))
+    return list(struct.unpack(layout, _take(file, struct.calcsize(layout))))

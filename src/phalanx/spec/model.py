@@ -281,7 +281,7 @@ class ModelSpec:
     def kv_bytes_per_token(self, number_format: str = "bf16") -> int:
         """Bytes a token adds to the caches of all layers and KV heads while it is in reach of every layer."""
         element = FORMATS[number_format].bits / 8
-        return int(sum(cache.numbers_per_token for cache in self.caches) * element)
+        return int(sum(layers * cache.numbers_per_token for cache, layers in self.cache_kinds) * element)
 
     def cache_bytes(self, tokens: int, number_format: str = "bf16") -> int:
         """Bytes that a sequence of `tokens` keeps in all layers, windows and fixed states included."""

@@ -6,6 +6,8 @@ from phalanx.spec.layout import Layout
 
 KEPT_FREE = 0.01
 """Of a GPU's memory, for what fragments of it cannot be used."""
+SYSTEM_SHARE = 0.15
+"""Of memory that a GPU shares with its system, what stays with the system and the network buffers."""
 DRAWN_SCORE_BYTES, PENALISED_SCORE_BYTES = 56, 12
 """What is made of one score, all that exists at once: where it is drawn from, and while it is changed."""
 MOST_PENALTY_BYTES = 256 * 2**20

@@ -71,6 +71,16 @@ class Tokenizer:
         templates = self._backend.chat_template or {}
         return templates if isinstance(templates, dict) else {"default": templates}
 
+    def info(self) -> dict[str, Any]:
+        """What a client needs to render and count prompts by itself, under the names of tokenizer_config.json."""
+        return {
+            "tokenizer_class": type(self._backend).__name__,
+            "vocab_size": len(self._backend),
+            "chat_template": self._backend.chat_template,
+            "add_bos_token": bool(self.encode("")),
+            **self._backend.special_tokens_map,
+        }
+
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds those a text begins with, which a chat template writes itself."""
         return self._backend.encode(text, add_special_tokens=special_tokens)

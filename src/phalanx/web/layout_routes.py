@@ -14,6 +14,8 @@ from phalanx.cost.profiles import profile
 from phalanx.cost.work import compute_format
 from phalanx.errors import LayoutError, ModelError, PhalanxError
 from phalanx.models import catalog
+from phalanx.plan.engines import ENGINES
+from phalanx.plan.fit import fit
 from phalanx.server.errors import bad_request
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
@@ -63,6 +65,7 @@ def layout_routes(served: Served | None = None) -> APIRouter:
         gpu: Annotated[str, Query(max_length=64)] = _DEFAULT_GPU,
         tokens: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 16,
         layer: Annotated[int, Query(ge=0)] = 0,
+        gpus: Annotated[int | None, Query(ge=1, le=MOST_RANKS)] = None,
     ) -> dict[str, Any]:
         try:
             name, spec = _model(model, served)
@@ -72,7 +75,7 @@ def layout_routes(served: Served | None = None) -> APIRouter:
         except PhalanxError as error:
             raise bad_request(str(error), error.code) from None
         told = {"name": name, "served": served is not None and name == served.name}
-        return told | describe(spec, tp, chosen, tokens, min(layer, len(spec.layers) - 1))
+        return told | describe(spec, tp, chosen, tokens, min(layer, len(spec.layers) - 1), gpus)
 
     return router
 
@@ -86,8 +89,9 @@ def _model(name: str | None, served: Served | None) -> tuple[str, ModelSpec]:
     return name, catalog.model(name)
 
 
-def describe(spec: ModelSpec, tp: int, gpu: Gpu, tokens: int, layer: int) -> dict[str, Any]:
-    """The split of a model over `tp` of these GPUs, and one layer of it in a step of `tokens`.
+def describe(spec: ModelSpec, tp: int, gpu: Gpu, tokens: int, layer: int, in_all: int | None = None) -> dict[str, Any]:
+    """The split of a model over `tp` of these GPUs, and one layer of it in a step of `tokens`. With `in_all` GPUs there
+    are replicas, whose ranks hold the same.
 
     Where the model cannot be dealt to so many ranks, `refusal` says why and the split is left out.
     """
@@ -107,7 +111,10 @@ def describe(spec: ModelSpec, tp: int, gpu: Gpu, tokens: int, layer: int) -> dic
     return told | {
         "refusal": None,
         "dealt": _dealt(layout),
-        "ranks": [_rank(layout, rank) for rank in range(tp)],
+        "ranks": [_rank(layout, rank) | {"room_bytes": room} for rank, room in enumerate(_room(spec, tp, gpu))],
+        "card_bytes": gpu.memory_bytes,
+        "replicas": max(1, (in_all or tp) // tp),
+        "idle": max(0, (in_all or tp) % tp) if (in_all or tp) >= tp else 0,
         "parts": _parts(layout, gpu, tokens, layer),
         "cache": _cache(layout, layer),
         "all_reduce": _all_reduce(spec, tp, gpu, tokens),
@@ -171,6 +178,12 @@ def _dealt(layout: Layout) -> dict[str, dict[str, Any]]:
                 "replicated": sum(map(len, shares)) > total,
             }
     return found
+
+
+def _room(spec: ModelSpec, tp: int, gpu: Gpu) -> list[int]:
+    """Bytes that each rank has left for keys and values by the planner's count for Phalanx; negative where it lacks."""
+    counted = fit(spec, Machine((gpu,) * tp), tp, ENGINES["phalanx"], weight_format=spec.number_format)
+    return [rank.kv_bytes for rank in counted.ranks]
 
 
 def _rank(layout: Layout, rank: int) -> dict[str, Any]:

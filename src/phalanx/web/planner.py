@@ -49,6 +49,7 @@ class PlanBody(_ClosedBody):
     shared_prefix: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 0
     agents: Annotated[int, Field(ge=1, le=10_000)] = 1
     network: Words = ""
+    os: Words = "linux"
 
 
 class ParetoBody(PlanBody):
@@ -56,6 +57,12 @@ class ParetoBody(PlanBody):
 
     engines: Words
     formats: Words
+
+
+class RecipeBody(PlanBody):
+    """The plan whose files are wanted, and of which kind."""
+
+    kind: Words
 
 
 class FitsBody(_ClosedBody):
@@ -82,6 +89,18 @@ def add_planner(router: APIRouter) -> None:
     @router.post("/pareto")
     async def pareto(body: ParetoBody, request: Request) -> Response:
         return await slow.answer("pareto", body.model_dump(), request)
+
+    @router.post("/compare")
+    async def compare(body: PlanBody, request: Request) -> Response:
+        return await slow.answer("compare", body.model_dump(), request)
+
+    @router.post("/ranking")
+    async def ranking(body: PlanBody, request: Request) -> Response:
+        return await slow.answer("ranking", body.model_dump(), request)
+
+    @router.post("/recipe")
+    async def recipe(body: RecipeBody, request: Request) -> Response:
+        return await quick.answer("recipe", body.model_dump(), request)
 
     @router.post("/fits")
     async def fits(body: FitsBody, request: Request) -> Response:

@@ -15,15 +15,21 @@ import msgspec
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
+from phalanx.plan.compare import compared, record
 from phalanx.plan.engines import ENGINES, GIB, engine
-from phalanx.plan.record import to_dict
+from phalanx.plan.explain import nearest, verdict
+from phalanx.plan.recipes import KINDS, recipe
+from phalanx.plan.record import candidate_dict, launch_of, to_dict
 from phalanx.plan.survey import pareto, survey
+from phalanx.plan.systems import SYSTEMS
 from phalanx.spec.formats import FORMATS, KV_FORMATS
 from phalanx.spec.machine import Gpu, Machine, gpus
+from phalanx.spec.network import NETWORKS
 from phalanx.spec.workload import Workload
 
 LENGTH_BYTES = 4
 MOST_GPUS = 64
+MOST_MACHINES = 6
 _NICENESS = 10
 _MEMORY_BYTES = 2 * 2**30
 
@@ -92,17 +98,49 @@ def _plan(asked: dict[str, Any]) -> dict[str, Any]:
         return to_dict(ask(question))
 
 
+def _compare(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same question of several machines; of one that cannot hold the model, why."""
+    names = [name.strip() for name in asked["machine"].split(",") if name.strip()]
+    with _about("machine"):
+        if not 1 <= len(names) <= MOST_MACHINES:
+            raise ConfigError("bad_machine", f"{len(names)} machines are named.", f"Name 1 to {MOST_MACHINES}.")
+    questions = [_question({**asked, "machine": name}) for name in names]
+    with _about(None):
+        plans = [ask(question) for question in questions]
+    return {"machines": [record(compared(plan)) | {"verdict": verdict(plan)} for plan in plans]}
+
+
+def _ranking(asked: dict[str, Any]) -> dict[str, Any]:
+    """The best of every engine that runs there, best first."""
+    with _about(None):
+        plan = ask(_question({**asked, "engines": ""}))
+    best = {each.engine.name: each for each in reversed(plan.candidates)}
+    ranked = sorted(best.values(), key=plan.candidates.index)
+    missing = {each.engine: each.found for each in reversed(nearest(plan.excluded)) if each.engine not in best}
+    return {"engines": [candidate_dict(plan, each) for each in ranked], "missing": missing}
+
+
+def _recipe(asked: dict[str, Any]) -> dict[str, Any]:
+    kind = asked.pop("kind")
+    question = _question(asked)
+    with _about(None):
+        plan = ask(question)
+        if plan.best is None:
+            raise ConfigError("does_not_fit", verdict(plan), "Use a larger machine or a smaller format.")
+        return {"files": recipe(launch_of(plan, plan.best), kind)}
+
+
 def _question(asked: dict[str, Any]) -> PlanQuestion:
     """Checked part by part, so that an error can be told beside the field that it is about."""
     with _about("model"):
         catalog.known(asked["model"])
-    _machine(asked["machine"])
+    _machine(asked["machine"], asked.get("network", ""))
     return PlanQuestion(**asked)
 
 
-def _machine(text: str) -> Machine:
+def _machine(text: str, network: str = "") -> Machine:
     with _about("machine"):
-        machine = Machine.parse(text)
+        machine = Machine.parse(text, network)
         if len(machine) > MOST_GPUS:
             raise ConfigError(
                 "bad_machine", f"{machine.name} has {len(machine)} GPUs.", f"Ask for {MOST_GPUS} at most."
@@ -152,6 +190,9 @@ def _catalog(asked: dict[str, Any]) -> dict[str, Any]:
         "kv_formats": KV_FORMATS,
         "machines": PRESETS,
         "most_gpus": MOST_GPUS,
+        "networks": list(NETWORKS),
+        "recipes": list(KINDS),
+        "systems": [vars(each) for each in SYSTEMS.values()],
     }
 
 
@@ -192,6 +233,9 @@ _KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": _plan,
     "pareto": _pareto,
     "fits": _fits,
+    "compare": _compare,
+    "ranking": _ranking,
+    "recipe": _recipe,
     "catalog": _catalog,
 }
 

@@ -8,10 +8,11 @@ from collections.abc import Collection
 import uvicorn
 from fastapi import FastAPI
 
-from phalanx.server.door import room_for_connections
+from phalanx.server.door import Door, room_for_connections
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.guard import MAX_COCKPIT_BODY, Guard
 from phalanx.server.http import protocol
+from phalanx.server.keys import KeyRing
 from phalanx.server.listen import listen
 from phalanx.web.cockpit import About, cockpit_routes
 from phalanx.web.layout_routes import layout_routes
@@ -31,7 +32,7 @@ def create_studio() -> FastAPI:
 
 def guarded_studio(hosts: Collection[str]) -> Guard:
     """The studio behind the guard of `phalanx serve`: it has no key, and takes no large body."""
-    return Guard(create_studio(), keys=(), max_body=MAX_COCKPIT_BODY, hosts=hosts)
+    return Guard(create_studio(), KeyRing(), max_body=MAX_COCKPIT_BODY, hosts=hosts)
 
 
 def serve_studio(host: str, port: int, allowed_hosts: Collection[str] = ()) -> None:
@@ -41,7 +42,7 @@ def serve_studio(host: str, port: int, allowed_hosts: Collection[str] = ()) -> N
         print(f"Phalanx studio: http://{f'[{address}]' if ':' in address else address}:{number}/", flush=True)
         config = uvicorn.Config(
             guarded_studio({host, *allowed_hosts}),
-            **protocol(room_for_connections()),
+            **protocol(Door(room_for_connections())),
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
+from phalanx.errors import CheckpointError
 from phalanx.models.gguf import gguf_spec, keeps_pairs_together
 from phalanx.spec.gguf import GgufFile, StoredTensor
 from phalanx.weights.reader import Slices, Unquantised
@@ -43,6 +45,8 @@ class GgufReader(Unquantised):
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
+        for name, stored in self._file.tensors.items():
+            _check_kind(path, name, stored.kind)
         self._bytes = np.memmap(path, mode="r", dtype=np.uint8)
         self._interleaved = keeps_pairs_together(self._file)
         self._head_dim = gguf_spec(self._file).head_dim
@@ -94,6 +98,24 @@ class GgufReader(Unquantised):
 
     def close(self) -> None:
         del self._bytes
+
+
+@cache
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _check_kind(path: Path, name: str, kind: GGMLQuantizationType) -> None:
+    if not _can_dequantise(kind):
+        raise CheckpointError(
+            "unsupported_quantization",
+            f"{path} keeps {name} as {kind.name}, which nothing here can read.",
+            "Use a file of another quantisation, such as Q4_K_M or Q8_0.",
+        )
 
 
 def _as_numbers(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

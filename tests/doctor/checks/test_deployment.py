@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from phalanx.doctor.checks import deployment
 from phalanx.doctor.checks.deployment import Deployment
 from phalanx.doctor.facts import Disk, Facts
 from phalanx.models import catalog
+from phalanx.plan.candidates import Candidate
 from phalanx.plan.choose import choose
 from phalanx.plan.engines import ENGINES
-from phalanx.spec.machine import Machine
+from phalanx.spec.machine import Gpu, Link, Machine
 from phalanx.spec.workload import Workload
 from tests.doctor.build_machines import GIB, change, hgx, no_bridge, pcie_fallback, spark
 from tests.doctor.checks.test_gpus import BARE, laptop, machine, said
@@ -124,7 +127,8 @@ def test_ranks_on_other_machines_are_taken_to_be_like_this_one() -> None:
     assert said(deployment.fits(hgx(), of("Llama-3.3-70B", 16))) == []
 
 
-def test_a_model_phalanx_does_not_serve_is_counted_for_an_engine_that_does() -> None:
+def test_a_model_phalanx_does_not_serve_is_counted_for_an_engine_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "phalanx", dataclasses.replace(ENGINES["phalanx"], weight_formats=("bf16",)))
     found = list(deployment.fits(hgx(), of("gpt-oss-120b", 4)))
     assert said(found) == [("warning", "served"), ("ok", "fit")]
     assert "vLLM" in found[0].fix
@@ -150,25 +154,46 @@ def test_ranks_over_pcie_are_told_the_price() -> None:
     assert said(deployment.tp_links(change(hgx(), paths=()), of("Qwen3-14B", 4))) == []
 
 
-def test_a_single_stream_is_advised_two_replicas_with_the_plans_numbers() -> None:
+def best_of(machine: str, tp: int, clients: int) -> Candidate:
+    plan = choose(
+        catalog.model("Llama-3.3-70B"),
+        "",
+        Machine.parse(machine),
+        Workload(concurrency=clients),
+        engines=[ENGINES["phalanx"]],
+        formats=["bf16"],
+        tps=[tp],
+    )
+    return plan.candidates[0]
+
+
+def test_a_single_stream_on_nvlink_keeps_its_ranks() -> None:
+    """Over NVLink more ranks are faster for one stream: the note says so, with the plan's numbers."""
     finding = deployment.single_stream(hgx(), of("Llama-3.3-70B", 4, concurrency=1))
-    by_tp = {
-        tp: choose(
-            catalog.model("Llama-3.3-70B"),
-            "",
-            Machine.parse("4xH100-SXM"),
-            Workload(concurrency=clients),
-            engines=[ENGINES["phalanx"]],
-            formats=["bf16"],
-            tps=[tp],
-        ).candidates[0]
-        for tp, clients in ((4, 1), (2, 2))
-    }
+    whole, half, two = (best_of("4xH100-SXM", tp, clients) for tp, clients in ((4, 1), (2, 1), (2, 2)))
     assert finding is not None
-    assert finding.level == "warning"
-    assert f"TP=4 gives {by_tp[4].throughput:.0f} tokens/s" in finding.found
-    assert f"2 x TP=2 gives {by_tp[2].throughput:.0f}" in finding.found
-    assert "two replicas of TP=2" in finding.fix
+    assert finding.level == "note"
+    assert whole.prediction.tpot.mid < half.prediction.tpot.mid
+    times = [f"{each.prediction.tpot.mid * 1e3:.1f}" for each in (whole, half)]
+    assert f"1 at once: TP=4 {times[0]} ms a token, 2 x TP=2 {times[1]}" in finding.found
+    assert f"With 2 at once 2 x TP=2 make {two.throughput:.0f} tokens/s" in finding.found
+    assert "add waiting" not in finding.why
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 4, 8])
+def test_advice_never_contradicts_its_numbers(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over slow links two groups of half as many ranks may win: only then more ranks are said to add waiting."""
+    for link in (None, Link("ethernet", 1e9)):
+        if link is not None:
+            slow = dataclasses.replace(Gpu.named("H100-SXM"), link=link)
+            monkeypatch.setattr(deployment, "machine_of", lambda facts, card=slow: Machine((card,) * 8))
+        finding = deployment.single_stream(hgx(), of("Llama-3.3-70B", 4, concurrency=concurrency))
+        assert finding is not None
+        whole, halves = (
+            float(number) for number in re.findall(r"(\d+\.\d) ms a token, 2 x TP=2 (\d+\.\d)", finding.found)[0]
+        )
+        assert (finding.level == "warning") == (halves < whole) == ("add waiting" in finding.why)
+        assert (finding.level == "warning") == (link is not None)
 
 
 @pytest.mark.parametrize(("tp", "concurrency"), [(4, 64), (2, 1), (16, 1)])

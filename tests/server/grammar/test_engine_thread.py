@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,3 +35,19 @@ def test_a_mistake_while_compiling_is_that_request_s_alone(error: Exception, mon
     assert outcome.code == "grammar_failed"
     assert type(error).__name__ in outcome.found
     assert not thread.busy
+
+
+def test_a_tokenizer_that_is_being_read_already_is_there_before_the_first_grammar() -> None:
+    """The path leads nowhere: all comes from what was read ahead."""
+    from phalanx.text.tokenizer import Tokenizer
+    from phalanx.weights.checkpoint import locate
+
+    read: Future[Any] = Future()
+    read.set_result(Tokenizer.load(locate(None)))
+    engine: Any = SimpleNamespace(vocab=49152, scheduler=SimpleNamespace(eos_token_ids=[2]))
+    thread = GrammarThread(Path("/nowhere"), engine, read)
+    thread.warm_up()
+    assert thread._grammars is not None
+    cold = GrammarThread(Path("/nowhere"), engine)
+    cold.warm_up()
+    assert cold._grammars is None

@@ -69,7 +69,17 @@ interface Asked {
 export interface Split extends Asked {
   refusal: null;
   dealt: Partial<Record<DealtName, Dealt>>;
-  ranks: { rank: number; weight_bytes: number; kv_bytes_per_token: number; kv_shared_with: number[] }[];
+  /** `room_bytes`: what is left for keys and values; negative where the rank does not fit. */
+  ranks: {
+    rank: number;
+    weight_bytes: number;
+    kv_bytes_per_token: number;
+    kv_shared_with: number[];
+    room_bytes: number;
+  }[];
+  card_bytes: number;
+  replicas: number;
+  idle: number;
   parts: Partial<Record<PartName, Part>>;
   cache: { token_bytes: number[]; state_bytes: number[] };
   all_reduce: { bytes: number; seconds: number; count: number; link: string; bandwidth: number };
@@ -95,6 +105,8 @@ export interface State {
   tokens: number;
   layer: number;
   rank: number;
+  /** GPUs in all; null: as many as ranks. */
+  gpus: number | null;
   /** Null: nothing is stepped through yet, the whole layer is shown. */
   step: number | null;
 }
@@ -112,6 +124,7 @@ export function readState(query: URLSearchParams, choices: Choices): State {
     tokens: whole(query.get("tokens"), 1, 1 << 20) ?? 16,
     layer: whole(query.get("layer"), 0, 9999) ?? 0,
     rank: whole(query.get("rank"), 0, 1023) ?? 0,
+    gpus: whole(query.get("gpus"), 1, 1024),
     step: whole(query.get("step"), 0, 20),
   };
 }
@@ -126,12 +139,13 @@ export function writeState(state: State): URLSearchParams {
 export function useSplit(state: State | null): { answer: Answer | null; problem: string } {
   const [answer, setAnswer] = useState<Answer | null>(null);
   const [problem, setProblem] = useState("");
-  const { model = "", tp = 0, format = "", gpu = "", tokens = 0, layer = 0 } = state ?? {};
+  const { model = "", tp = 0, format = "", gpu = "", tokens = 0, layer = 0, gpus = null } = state ?? {};
   useEffect(() => {
     if (!tp) return;
     const asking = new AbortController();
     const query = new URLSearchParams({ model, tp: `${tp}`, gpu, tokens: `${tokens}`, layer: `${layer}` });
     if (format) query.set("format", format);
+    if (gpus) query.set("gpus", `${gpus}`);
     get<Answer>(`cockpit/layout?${query}`, asking.signal).then(
       (told) => {
         setAnswer(told);
@@ -142,6 +156,6 @@ export function useSplit(state: State | null): { answer: Answer | null; problem:
       },
     );
     return () => asking.abort();
-  }, [model, tp, format, gpu, tokens, layer]);
+  }, [model, tp, format, gpu, tokens, layer, gpus]);
   return { answer, problem };
 }

@@ -18,6 +18,17 @@ export function Holdings(props: { split: Split; rank: number; choose: (rank: num
   return (
     <section class="card" aria-labelledby="holdings">
       <h2 id="holdings">What every rank holds</h2>
+      {split.replicas > 1 && (
+        <ul class="replicas" aria-label="Replicas">
+          {Array.from({ length: split.replicas }, (_, replica) => (
+            <li key={replica}>
+              <strong>Replica {replica}</strong> GPU {span([replica * split.tp, (replica + 1) * split.tp])}
+              {replica > 0 && <span class="quiet"> the same shares</span>}
+            </li>
+          ))}
+          {split.idle > 0 && <li class="quiet">{split.idle} GPUs idle</li>}
+        </ul>
+      )}
       <div class="table-scroll" tabIndex={0} role="group" aria-label="What every rank holds, table">
         <table>
           <thead>
@@ -29,6 +40,7 @@ export function Holdings(props: { split: Split; rank: number; choose: (rank: num
                 </th>
               ))}
               <th scope="col">Weights</th>
+              <th scope="col">Left for KV</th>
               <th scope="col">KV a token</th>
             </tr>
           </thead>
@@ -50,6 +62,7 @@ export function Holdings(props: { split: Split; rank: number; choose: (rank: num
                   );
                 })}
                 <td>{bytes(each.weight_bytes)}</td>
+                <td>{each.room_bytes > 0 ? bytes(each.room_bytes) : <span class="tag bad">{bytes(-each.room_bytes)} short</span>}</td>
                 <td>{bytes(each.kv_bytes_per_token)}</td>
               </tr>
             ))}

@@ -38,8 +38,24 @@ export function LayoutView(props: { server: About; query: URLSearchParams }) {
     <div class="stack layout">
       <Controls state={state} choices={choices} answer={answer} change={change} />
       {refusal && <Told text={refusal} />}
+      {!refusal && answer && answer.refusal === null && <TooLarge split={answer} />}
       {!refusal && answer && answer.refusal === null && <Shown split={answer} state={state} change={change} />}
     </div>
+  );
+}
+
+/** Weights that a card cannot hold are dealt all the same: the picture is right, but it cannot be served. */
+function TooLarge(props: { split: Split }) {
+  const { split } = props;
+  const short = split.ranks.filter((each) => each.room_bytes <= 0);
+  if (!short.length) return null;
+  const worst = short.reduce((most, each) => (each.room_bytes < most.room_bytes ? each : most));
+  return (
+    <p class="told" role="alert">
+      {short.length === split.tp ? "No rank fits" : `${short.length} of ${split.tp} ranks do not fit`}: rank {worst.rank} holds{" "}
+      {bytes(worst.weight_bytes)} of weights on a {split.gpu} of {bytes(split.card_bytes)} and lacks {bytes(-worst.room_bytes)}. Use
+      more ranks, a smaller format or larger cards.
+    </p>
   );
 }
 
@@ -80,6 +96,14 @@ function Controls(props: {
         value={state.gpu}
         options={known(choices.gpus, state.gpu).map((name) => [name, `${state.tp} × ${name}`] as const)}
         onChange={(gpu) => change({ gpu })}
+      />
+      <Select
+        label="GPUs in all"
+        value={String(state.gpus ?? state.tp)}
+        options={[...new Set([1, 2, 3, 4, 8].map((times) => times * state.tp).concat(state.gpus ?? state.tp))]
+          .sort((a, b) => a - b)
+          .map((count) => [String(count), `${count}: ${Math.max(1, Math.floor(count / state.tp))} × TP=${state.tp}`] as const)}
+        onChange={(gpus) => change({ gpus: Number(gpus) })}
       />
       <Slider
         label="Tokens in the step"

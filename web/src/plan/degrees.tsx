@@ -12,6 +12,10 @@ interface Measure {
 const MEASURES: Measure[] = [
   { name: "TTFT", value: (each) => each.ttft_ms.mid, text: millis, range: (each) => each.ttft_ms },
   { name: "TPOT", value: (each) => each.tpot_ms.mid, text: millis, range: (each) => each.tpot_ms },
+  ...(["p50", "p95", "p99"] as const).flatMap((share) => [
+    { name: `TTFT ${share}`, value: (each: Degree) => each[`ttft_${share}_ms`], text: millis },
+    { name: `TPOT ${share}`, value: (each: Degree) => each[`tpot_${share}_ms`], text: millis },
+  ]),
   { name: "Output tok/s", value: (each) => each.tokens_per_s.mid, text: number, range: (each) => each.tokens_per_s },
   { name: "tok/s per GPU", value: (each) => each.tokens_per_s_per_gpu, text: number },
   { name: "USD per M tokens", value: (each) => each.usd_per_million_tokens, text: money },

@@ -28,6 +28,11 @@ const COLUMNS: Column[] = [
     of: (row) => room(row)?.longest_context ?? -1,
     text: (row) => room(row)?.longest_context.toLocaleString("en-US") ?? "–",
   },
+  {
+    name: "tok/s a user, at most",
+    of: (row) => room(row)?.max_tokens_per_s_per_user ?? -1,
+    text: (row) => (room(row) ? number(room(row)!.max_tokens_per_s_per_user) : "–"),
+  },
 ];
 
 function sizeOf(row: Fitting): string {
@@ -40,10 +45,12 @@ export function Fits(props: { models: Fitting[]; machine: string; chosen: string
   const [by, setBy] = useState(1);
   const [falling, setFalling] = useState(true);
   const [all, setAll] = useState(false);
+  const [word, setWord] = useState("");
   const fitting = props.models.filter((row) => row.ways.length > 0);
   const sign = falling ? -1 : 1;
   const key = COLUMNS[by]!.of;
-  const rows = [...(all ? props.models : fitting)].sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
+  const named = (row: Fitting) => row.model.toLowerCase().includes(word.trim().toLowerCase());
+  const rows = [...(all ? props.models : fitting)].filter(named).sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
   const sort = (index: number) => {
     setFalling(index === by ? !falling : index > 0);
     setBy(index);
@@ -57,6 +64,10 @@ export function Fits(props: { models: Fitting[]; machine: string; chosen: string
             {fitting.length} of {props.models.length}
           </span>
         </h2>
+        <label class="check">
+          Filter
+          <input type="search" value={word} onInput={(event) => setWord(event.currentTarget.value)} />
+        </label>
         <label class="check">
           <input type="checkbox" checked={all} onChange={(event) => setAll(event.currentTarget.checked)} /> Show those that do not
         </label>
@@ -107,7 +118,8 @@ export function Fits(props: { models: Fitting[]; machine: string; chosen: string
         </table>
       </div>
       <p class="quiet small">
-        Room is counted on the whole machine, in the first format named; smaller formats leave more.
+        Room is counted on the whole machine, in the first format named; smaller formats leave more. The speed is what the
+        bandwidth allows at the least TP.
       </p>
     </section>
   );

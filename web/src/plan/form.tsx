@@ -2,7 +2,7 @@ import type { ComponentChildren } from "preact";
 import { number, parameters } from "../format";
 import { Combobox } from "../ui/combobox";
 import { Select, TextField } from "../ui/field";
-import { longest, machineOf, partsOf, type Part, type Question, type Wrong } from "./question";
+import { degrees, longest, machineOf, partsOf, type Part, type Question, type Wrong } from "./question";
 import type { Catalog, Gpu } from "./types";
 
 const LINKS: Record<string, string> = {
@@ -67,6 +67,21 @@ function MachineFields({ question, catalog, wrong, change }: Parts) {
         hint={wrong.machine ?? fabric(partsOf(question.machine), known)}
         wrong={wrong.machine !== undefined}
       />
+      <div class="pair">
+        <Select
+          label="System"
+          value={question.os}
+          options={catalog.systems.map((each) => [each.name, each.title] as const)}
+          onChange={(os) => change({ os })}
+        />
+        <Select
+          label="Between boxes"
+          value={question.network}
+          options={[["", "usual"], ...catalog.networks.map((name) => [name, name] as const)]}
+          onChange={(network) => change({ network })}
+        />
+      </div>
+      <p class="hint">{catalog.systems.find((each) => each.name === question.os)?.note}</p>
       <div class="count-and-kind">
         <Count label="GPUs" value={first.count} onInput={(count) => set([{ ...first, count }, second])} />
         <Select
@@ -141,13 +156,20 @@ function ModelFields({ question, catalog, wrong, change }: Parts) {
         onChange={(name) => change({ engine: name })}
         hint={wrong.engine}
       />
-      <div class="pair">
+      <div class="three">
         <Select
           label="Weights"
           value={question.format}
           options={[["", "automatic"], ...withOdd(formats, question.format)]}
           onChange={(format) => change({ format })}
           hint={wrong.format}
+        />
+        <Select
+          label="TP"
+          value={question.tp}
+          options={[["", "compare all"], ...withOdd(degrees(question.machine).map(String), question.tp)]}
+          onChange={(tp) => change({ tp })}
+          hint={wrong.tp}
         />
         <Select
           label="KV cache"
@@ -210,6 +232,32 @@ function TrafficFields({ question, wrong, change }: Parts) {
           onInput={(concurrency) => change({ concurrency })}
           hint={wrong.concurrency}
           wrong={wrong.concurrency !== undefined}
+          input={numeric}
+        />
+      </div>
+      <div class="three">
+        <TextField
+          label="Requests/s"
+          value={question.rate}
+          onInput={(rate) => change({ rate })}
+          hint={wrong.rate}
+          wrong={wrong.rate !== undefined}
+          input={{ inputMode: "decimal", placeholder: "closed loop" }}
+        />
+        <TextField
+          label="Shared prefix"
+          value={question.prefix}
+          onInput={(prefix) => change({ prefix })}
+          hint={wrong.prefix}
+          wrong={wrong.prefix !== undefined}
+          input={numeric}
+        />
+        <TextField
+          label="Agents"
+          value={question.agents}
+          onInput={(agents) => change({ agents })}
+          hint={wrong.agents}
+          wrong={wrong.agents !== undefined}
           input={numeric}
         />
       </div>

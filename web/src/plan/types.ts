@@ -16,8 +16,14 @@ export interface Candidate {
   meets_slo: boolean;
   ttft_ms: Interval;
   tpot_ms: Interval;
+  ttft_p50_ms: number;
+  ttft_p95_ms: number;
   ttft_p99_ms: number;
+  tpot_p50_ms: number;
+  tpot_p95_ms: number;
   tpot_p99_ms: number;
+  is_held: boolean;
+  capacity_requests_per_s: number | null;
   tokens_per_s: Interval;
   tokens_per_s_per_gpu: number;
   usd_per_million_tokens: number | null;
@@ -91,7 +97,14 @@ export interface PlanRecord {
     max_positions: number;
   };
   machine: string;
-  workload: { input_tokens: number; output_tokens: number; concurrency: number; spread: number; context: number };
+  workload: {
+    input_tokens: number;
+    output_tokens: number;
+    concurrency: number;
+    rate: number | null;
+    spread: number;
+    context: number;
+  };
   slo_ms: { ttft: number | null; tpot: number | null };
   meets_slo: boolean;
   explanation: string;
@@ -104,6 +117,43 @@ export interface PlanRecord {
   cost: Cost | null;
   power_w: Power | null;
   command: string[] | null;
+  prepare: string[];
+  note: string;
+  verdict: string;
+  day: string | null;
+  scaling: ScalingPoint[];
+}
+
+/** A TP degree at the same batch a replica. */
+export interface ScalingPoint {
+  tp: number;
+  batch: number;
+  tokens_per_s: number;
+  ideal_tokens_per_s: number;
+  efficiency: number;
+  bound: string;
+  shares: Record<string, number>;
+}
+
+/** One machine of a comparison. */
+export interface Compared {
+  machine: string;
+  memory_gib: number;
+  kept_gib: Record<string, number>;
+  effective_gib: number;
+  formats: string[];
+  best: string | null;
+  tokens_per_s: number | null;
+  ttft_ms: number | null;
+  tpot_ms: number | null;
+  usd_per_million_tokens: number | null;
+  usd_per_hour: number | null;
+  purchase_usd: number | null;
+  power_w: number | null;
+  meets_slo: boolean;
+  readiness: string;
+  good_and_bad: string;
+  verdict: string;
 }
 
 export interface Catalog {
@@ -120,6 +170,9 @@ export interface Catalog {
   engines: { name: string; title: string; version: string; formats: string[]; kv_formats: string[] }[];
   machines: string[];
   most_gpus: number;
+  networks: string[];
+  recipes: string[];
+  systems: { name: string; title: string; engines: string[]; note: string }[];
 }
 
 export interface Gpu {
@@ -153,6 +206,7 @@ export interface Way {
   kv_tokens: number;
   longest_context: number;
   max_sequences: number;
+  max_tokens_per_s_per_user: number;
 }
 
 export interface Fitting {

@@ -22,16 +22,17 @@ export function Verdict(props: { plan: PlanRecord; catalog: Catalog }) {
   return (
     <section class="card verdict" aria-labelledby="verdict">
       <p class="asked">
-        {plan.model.name} on {plan.machine}, {plan.workload.concurrency} at once
+        {plan.model.name} on {plan.machine}, {traffic(plan)}
       </p>
       <h2 id="verdict">
-        <span class="tag good">fits</span>
+        {best.is_held ? <span class="tag good">fits</span> : <span class="tag bad">cannot hold this rate</span>}
         {goal && (plan.meets_slo ? <span class="tag good">meets the goals</span> : <span class="tag warn">too slow</span>)}{" "}
         {title}, {best.weight_format}, TP={best.tp}
         {best.expert_parallel ? " + EP" : ""}
         {best.replicas > 1 ? ` × ${best.replicas} replicas` : ""}
       </h2>
       <p class="quiet">{plan.explanation.replace(/^[^:]*: e/, "E")}</p>
+      {!best.is_held && <p class="advice">{plan.verdict}</p>}
       {plan.advice.length > 0 && <p class="advice">{plan.advice.join(" ")}</p>}
       <dl class="figures">
         <Figure name="First token (TTFT)" value={millis(best.ttft_ms.mid)} range={best.ttft_ms} unit={millis} />
@@ -49,9 +50,13 @@ export function Verdict(props: { plan: PlanRecord; catalog: Catalog }) {
           note={`KV for ${best.kv_tokens.toLocaleString("en-US")} tokens`}
         />
       </dl>
+      {plan.day && <p class="quiet small">{plan.day}</p>}
     </section>
   );
 }
+
+const traffic = (plan: PlanRecord): string =>
+  plan.workload.rate === null ? `${plan.workload.concurrency} at once` : `${plan.workload.rate} requests/s`;
 
 function Figure(props: { name: string; value: string; range?: Interval; unit?: (value: number) => string; note?: string }) {
   const { range, unit } = props;

@@ -11,8 +11,10 @@ import { Launch } from "./launch";
 import { Memory } from "./memory";
 import { Draw, Money } from "./money";
 import { Pareto } from "./pareto";
-import { check, degrees, FIELD_OF, fromQuery, toBody, toQuery, USUAL, type Question, type Wrong } from "./question";
+import { asked, check, FIELD_OF, fromQuery, toBody, toQuery, USUAL, type Question, type Wrong } from "./question";
+import { Ranking, type Ranked } from "./ranking";
 import { Refusals } from "./refusals";
+import { Scaling } from "./scaling";
 import type { Catalog, Fitting, PlanRecord, Point } from "./types";
 import { useAnswer, useLater, type Answer } from "./use_answer";
 import { Verdict } from "./verdict";
@@ -47,8 +49,8 @@ function Planner(props: { catalog: Catalog; query: URLSearchParams; served: stri
   const { catalog } = props;
   const [question, setQuestion] = useState(() => fromQuery(props.query) ?? last ?? usual(catalog, props.served));
   useEffect(() => {
-    const asked = fromQuery(props.query);
-    if (asked) setQuestion(asked);
+    const shared = fromQuery(props.query);
+    if (shared) setQuestion(shared);
   }, [props.query]);
   useEffect(() => {
     last = question;
@@ -67,7 +69,13 @@ function Planner(props: { catalog: Catalog; query: URLSearchParams; served: stri
         wrong={wrong}
         change={(more) => setQuestion((old) => ({ ...old, ...more }))}
       />
-      <Results question={question} catalog={catalog} plan={{ ...plan, error }} wrong={wrong} choose={(model) => setQuestion((old) => ({ ...old, model }))} />
+      <Results
+        question={question}
+        catalog={catalog}
+        plan={{ ...plan, error }}
+        wrong={wrong}
+        choose={(more) => setQuestion((old) => ({ ...old, ...more }))}
+      />
     </div>
   );
 }
@@ -83,7 +91,7 @@ function Results(props: {
   catalog: Catalog;
   plan: Answer<PlanRecord>;
   wrong: Wrong;
-  choose: (model: string) => void;
+  choose: (more: Partial<Question>) => void;
 }) {
   const { question, catalog, wrong } = props;
   const { value: plan, stale, error, took } = props.plan;
@@ -104,65 +112,81 @@ function Results(props: {
         }
       : null,
   );
+  const ranking = useAnswer<Ranked>("cockpit/ranking", settled && best ? toBody(question) : null);
   const told = Object.values(wrong)[0] ?? (stale && error ? error.message : "");
   const engine = catalog.engines.find((each) => each.name === (question.engine || "vllm"))!;
+  const age = told ? "stack old" : stale ? "stack stale" : "stack";
   return (
-    <div class="results">
-      <div class="told-place" role="alert">
-        {told && (
-          <p class="told">
-            {told} {plan && "What is shown is the last answer."}
-          </p>
+    <>
+      <div class="answer">
+        {plan && (
+          <div class={age}>
+            <Verdict plan={plan} catalog={catalog} />
+          </div>
         )}
       </div>
-      {plan && (
-        <div class={told ? "stack old" : stale ? "stack stale" : "stack"} aria-busy={stale && !told}>
-          <Verdict plan={plan} catalog={catalog} />
-          {best && plan.fit && (
-            <Memory
-              fit={plan.fit}
-              replicas={best.replicas}
-              sequences={Math.min(best.max_sequences, Math.ceil(plan.workload.concurrency / best.replicas))}
-              tokens={plan.workload.input_tokens + plan.workload.output_tokens}
-            />
+      <div class="results">
+        <div class="told-place" role="alert">
+          {told && (
+            <p class="told">
+              {told} {plan && "What is shown is the last answer."}
+            </p>
           )}
-          {best && <Degrees plan={plan} />}
-          {best === null && <Refusals excluded={plan.excluded} catalog={catalog} />}
-          <Launch plan={plan} question={question} />
-          {best && (
-            <div class="halves">
-              <div class="column">
-                <section class="card" aria-labelledby="pareto">
-                  <h2 id="pareto">
-                    Speed a GPU, speed a user <span class="quiet small">1 to 512 at once</span>
-                  </h2>
-                  <div class={pareto.stale ? "chart-place stale" : "chart-place"}>
-                    {pareto.value && <Pareto points={pareto.value.points} best={best} />}
-                  </div>
-                </section>
-                <section class="card" aria-labelledby="power">
-                  <h2 id="power">Power</h2>
-                  {plan.power_w && <Draw power={plan.power_w} />}
+        </div>
+        {plan && (
+          <div class={age} aria-busy={stale && !told}>
+            {best && plan.fit && (
+              <Memory
+                fit={plan.fit}
+                replicas={best.replicas}
+                sequences={Math.min(best.max_sequences, Math.ceil(plan.workload.concurrency / best.replicas))}
+                tokens={plan.workload.input_tokens + plan.workload.output_tokens}
+              />
+            )}
+            {best && <Degrees plan={plan} />}
+            {best && (
+              <div class={ranking.stale ? "stale" : undefined}>
+                <Ranking ranked={ranking.value} catalog={catalog} choose={(engine) => props.choose({ engine })} />
+              </div>
+            )}
+            {best === null && <Refusals excluded={plan.excluded} catalog={catalog} />}
+            <Launch plan={plan} question={question} kinds={catalog.recipes} />
+            {best && plan.scaling.length > 1 && <Scaling points={plan.scaling} />}
+            {best && (
+              <div class="halves">
+                <div class="column">
+                  <section class="card" aria-labelledby="pareto">
+                    <h2 id="pareto">
+                      Speed a GPU, speed a user <span class="quiet small">1 to 512 at once</span>
+                    </h2>
+                    <div class={pareto.stale ? "chart-place stale" : "chart-place"}>
+                      {pareto.value && <Pareto points={pareto.value.points} best={best} />}
+                    </div>
+                  </section>
+                  <section class="card" aria-labelledby="power">
+                    <h2 id="power">Power</h2>
+                    {plan.power_w && <Draw power={plan.power_w} />}
+                  </section>
+                </div>
+                <section class="card" aria-labelledby="money">
+                  <h2 id="money">Own, reserve or rent</h2>
+                  {plan.cost && <Money cost={plan.cost} best={best} paid={plan.machine} />}
                 </section>
               </div>
-              <section class="card" aria-labelledby="money">
-                <h2 id="money">Own, reserve or rent</h2>
-                {plan.cost && <Money cost={plan.cost} best={best} paid={plan.machine} />}
-              </section>
-            </div>
-          )}
-          {best && <Refusals excluded={plan.excluded} catalog={catalog} />}
-          {fits.value && (
-            <div class={fits.stale ? "stale" : undefined}>
-              <Fits models={fits.value.models} machine={`${fits.value.machine} with ${engine.title}`} chosen={plan.model.name} choose={props.choose} />
-            </div>
-          )}
-          <p class="quiet small">
-            Planned in {number(took)} ms for TP={degrees(plan.machine).join(", ")}; every number is the one of the command above
-            with --json.
-          </p>
-        </div>
-      )}
-    </div>
+            )}
+            {best && <Refusals excluded={plan.excluded} catalog={catalog} />}
+            {fits.value && (
+              <div class={fits.stale ? "stale" : undefined}>
+                <Fits models={fits.value.models} machine={`${fits.value.machine} with ${engine.title}`} chosen={plan.model.name} choose={(model) => props.choose({ model })} />
+              </div>
+            )}
+            <p class="quiet small">
+              Planned in {number(took)} ms for TP={asked(question).join(", ")}; every number is the one of the command above
+              with --json.
+            </p>
+          </div>
+        )}
+      </div>
+    </>
   );
 }

@@ -11,7 +11,9 @@ from phalanx.doctor.checks import (
     across,
     cpu,
     deployment,
+    engines,
     fabric,
+    firmware,
     gpus,
     host,
     links,
@@ -21,6 +23,7 @@ from phalanx.doctor.checks import (
     power,
     serving,
     software,
+    watched,
 )
 from phalanx.doctor.checks.deployment import Deployment
 from phalanx.doctor.facts import Facts
@@ -60,6 +63,9 @@ CHECKS: tuple[Callable[[Facts], Found], ...] = (
     software.torch_gpus,
     software.nccl,
     software.ray,
+    engines.engine_versions,
+    firmware.firmware,
+    watched.watched,
     host.shm,
     host.memlock,
     host.nofile,
@@ -94,6 +100,7 @@ DEPLOYMENT_CHECKS: tuple[Callable[[Facts, Deployment], Found], ...] = (
     deployment.gpu_count,
     deployment.kernels,
     deployment.number_format,
+    engines.fp8_engine,
     deployment.shapes,
     deployment.fits,
     deployment.tp_links,

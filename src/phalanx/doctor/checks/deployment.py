@@ -263,14 +263,16 @@ def tp_links(facts: Facts, deployment: Deployment) -> Finding | None:
 
 
 def single_stream(facts: Facts, deployment: Deployment) -> Finding | None:
-    """Four ranks and more for a handful of requests: all-reduces, not weights, fill the step."""
+    """Four ranks and more for a handful of requests, against two groups of half as many: with the same requests, and
+    with twice as many, which is what two groups could serve beside each other.
+    """
     machine, spec, tp = machine_of(facts), deployment.spec, deployment.tp
     if spec is None or machine is None or tp < 4 or tp % 2 or tp > len(machine):
         return None
     if deployment.concurrency > _SINGLE_STREAMS:
         return None
-    both = replace(deployment.workload, concurrency=2 * deployment.concurrency)
-    plans = [
+    twice = replace(deployment.workload, concurrency=2 * deployment.concurrency)
+    whole, halves, full = (
         choose(
             spec,
             deployment.model,
@@ -279,24 +281,36 @@ def single_stream(facts: Facts, deployment: Deployment) -> Finding | None:
             engines=[deployment.engine()],
             formats=[deployment.weights],
             tps=[ranks],
-        )
-        for ranks, load in ((tp, deployment.workload), (tp // 2, both))
-    ]
-    whole, halves = (plan.best for plan in plans)
-    if whole is None or halves is None:
+        ).best
+        for ranks, load in ((tp, deployment.workload), (tp // 2, deployment.workload), (tp // 2, twice))
+    )
+    if whole is None or halves is None or full is None:
         return None
-    if halves.throughput < _ADVISED_GAIN * whole.throughput:
+    slow, fast = (each.prediction.tpot.mid * 1e3 for each in (halves, whole))
+    shares = (
+        f"All-reduces take {whole.prediction.all_reduce_share:.0%} of a step at TP={tp}, "
+        f"{halves.prediction.all_reduce_share:.0%} at TP={tp // 2}"
+    )
+    same = f"{deployment.concurrency} at once: TP={tp} {fast:.1f} ms a token, 2 x TP={tp // 2} {slow:.1f}"
+    if halves.throughput >= _ADVISED_GAIN * whole.throughput:
+        return Finding(
+            "warning",
+            "single_stream",
+            f"Few requests do not fill TP={tp}",
+            f"{same}; {whole.throughput:.0f} and {halves.throughput:.0f} tokens/s",
+            f"{shares}: more ranks add waiting, not speed.",
+            f"Run two replicas of TP={tp // 2}.",
+        )
+    if full.throughput < _ADVISED_GAIN * whole.throughput:
         return None
     return Finding(
-        "warning",
+        "note",
         "single_stream",
-        f"Few requests do not fill TP={tp}",
-        f"{deployment.concurrency} at once: TP={tp} gives {whole.throughput:.0f} tokens/s at "
-        f"{whole.prediction.tpot.mid * 1e3:.1f} ms a token, 2 x TP={tp // 2} gives {halves.throughput:.0f} at "
-        f"{halves.prediction.tpot.mid * 1e3:.1f} ms with {halves.workload.concurrency} each",
-        f"All-reduces take {whole.prediction.all_reduce_share:.0%} of a step at TP={tp}, "
-        f"{halves.prediction.all_reduce_share:.0%} at TP={tp // 2}: more ranks add waiting, not speed.",
-        f"Run two replicas of TP={tp // 2} unless the time per token of a single stream is all that counts.",
+        f"TP={tp} is for the time per token",
+        f"{same}. With {twice.concurrency} at once 2 x TP={tp // 2} make {full.throughput:.0f} tokens/s, TP={tp} makes "
+        f"{whole.throughput:.0f} with {deployment.concurrency}",
+        f"{shares}.",
+        f"Keep TP={tp} where a single answer must be fast; two replicas of TP={tp // 2} where more come at once.",
     )
 
 

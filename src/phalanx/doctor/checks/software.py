@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from phalanx.doctor.checks.products import is_spark, whose
 from phalanx.doctor.facts import Facts
 from phalanx.doctor.finding import Finding
+from phalanx.version import install_command
 
 Version = tuple[int, ...]
 
@@ -102,7 +103,7 @@ def torch_gpus(facts: Facts) -> Finding | None:
             "torch is not installed",
             f"{len(gpus)} GPUs, no torch in this Python ({software.python})",
             "phalanx plan and doctor work without; phalanx serve does not.",
-            "pip install 'phalanx[serve]'",
+            install_command("serve"),
         )
     if software.torch_cuda is None and "+cpu" in software.torch:
         return Finding(

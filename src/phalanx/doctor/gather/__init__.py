@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
@@ -25,10 +26,11 @@ def gather(
     peers: Iterable[str] = (),
     host: Host | None = None,
     ask_nvml: Callable[[list[str]], FoundGpus] = read_nvml,
+    venv: Path | None = None,
 ) -> Facts:
-    """What this machine is. What cannot be read is said in `unread`; nothing here raises.
+    """What this machine is. What cannot be read is said in `unread`; nothing here raises, but for a wrong `venv`.
 
-    `peers` are machines to try with frames of 9000 bytes.
+    `peers` are machines to try with frames of 9000 bytes, `venv` the environment whose engines are meant.
     """
     host = host or Host()
     found = _find_gpus(host, ask_nvml)
@@ -41,7 +43,7 @@ def gather(
     return Facts(
         recorded_at=datetime.now(UTC).isoformat(timespec="seconds"),
         system=read_system(host),
-        software=read_software(host, found.driver, found.driver_cuda, len(gpus)),
+        software=read_software(host, found.driver, found.driver_cuda, len(gpus), venv),
         gpus=gpus,
         lost_gpus=found.lost,
         paths=found.paths,

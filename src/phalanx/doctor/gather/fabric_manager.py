@@ -18,6 +18,8 @@ _ENTRY = re.compile(r"\[([A-Z][a-z]{2} [ 0-9]\d \d{4} \d\d:\d\d:\d\d)\] \[([A-Z]
 _STARTED = re.compile(r"Fabric Manager version ([0-9.]+) is running")
 _VERSION = re.compile(r"Fabric Manager version is\s*:\s*([0-9]+(?:\.[0-9]+)+)")
 _SEVERE = {"ERROR", "FATAL", "CRITICAL"}
+_SWITCHES = "/proc/driver/nvidia-nvswitch/devices"
+_SWITCH_BIOS = re.compile(r"BIOS Version:\s*([0-9A-Fa-f.]+)")
 _NVIDIA, _SWITCH_CLASS = "0x10de", "0x068000"
 
 
@@ -77,7 +79,13 @@ def read_fabric_manager(host: Host) -> FabricManager:
         version: str | None = parse_version(host.command("nv-fabricmanager", "--version"))
     except (CommandError, ParseError):
         version = log.version
-    return FabricManager(_runs(host), version, count_switches(host), log.problem)
+    return FabricManager(_runs(host), version, count_switches(host), log.problem, switch_firmware(host))
+
+
+def switch_firmware(host: Host) -> tuple[str, ...]:
+    """Of every NVSwitch, as its driver tells."""
+    texts = (host.text(f"{_SWITCHES}/{device}/information") or "" for device in host.entries(_SWITCHES) or ())
+    return tuple(found[1] for text in texts if (found := _SWITCH_BIOS.search(text)))
 
 
 def _read_log(host: Host) -> LogEnd:

@@ -69,6 +69,7 @@ def _nics(host: Host) -> tuple[Nic, ...]:
                 addresses=addresses.get(name, ()),
                 rdma=device,
                 rdma_mtu=mtus.get(device) if device else None,
+                firmware=host.text(f"/sys/class/infiniband/{device}/fw_ver") if device else None,
             )
         )
     return tuple(nics)

@@ -7,12 +7,13 @@ import mmap
 import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.doctor.facts import Software
 from phalanx.doctor.gather.host import CommandError, Host
+from phalanx.errors import ConfigError
 from phalanx.version import __version__
 
 _LIBRARY_FOLDERS = (
@@ -34,10 +35,15 @@ print(*torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else (
 """
 _TORCH_ANSWER = re.compile(r"(\d{1,3})\n(\d+\.\d+\.\d+)?\n?")
 _TORCH_SECONDS = 120.0
+_ENGINES = ("vllm", "sglang", "tensorrt_llm")
 
 
-def read_software(host: Host, driver: str | None, driver_cuda: str | None, gpus: int) -> Software:
-    """`driver` and `driver_cuda` as the driver told them. Torch is started only where there are GPUs for it to see."""
+def read_software(
+    host: Host, driver: str | None, driver_cuda: str | None, gpus: int, venv: Path | None = None
+) -> Software:
+    """`driver` and `driver_cuda` as the driver told them. Torch is started only where there are GPUs for it to see.
+    `venv`: another environment whose engines are meant.
+    """
     torch = _torch_folder()
     cuda = _torch_cuda(torch)
     sees, loads = _ask_torch(host) if cuda and gpus else (None, None)
@@ -53,7 +59,35 @@ def read_software(host: Host, driver: str | None, driver_cuda: str | None, gpus:
         system_nccl=system_nccl(host),
         triton=_version("triton"),
         ray=_version("ray"),
+        engines=engine_versions(venv),
     )
+
+
+def engine_versions(venv: Path | None = None) -> dict[str, str]:
+    """Engines and what they run on, by the metadata of this environment or of a virtual one; nothing is imported."""
+    folders = None if venv is None else [str(each) for each in sorted(venv.glob("lib*/python3*/site-packages"))]
+    if folders == []:
+        raise ConfigError(
+            "no_venv", f"{venv} has no lib/python3*/site-packages.", "Name a virtual environment's folder."
+        )
+    found = {
+        str(each.metadata["Name"]).lower().replace("-", "_"): each.version
+        for each in (distributions() if folders is None else distributions(path=folders))
+    }
+    engines = {name: found[name] for name in _ENGINES if name in found}
+    if venv is None or not engines:
+        return engines
+    beside = {"torch": found.get("torch"), "ray": found.get("ray")}
+    beside["nccl"] = found.get("nvidia_nccl_cu13") or found.get("nvidia_nccl_cu12")
+    beside["cuda"] = next((torch_cuda(text) for text in map(_torch_version_file, folders or ()) if text), None)
+    return engines | {name: told for name, told in beside.items() if told}
+
+
+def _torch_version_file(site: str) -> str | None:
+    try:
+        return (Path(site) / "torch" / "version.py").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def driver_of_kernel(host: Host) -> str | None:

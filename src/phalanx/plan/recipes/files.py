@@ -1,23 +1,25 @@
-"""The files of a recipe: shell, docker compose, systemd, Kubernetes, and Ray over several DGX Spark."""
+"""The files of a recipe: shell, docker compose, systemd, Kubernetes, and Ray over several machines."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 
 from phalanx.errors import ConfigError
 from phalanx.plan.recipes import boxes, spark
-from phalanx.plan.recipes.fabric import fabric_environment
-from phalanx.plan.recipes.launch import FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
+from phalanx.plan.recipes.kubernetes import kubernetes_files
+from phalanx.plan.recipes.launch import ADMIN_PORT, FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
+from phalanx.plan.recipes.systemd import unit_files
 from phalanx.plan.recipes.words import title, wrapped
 
 Files = dict[str, str]
-_VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "HABANA_VISIBLE_MODULES"}
-_RESOURCES = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu", "Intel": "habana.ai/gaudi"}
+_BESIDE = ("Containerfile", "grafana.json")
+_AT_HOME = '"${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"'
+_MODELS = {"phalanx": "models:/models"}
+"""Where an engine's container keeps models, if not at home: a volume is its own user's."""
 
 
 def recipe(launch: Launch, kind: str) -> Files:
@@ -26,45 +28,36 @@ def recipe(launch: Launch, kind: str) -> Files:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
         suggestion = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
-    if launch.spans_machines and kind not in (("ray",) if launch.one_gpu_machines else ("ray", "k8s")):
-        raise ConfigError(
-            "needs_ray",
-            f"A replica on {launch.machine.name} spans {launch.nodes} machines.",
-            "Use --recipe ray with --engine vllm, phalanx cluster recipe for Phalanx on DGX Spark, or a lower --tp.",
-        )
+    if launch.spans_machines:
+        boxes.check(launch, kind)
     files = KINDS[kind](launch)
     if launch.engine.name == "trtllm" and kind != "k8s":
         files[TRTLLM_OPTIONS] = trtllm_options(launch)
-    if launch.engine.name == "phalanx" and kind in ("compose", "k8s"):
-        files["Dockerfile"] = _DOCKERFILE
+    if launch.engine.name == "phalanx":
+        files |= {name: _shipped(name) for name in (_BESIDE if kind in ("compose", "k8s") else _BESIDE[1:])}
     return files
 
 
-def _devices(launch: Launch, replica: int) -> list[str]:
-    """GPUs of a replica, by their number on the machine it runs on."""
-    if launch.one_gpu_machines:
-        return ["0"]
-    return [str(device) for device in range(replica * launch.tp, (replica + 1) * launch.tp)]
+def _shipped(name: str) -> str:
+    return (resources.files("phalanx.plan.recipes") / "deploy" / name).read_text(encoding="utf-8")
 
 
 def _shell(launch: Launch) -> Files:
+    if launch.spans_machines:
+        return boxes.scripts(launch)
     lines = [
         "#!/usr/bin/env bash",
         f"# {title(launch)}",
+        *([f"# Beware: {launch.note}"] if launch.note else []),
         "set -euo pipefail",
+        *([boxes.DROP_CACHES] if launch.one_gpu_machines else []),
         "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
         "",
     ]
     for replica in range(launch.replicas):
-        devices, words = ",".join(_devices(launch, replica)), command(launch, port=FIRST_PORT + replica)
-        lines.append(f"{_VISIBLE[launch.vendor]}={devices} {wrapped(words)} &")
+        devices, words = ",".join(launch.devices(replica)), command(launch, port=FIRST_PORT + replica)
+        lines.append(f"{launch.visible}={devices} {wrapped(words)} &")
     return {"serve.sh": "\n".join([*lines, "wait -n", ""])}
-
-
-_DOCKERFILE = """FROM python:3.12-slim
-RUN pip install --no-cache-dir 'phalanx[serve]'
-ENTRYPOINT []
-"""
 
 
 def _compose(launch: Launch) -> Files:
@@ -73,20 +66,23 @@ def _compose(launch: Launch) -> Files:
         words = command(launch, host="0.0.0.0")
         lines += [f"  replica-{replica}:", f"    image: {launch.image}"]
         if launch.engine.name == "phalanx":
-            lines.append("    build: .")
+            words = command(launch, host="0.0.0.0", extra=("--admin-port", str(ADMIN_PORT)))
+            lines.append("    build: {context: ., dockerfile: Containerfile}")
         lines += [
             "    entrypoint: []",
             f"    command: {json.dumps(words)}",
             "    ipc: host",
             "    restart: unless-stopped",
             *_compose_network(launch, FIRST_PORT + replica),
-            f"    environment: {_compose_environment(launch, _devices(launch, replica))}",
+            f"    environment: {_compose_environment(launch, launch.devices(replica))}",
             "    volumes:",
-            '      - "${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"',
+            f"      - {_MODELS.get(launch.engine.name, _AT_HOME)}",
         ]
         if launch.engine.name == "trtllm":
             lines += [f"      - ./{TRTLLM_OPTIONS}:/app/{TRTLLM_OPTIONS}:ro", "    working_dir: /app"]
-        lines += _compose_devices(launch, _devices(launch, replica))
+        lines += _compose_devices(launch, launch.devices(replica))
+    if launch.engine.name in _MODELS:
+        lines.append("volumes: {models: {}}")
     return {"compose.yaml": "\n".join([*lines, ""])}
 
 
@@ -100,7 +96,7 @@ def _compose_network(launch: Launch, port: int) -> list[str]:
 def _compose_environment(launch: Launch, devices: list[str]) -> str:
     if launch.vendor == "NVIDIA":
         return "[HF_TOKEN]"
-    return json.dumps(["HF_TOKEN", f"{_VISIBLE[launch.vendor]}={','.join(devices)}"])
+    return json.dumps(["HF_TOKEN", f"{launch.visible}={','.join(devices)}"])
 
 
 def _compose_devices(launch: Launch, devices: list[str]) -> list[str]:
@@ -120,141 +116,14 @@ def _compose_devices(launch: Launch, devices: list[str]) -> list[str]:
     ]
 
 
-def _systemd(launch: Launch) -> Files:
-    files = {}
-    for replica in range(launch.replicas):
-        words = ["/usr/bin/env", *command(launch, port=FIRST_PORT + replica)]
-        files[f"{launch.engine.name}-{replica}.service"] = "\n".join(
-            [
-                "[Unit]",
-                f"Description={title(launch)}, replica {replica}",
-                "After=network-online.target",
-                "Wants=network-online.target",
-                "",
-                "[Service]",
-                f"User={launch.engine.name}",
-                f"WorkingDirectory=/var/lib/{launch.engine.name}",
-                f"StateDirectory={launch.engine.name}",
-                f"Environment={_VISIBLE[launch.vendor]}={','.join(_devices(launch, replica))}",
-                f"Environment=HF_HOME=/var/lib/{launch.engine.name}",
-                f"Environment=PATH=/opt/{launch.engine.name}/bin:/usr/local/bin:/usr/bin:/bin",
-                f"ExecStart={shlex.join(words)}",
-                "Restart=on-failure",
-                "RestartSec=10",
-                "LimitMEMLOCK=infinity",
-                "NoNewPrivileges=true",
-                "ProtectSystem=full",
-                "",
-                "[Install]",
-                "WantedBy=multi-user.target",
-                "",
-            ]
-        )
-    return files
-
-
-def _kubernetes(launch: Launch) -> Files:
-    if launch.spans_machines:
-        return boxes.kubernetes_files(launch)
-    name = re.sub(r"[^a-z0-9]+", "-", launch.model.rpartition("/")[2].lower()).strip("-")[:50]
-    words = json.dumps(command(launch, host="0.0.0.0"))
-    options = _kubernetes_options(launch, name) if launch.engine.name == "trtllm" else ""
-    mount = (
-        f"\n            - {{name: options, mountPath: /app/{TRTLLM_OPTIONS}, subPath: {TRTLLM_OPTIONS}}}"
-        if options
-        else ""
-    )
-    volume = f"\n        - {{name: options, configMap: {{name: {name}}}}}" if options else ""
-    text = f"""# {title(launch)}
-apiVersion: apps/v1
-kind: Deployment
-metadata: {{name: {name}}}
-spec:
-  replicas: {launch.replicas}
-  selector: {{matchLabels: {{app: {name}}}}}
-  template:
-    metadata: {{labels: {{app: {name}}}}}
-    spec:
-      containers:
-        - name: engine
-          image: {launch.image}
-          command: {words}
-          workingDir: /app
-          ports: [{{containerPort: {FIRST_PORT}}}]
-          resources: {{limits: {{{_RESOURCES[launch.vendor]}: {launch.tp}}}}}
-          readinessProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10}}
-          startupProbe: {{httpGet: {{path: /health, port: {FIRST_PORT}}}, periodSeconds: 10, failureThreshold: 180}}
-          env:
-            - name: HF_TOKEN
-              valueFrom: {{secretKeyRef: {{name: hugging-face, key: token, optional: true}}}}
-          volumeMounts:
-            - {{name: shm, mountPath: /dev/shm}}{mount}
-      volumes:
-        - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: 16Gi}}}}{volume}
----
-apiVersion: v1
-kind: Service
-metadata: {{name: {name}}}
-spec:
-  selector: {{app: {name}}}
-  ports: [{{port: 80, targetPort: {FIRST_PORT}}}]
-"""
-    return {"kubernetes.yaml": text + options}
-
-
-def _kubernetes_options(launch: Launch, name: str) -> str:
-    indented = "".join(f"    {line}\n" for line in trtllm_options(launch).splitlines())
-    return f"---\napiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata:\n  {TRTLLM_OPTIONS}: |\n{indented}"
-
-
 def _ray(launch: Launch) -> Files:
-    """One rank a machine over RoCE: the network, the limits, the cluster, and the server on its first machine."""
-    if launch.spans_machines and not launch.one_gpu_machines:
-        return boxes.ray_files(launch)
-    if not launch.one_gpu_machines:
+    if not launch.spans_machines:
         raise ConfigError(
             "no_ray_recipe",
             f"{launch.machine.name} needs no Ray: every replica is in one box.",
             "Use --recipe shell, compose, systemd or k8s.",
         )
-    if launch.engine.name != "vllm":
-        raise ConfigError(
-            "no_ray_recipe",
-            f"This recipe is not for {launch.engine.title}.",
-            "Use --engine vllm; for Phalanx there is phalanx cluster recipe; on one machine, another recipe will do.",
-        )
-    nodes = launch.nodes * launch.replicas
-    files = {f"node-{node}/{spark.NETPLAN}": spark.netplan(node) for node in range(nodes)} | spark.system_files()
-    for replica in range(launch.replicas):
-        files[f"replica-{replica}.sh"] = _ray_script(launch, replica * launch.nodes)
-    return files
-
-
-def _ray_script(launch: Launch, head: int) -> str:
-    address, interface = spark.address(head), spark.INTERFACES[0]
-    serve = wrapped(command(launch, host="0.0.0.0", extra=("--distributed-executor-backend", "ray")))
-    workers = ", ".join(spark.address(head + rank) for rank in range(1, launch.nodes)) or "none"
-    fabric = "\n".join(f"export {name}={value}" for name, value in fabric_environment(interface, spark.RDMA).items())
-    return f"""#!/usr/bin/env bash
-# {title(launch)}
-# Run on every machine of this replica: first on {address}, which serves, then on its workers ({workers}).
-# Before: ray get-auth-token --generate on the first, and the same ~/.ray/auth_token (mode 600) on all.
-set -euo pipefail
-ulimit -l unlimited
-# The GPU's memory is the system's: what the page cache holds, the engine cannot take.
-sync && echo 3 | sudo tee /proc/sys/vm/drop_caches >/dev/null
-SELF=$(ip -4 -o addr show {interface} | grep -oP '(?<=inet )[0-9.]+')
-export VLLM_HOST_IP=$SELF
-{fabric}
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0
-
-if [ "$SELF" != {address} ]; then
-  exec ray start --block --address={address}:6379 --node-ip-address="$SELF" --num-gpus=1
-fi
-ray start --head --port=6379 --node-ip-address="$SELF" --num-gpus=1 --include-dashboard=false
-until [ "$(ray status | grep -c ' node_')" -ge {launch.nodes} ]; do sleep 2; done
-exec {serve}
-"""
+    return boxes.scripts(launch)
 
 
 def write_files(files: Files, folder: Path) -> None:
@@ -272,7 +141,7 @@ def write_files(files: Files, folder: Path) -> None:
 KINDS: dict[str, Callable[[Launch], Files]] = {
     "shell": _shell,
     "compose": _compose,
-    "systemd": _systemd,
-    "k8s": _kubernetes,
+    "systemd": unit_files,
+    "k8s": kubernetes_files,
     "ray": _ray,
 }

@@ -6,13 +6,16 @@ import re
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
-from phalanx.plan.engines import OS_SHARE, EngineTraits, static_reserve
+from phalanx.plan.engines import EngineTraits, static_reserve
 from phalanx.spec.formats import PLAIN
 from phalanx.spec.machine import Machine
+from phalanx.spec.step_memory import SYSTEM_SHARE
 from phalanx.version import __version__
 
 FIRST_PORT = 8000
+ADMIN_PORT = 9000
 TRTLLM_OPTIONS = "trtllm.yaml"
+_VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "HABANA_VISIBLE_MODULES"}
 _IMAGES = {
     ("NVIDIA", "phalanx"): f"phalanx:{__version__}",
     ("NVIDIA", "vllm"): "vllm/vllm-openai:v0.24.0",
@@ -28,7 +31,8 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 @dataclass(frozen=True)
 class Launch:
     """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline. `prepare`: the command that first
-    writes the checkpoint, `note`: what to do where none is known. The model's own head makes up to `drafts` of tokens.
+    writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine is told. The model's
+    own head makes up to `drafts` of tokens.
     """
 
     model: str
@@ -46,6 +50,7 @@ class Launch:
     drafts: int = 0
     prepare: tuple[str, ...] = ()
     note: str = ""
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _SAFE_MODEL.fullmatch(self.model):
@@ -86,14 +91,25 @@ class Launch:
         return self.machine.smallest.vendor
 
     @property
+    def visible(self) -> str:
+        """The variable that says which cards a process sees."""
+        return _VISIBLE[self.vendor]
+
+    def devices(self, replica: int) -> list[str]:
+        """GPUs of a replica, by their number on the machine it runs on."""
+        if self.one_gpu_machines:
+            return ["0"]
+        return [str(device) for device in range(replica * self.tp, (replica + 1) * self.tp)]
+
+    @property
     def utilization(self) -> float:
         """vLLM's share of memory: what unified memory can spare, or what the engine takes."""
-        return 1 - OS_SHARE if self.one_gpu_machines else self.engine.share
+        return 1 - SYSTEM_SHARE if self.one_gpu_machines else self.engine.share
 
     @property
     def static_fraction(self) -> float:
         """SGLang's share for weights and KV."""
-        memory = self.machine.smallest.memory_bytes * (1 - OS_SHARE if self.one_gpu_machines else 1)
+        memory = self.machine.smallest.memory_bytes * (1 - SYSTEM_SHARE if self.one_gpu_machines else 1)
         kept = static_reserve(self.tp, self.max_num_batched_tokens)
         return round((memory - kept) / self.machine.smallest.memory_bytes, 3)
 
@@ -136,6 +152,7 @@ def _vllm(launch: Launch) -> list[str]:
         *("--max-num-seqs", str(launch.max_num_seqs)),
         *("--max-num-batched-tokens", str(launch.max_num_batched_tokens)),
         *("--gpu-memory-utilization", f"{launch.utilization:g}"),
+        *launch.flags,
     ]
 
 

@@ -14,15 +14,30 @@ from phalanx.server.messages import Submit
 
 if TYPE_CHECKING:
     from phalanx.server.grammar.matcher import Grammars
+    from phalanx.text.tokenizer import Tokenizer
 
 log = logging.getLogger("phalanx.server")
 
 
-class GrammarThread:
-    """Compiles grammars beside the steps: a new one takes longer than a step should."""
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Takes seconds, with what grammars need to be imported."""
+    import phalanx.server.grammar.matcher  # noqa: F401
+    from phalanx.text.tokenizer import Tokenizer
 
-    def __init__(self, path: Path, engine: Engine) -> None:
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer is not None, "a server has a tokenizer"
+    return tokenizer
+
+
+class GrammarThread:
+    """Compiles grammars beside the steps: a new one takes longer than a step should.
+
+    `tokenizer` is one that is being read already; else the first grammar has it read, and waits for it.
+    """
+
+    def __init__(self, path: Path, engine: Engine, tokenizer: Future[Tokenizer] | None = None) -> None:
         self._path = path
+        self._tokenizer = tokenizer
         self._vocab = engine.vocab
         self._ends = sorted(engine.scheduler.eos_token_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -44,16 +59,22 @@ class GrammarThread:
         done = [id for id, (_, matcher) in self._compiling.items() if matcher.done()]
         return [(order, _outcome(matcher)) for order, matcher in map(self._compiling.pop, done)]
 
-    def _matcher(self, grammar: bytes) -> Matcher:
-        """Only this thread comes here. What takes long to import and to read is left to the first grammar."""
-        if self._grammars is None:
-            from phalanx.server.grammar.matcher import Grammars
-            from phalanx.text.tokenizer import Tokenizer
+    def warm_up(self) -> None:
+        """Wait until grammars can be compiled, if their tokenizer is being read already."""
+        if self._tokenizer is not None:
+            self._thread.submit(self._ready_grammars).result()
 
-            tokenizer = Tokenizer.load(self._path)
-            assert tokenizer is not None, "a server has a tokenizer"
+    def _matcher(self, grammar: bytes) -> Matcher:
+        return self._ready_grammars().matcher(grammar)
+
+    def _ready_grammars(self) -> Grammars:
+        """Only this thread comes here."""
+        if self._grammars is None:
+            tokenizer = read_tokenizer(self._path) if self._tokenizer is None else self._tokenizer.result()
+            from phalanx.server.grammar.matcher import Grammars
+
             self._grammars = Grammars(tokenizer, self._vocab, self._ends)
-        return self._grammars.matcher(grammar)
+        return self._grammars
 
 
 def _outcome(matcher: Future[Matcher]) -> Matcher | PhalanxError:

@@ -37,7 +37,7 @@ def read_nvml(unread: list[str], nvml: Any = None, seconds: float = _SECONDS) ->
 
     def read() -> None:
         try:
-            found.append(_read(nvml or _binding(), sentences))
+            found.append(_read(nvml or binding(), sentences))
         except NvmlError as error:
             failures.append(error)
         except Exception as error:  # whatever the binding makes of a driver it does not know
@@ -54,7 +54,7 @@ def read_nvml(unread: list[str], nvml: Any = None, seconds: float = _SECONDS) ->
     return found[0]
 
 
-def _binding() -> Any:
+def binding() -> Any:
     try:
         import pynvml
     except ImportError:
@@ -131,7 +131,7 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
         uncorrected_errors=device.ask("ECC errors", "nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_BOOT),
         remapped=None if rows is None else RemappedRows(rows[0], rows[1], bool(rows[2]), bool(rows[3])),
         temperature_c=device.ask("its temperature", "nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),
-        throttle=_throttle(device),
+        throttle=throttle_of(device),
         power_w=_watts(device.ask("power", "nvmlDeviceGetPowerUsage")),
         power_limit_w=_watts(device.ask("power limit", "nvmlDeviceGetPowerManagementLimit")),
         power_default_w=_watts(device.ask("default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")),
@@ -140,6 +140,7 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
         persistence=None if persistence is None else bool(persistence),
         links=None if ends is None else tuple(end.link for end in ends),
         fabric=_fabric(device),
+        vbios=as_text(device.ask("its VBIOS", "nvmlDeviceGetVbiosVersion")),
     )
     return None if LOST in device.codes else gpu
 
@@ -170,7 +171,7 @@ def _process_name(nvml: Any, pid: int) -> str | None:
         return None
 
 
-def _throttle(device: Device) -> tuple[Throttle, ...] | None:
+def throttle_of(device: Device) -> tuple[Throttle, ...] | None:
     bits = device.ask("throttle reasons", "nvmlDeviceGetCurrentClocksEventReasons")
     if bits is None:
         bits = device.ask("throttle reasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
