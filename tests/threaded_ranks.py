@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.engine.adapters import AdapterBook
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
@@ -18,6 +19,7 @@ from phalanx.engine.scheduler import Limits, Output, Scheduler
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.fabric.group import Group
+from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
 from phalanx.runtime.speculate import open_checkpoint, speculation
@@ -89,6 +91,10 @@ class ThreadedRunner:
     def where(self) -> Whereabouts:
         return self.ranks[0].where
 
+    def adapt(self, order: AdapterOrder) -> None:
+        for rank in self.ranks:
+            rank.adapt(order)
+
     def beats(self) -> list[Beat]:
         return []
 
@@ -116,11 +122,14 @@ class ThreadedEngine:
         scheduler = Scheduler(
             bounds, pool, layout=cache_layout(config, spec), speculation=speculation(config, checkpoint)
         )
-        self.engine = Engine(scheduler, runner, spec.vocab)
+        self.engine = Engine(scheduler, runner, spec.vocab, AdapterBook(spec, config.lora_memory))
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """The requests, run to their end."""
-        requests = [self.engine.add(prompt, params) for prompt in prompts]
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, adapters: Sequence[str | None] = ()
+    ) -> list[Any]:
+        """The requests, run to their end, each by its adapter if there are some."""
+        each = adapters or [None] * len(prompts)
+        requests = [self.engine.add(prompt, params, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         while self.engine.has_work:
             self.outputs += self.engine.step()
         return requests

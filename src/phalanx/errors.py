@@ -36,6 +36,10 @@ class RequestError(PhalanxError):
     """One request is invalid; the engine and all other requests are unaffected."""
 
 
+class AdapterError(RequestError):
+    """An adapter cannot be loaded or is not there; the model and all other adapters are unaffected."""
+
+
 class StepMemoryError(PhalanxError):
     """A step ran out of memory: it has no results, and the steps before it are as they were."""
 

@@ -24,11 +24,12 @@ from .books import VOCAB, check_answer, check_books, check_empty, greedy, make_e
 
 WHOLE_NUMBERS: dict[str, tuple[int, int | None]] = {
     "n": (1, MAX_CHOICES),
-    "max_tokens": (1, None),
+    "max_tokens": (0, None),
     "min_tokens": (0, 256),
     "top_k": (0, None),
     "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "priority": (-COUNT_LIMIT, COUNT_LIMIT),
 }
 NUMBERS: dict[str, tuple[float, float]] = {

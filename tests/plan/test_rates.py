@@ -18,6 +18,7 @@ from phalanx.cost.profiles import profile
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.engines import ENGINES
+from phalanx.plan.explain import verdict
 from phalanx.plan.fit import fit
 from phalanx.plan.flow import HELD, Flow
 from phalanx.plan.predict import predictor
@@ -66,7 +67,7 @@ def test_what_flows_through_a_full_batch_is_what_its_steps_let_through(engine: s
     first, last = len(done) // 5, len(done) // 2
     seen = (last - first) / (done[last] - done[first])
     said = Flow.of(load, rules, room, price).capacity / HELD
-    assert said == pytest.approx(seen, rel=0.2 if engine == "sglang" else 0.08)
+    assert said == pytest.approx(seen, rel=0.2 if engine == "sglang" else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,13 @@ def test_a_plan_takes_less_than_a_second(rate: float) -> None:
     before = time.process_time()
     ask(question)
     assert time.process_time() - before < 1.0
+
+
+def test_a_rate_that_three_hundred_requests_cannot_tell_is_not_ok() -> None:
+    """72B in FP8 on 8 H100 at 200 requests/s and 800 shared tokens: 370 ms for 320 requests, 35 s for 6,000."""
+    plan = ask(PlanQuestion("Qwen2.5-72B", "8xH100-SXM", formats="fp8", rate=200, shared_prefix=800))
+    assert plan.best is not None
+    assert not plan.best.is_held
+    assert not plan.feasible
+    assert plan.machines_needed == 4
+    assert "cannot hold 200 requests/s" in verdict(plan)

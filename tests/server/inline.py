@@ -22,13 +22,15 @@ from phalanx.server.prepared import (
 class InlinePreparer:
     """Does what a `Preparer` has done elsewhere."""
 
+    adapters: list[str] = []  # noqa: RUF012
+
     async def start(self, assignment: Assignment) -> None:
         self.reader = RequestReader(assignment)
 
     async def prepare(
         self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None
     ) -> Prepared | TokenizedText | DetokenizedText | Continues:
-        asked = decode_asked(encode(Asked(kind, body, earlier)))
+        asked = decode_asked(encode(Asked(kind, body, earlier, self.adapters)))
         outcome = decode_outcome(encode(self.reader.outcome(asked)))
         if isinstance(outcome, Problem):
             assert not outcome.trace, outcome.trace

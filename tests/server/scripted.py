@@ -43,7 +43,9 @@ class ScriptedEngine:
         self.loading = self.books = None
         self.live = 0
 
-    def submit(self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
+    def submit(
+        self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None, owner="", adapter=None
+    ) -> int:  # type: ignore[no-untyped-def]
         self.prompts.append(self.tokenizer.decode(prompt, keep_special=True))
         self.params.append(params)
         tokens = [*self.tokenizer.encode(self.lines.popleft(), special_tokens=False), END]

@@ -40,7 +40,9 @@ class Script:
         self.submitted: list[tuple[list[int], SamplingParams, str | None, bytes | None]] = []
         self.cancelled: list[int] = []
 
-    def submit(self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
+    def submit(
+        self, prompt, params, mailbox: Mailbox, choice: int, salt=None, grammar=None, owner="", adapter=None
+    ) -> int:  # type: ignore[no-untyped-def]
         self.submitted.append((prompt, params, salt, grammar))
         id = len(self.submitted) - 1
         asyncio.get_running_loop().create_task(self._tell(id, mailbox, choice))

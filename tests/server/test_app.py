@@ -55,7 +55,7 @@ class Engine:
         self.stuck = False
         self.hang: Hang | None = None
 
-    def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None, owner="") -> int:  # type: ignore[no-untyped-def]
+    def submit(self, prompt, params, mailbox, choice, salt=None, grammar=None, owner="", adapter=None) -> int:  # type: ignore[no-untyped-def]
         self.asked.append(SimpleNamespace(prompt=prompt, params=params, salt=salt, owner=owner))
         for index, token in enumerate(self.tokens):
             last = "length" if token == self.tokens[-1] else None

@@ -17,7 +17,7 @@ from tests.server.running import Server
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+MESSAGES, RESPONSES, EMBEDDINGS = "/v1/messages", "/v1/responses", "/v1/embeddings"
 HELLO = [{"role": "user", "content": "hi"}]
 TEXT_BLOCK = {"type": "text", "text": "x"}
 
@@ -57,7 +57,16 @@ CORPUS: dict[str, tuple[str, object]] = {
     "a bias for no token": (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}),
     "a bias of NaN": (COMPLETIONS, '{"prompt": "a", "logit_bias": {"1": NaN}}'),
     "too many logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 10**6}),
-    "log-probabilities of the prompt": (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}),
+    "log-probabilities of a prompt in a stream": (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}),
+    "log-probabilities of many prompts": (COMPLETIONS, {"prompt": [[1] * 400] * 128, "n": 8, "prompt_logprobs": 0}),
+    "ten thousand texts to embed": (EMBEDDINGS, {"input": ["a"] * 10_000}),
+    "nothing to embed": (EMBEDDINGS, {"input": ""}),
+    "a text too long to embed": (EMBEDDINGS, {"input": "a " * 100_000}),
+    "tokens to embed that are none": (EMBEDDINGS, {"input": [[10**6]]}),
+    "half an embedding": (EMBEDDINGS, {"input": "a", "dimensions": 3}),
+    "an adapter without a key": ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}),
+    "no adapter without a key": ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+    "an echo in a chat": (CHAT, {"messages": HELLO, "echo": True}),
     "negative max_tokens": (COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
     "too many messages": (CHAT, {"messages": HELLO * 5000}),
     "an unknown role": (CHAT, {"messages": [{"role": "root", "content": "hi"}]}),
@@ -137,6 +146,11 @@ CORPUS: dict[str, tuple[str, object]] = {
     "a damaged seal": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "phalanx:!"}, *HELLO]}),
     "a response that is not there": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
     "too much metadata": (RESPONSES, {"input": "a", "metadata": {str(index): "x" for index in range(17)}}),
+    "tools of the server's own, by the thousand": (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}] * 5000}),
+    "a namespace of endless size": (
+        RESPONSES,
+        {"input": "a", "tools": [{"type": "namespace", "tools": [{"a": [0] * 20_000}]}]},
+    ),
     "an answer in the background": (RESPONSES, {"input": "a", "background": True}),
     "tokens that are none": ("/detokenize", {"tokens": [10**7]}),
     "neither prompt nor messages": ("/tokenize", {}),

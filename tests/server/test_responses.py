@@ -192,9 +192,22 @@ def test_some_of_the_tools_may_be_called(place: Scripted) -> None:
     assert "get_time" not in place.grammars.asked[-1].source
 
 
+def test_what_an_agent_offers_beside_its_functions_is_left_out_and_named(place: Scripted) -> None:
+    """As Codex does: it runs its functions itself, and works without the rest."""
+    place.says("Hello.")
+    others = [{"type": "web_search", "external_web_access": True}, {"type": "namespace", "name": "n", "tools": []}]
+    body = {"input": "a", "tools": [WEATHER, *others], "tool_choice": "auto"}
+    answer = httpx.post(place.url + "/v1/responses", json=body, headers={"authorization": "Bearer one"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-phalanx-warning"].endswith("tools.1.web_search, tools.2.namespace")
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["get_weather"]
+    assert "web_search" not in place.last_prompt
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"tools": [{"type": "code_interpreter"}]}, "type: Input should be 'function'"),
         ({"background": True}, "background is not accepted"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),

@@ -95,7 +95,7 @@ def test_recipes_are_the_files_of_the_command_line(studio: str, new_page: NewPag
     expect(page.get_by_label("launch command", exact=True)).to_be_visible()
 
 
-def test_the_scaling_curve_says_what_bounds_each_degree(studio: str, new_page: NewPage) -> None:
+def test_scaling_is_bound_by_something_and_models_have_a_speed_and_a_filter(studio: str, new_page: NewPage) -> None:
     page = new_page()
     open_plan(page, studio, "#/plan?engine=vllm&format=fp8&model=Llama-3.1-8B")
     question = PlanQuestion("Llama-3.1-8B", "4xH100-SXM", engines="vllm", formats="fp8", tps="1,2,4")
@@ -103,19 +103,13 @@ def test_the_scaling_curve_says_what_bounds_each_degree(studio: str, new_page: N
     points = scaling_curve(ask(question))
     assert [cells[1] for cells in shown] == [number(point.tokens_per_s) for point in points]
     assert [cells[3].partition(" (")[0] for cells in shown] == [point.bound for point in points]
-
-
-def test_models_that_fit_have_a_speed_and_a_filter(studio: str, new_page: NewPage) -> None:
-    page = new_page()
-    open_plan(page, studio)
     page.get_by_label("Filter").fill("qwen3-")
     names = page.locator("table.fits tbody th").all_inner_texts()
     assert names
     assert all("qwen3-" in name.lower() for name in names)
     page.get_by_role("button", name="tok/s a user, at most").click()
-    speeds = [
-        float(text.replace(",", "")) for text in page.locator("table.fits tbody td:nth-of-type(6)").all_inner_texts()
-    ]
+    cells = page.locator("table.fits tbody td:nth-of-type(6)").all_inner_texts()
+    speeds = [float(text.replace(",", "")) for text in cells]
     assert speeds == sorted(speeds, reverse=True)
 
 

@@ -15,6 +15,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from phalanx.trace import perfetto
+from phalanx.trace.timeline import steps_of
 from tests.server.conftest import tiny_chat
 from tests.server.running import Server, eventually, running
 from tests.web.browser import PHONE, NewPage, check_accessible
@@ -157,6 +159,40 @@ def test_every_rank_tells_where_its_time_goes(server: Server) -> None:
     for parts in (first, second):
         assert min(parts[launch], parts[device], parts[all_reduce], parts[sample]) > 0
     assert 0 < min(first_busy, second_busy) <= max(first_busy, second_busy) <= 1
+
+
+def test_a_trace_is_taken_shown_and_saved(server: Server, new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    page.goto(server.url + "/#/trace")
+    with load(server):
+        page.get_by_label("Steps").select_option("4")
+        page.get_by_role("button", name="Trace").click()
+        expect(page.get_by_role("img", name=re.compile(r"step \d+: rank 0 waited .*, rank 1 waited"))).to_be_visible()
+    parts = page.get_by_role("region", name="Parts of decode steps")
+    expect(parts.get_by_role("rowheader", name="attention")).to_be_visible()
+    expect(parts.get_by_role("rowheader", name="exchange")).to_be_visible()
+    assert page.locator(".trace-line rect.wait, .trace-line rect.exchange").count() > 5
+    step = page.locator("output[for=trace-step]").inner_text()
+    page.get_by_label("Step", exact=True).press("ArrowLeft")
+    expect(page.locator("output[for=trace-step]")).not_to_have_text(step)
+    check_accessible(page)
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="Save for Perfetto").click()
+    saved.value.save_as(tmp_path / "trace.json")
+    assert len(steps_of(perfetto.read(tmp_path / "trace.json"))) == 4
+
+
+def test_notes_stand_in_the_live_view(server: Server, new_page: NewPage) -> None:
+    (event,) = events(server, 1)
+    note = {"level": "warning", "code": "slow_rank", "title": "Rank 1 is slower", "found": "30 % <b>more</b>"}
+    event["state"]["notes"] = [note | {"why": "All wait.", "fix": "Look at its card."}]
+    page = new_page()
+    page.route("**/cockpit/live", lambda route: route.fulfill(
+        headers={"content-type": "text/event-stream"}, body=f"data: {json.dumps(event)}\n\n"
+    ))  # fmt: skip
+    page.goto(server.url + "/#/live")
+    findings = page.get_by_role("region", name="Findings")
+    expect(findings).to_contain_text("Rank 1 is slower: 30 % <b>more</b>. All wait. Look at its card.")
 
 
 def test_the_keyboard_looks_back_and_returns_to_now(server: Server, new_page: NewPage) -> None:

@@ -8,11 +8,13 @@ import { CompareView } from "./plan/compare";
 import { PlanView } from "./plan/view";
 import { linkTo, usePlace } from "./router";
 import { about, type About } from "./session";
+import { TraceView } from "./trace/view";
 
 const VIEWS = {
   plan: { title: "Plan", needsEngine: false },
   compare: { title: "Compare", needsEngine: false },
   live: { title: "Live", needsEngine: true },
+  trace: { title: "Trace", needsEngine: true },
   chat: { title: "Chat", needsEngine: true },
   layout: { title: "Layout", needsEngine: false },
 } as const;
@@ -91,6 +93,7 @@ function Cockpit(props: { server: About }) {
         {view === "plan" && <PlanView server={server} query={place.query} />}
         {view === "compare" && <CompareView query={place.query} />}
         {view === "live" && <LiveView server={server} />}
+        {view === "trace" && <TraceView />}
         {view === "chat" && <ChatView server={server} />}
         {view === "layout" && <LayoutView server={server} query={place.query} />}
       </main>

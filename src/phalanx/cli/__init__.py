@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.bench import bench
+from phalanx.cli.calibrate import calibrate
 from phalanx.cli.cluster import cluster
 from phalanx.cli.compare import compare
 from phalanx.cli.config import config
@@ -20,6 +21,8 @@ from phalanx.cli.pull import pull
 from phalanx.cli.quantize import quantize
 from phalanx.cli.serve import serve
 from phalanx.cli.studio import studio
+from phalanx.cli.trace import trace
+from phalanx.cli.tune import tune
 from phalanx.version import __version__
 
 app = typer.Typer(
@@ -37,6 +40,9 @@ app.command()(pull)
 app.command()(studio)
 app.command()(generate)
 app.command()(lab)
+app.command()(trace)
+app.command()(tune)
+app.command()(calibrate)
 app.command()(quantize)
 app.command()(compare)
 app.add_typer(bench, name="bench")

@@ -13,6 +13,8 @@ import typer
 from phalanx.cli.shared import AsJson, told_errors
 from phalanx.errors import ConfigError
 
+_LIVE_STEPS, _LIVE_SECONDS = 32, 10.0
+
 if TYPE_CHECKING:
     from phalanx.doctor.checks import Deployment
     from phalanx.doctor.facts import Facts
@@ -29,6 +31,7 @@ def doctor(
     measure: Annotated[bool, typer.Option(help="Measure memory, matrix and all-reduce speed (seconds).")] = False,
     save_calibration: Annotated[Path | None, typer.Option(help="With --measure: for the planner to use.")] = None,
     url: Annotated[str, typer.Option(help="A server that runs here, to hold against the plan.")] = "",
+    live: Annotated[str, typer.Option(help="A running Phalanx: why it is slow, by a trace and its last minute.")] = "",
     api_key_file: Annotated[Path | None, typer.Option(help="A file with that server's key.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Another machine to try large frames to.")] = None,
     venv: Annotated[Path | None, typer.Option(help="The environment whose engines are meant. Default: this.")] = None,
@@ -47,6 +50,9 @@ def doctor(
         from phalanx.doctor.checks import judge, judge_together
         from phalanx.doctor.report import TOGETHER, Verdict, about, has_errors, show, to_dict
 
+        if live:
+            _judge_live(live, api_key_file, as_json)
+            return
         if facts and (record or measure or url or peer or watch or venv):
             raise ConfigError(
                 "bad_option", "--facts judges what was recorded; nothing is read from this machine.", "Leave one out."
@@ -79,6 +85,29 @@ def doctor(
         if save_calibration is not None:
             _save_calibration(machines[0], save_calibration)
         raise typer.Exit(1 if has_errors(verdicts) else 0)
+
+
+def _judge_live(url: str, api_key_file: Path | None, as_json: bool) -> None:
+    """What a trace shows comes first: it sees more. Of its last minute the server tells what the trace did not."""
+    import msgspec
+    from rich.console import Console
+
+    from phalanx.doctor.live import findings_of, picture_of
+    from phalanx.doctor.report import show_findings
+    from phalanx.doctor.running import fetch_notes, fetch_trace
+
+    key = read_key(api_key_file)
+    traces = fetch_trace(url, key, steps=_LIVE_STEPS, seconds=_LIVE_SECONDS)
+    picture = picture_of(traces)
+    found = findings_of(picture)
+    found += [note for note in fetch_notes(url, key) if note.code not in {finding.code for finding in found}]
+    if as_json:
+        print(json.dumps({"picture": msgspec.to_builtins(picture), "findings": msgspec.to_builtins(found)}))
+        return
+    console = Console(highlight=False)
+    show_findings(found, console)
+    looked = f"{picture.steps} steps traced" if picture.steps else "no step ran in 10 s: ask it something meanwhile"
+    console.print(f"{len(found)} finding{'' if len(found) == 1 else 's'}; {looked}.")
 
 
 def _deployment(model: str | None, tp: int, number_format: str, concurrency: int, machine: str) -> Deployment | None:
@@ -126,7 +155,7 @@ def _this_machine(
     if url:
         from phalanx.doctor.running import read_server
 
-        serving = read_server(url, key=_key(api_key_file), tp=tp if tp > 1 else None)
+        serving = read_server(url, key=read_key(api_key_file), tp=tp if tp > 1 else None)
         facts = msgspec.structs.replace(facts, serving=serving)
     if measured:
         from phalanx.doctor.measure import measure
@@ -143,7 +172,7 @@ def _save_calibration(facts: Facts, path: Path) -> None:
     save_calibration(facts.measured, facts, path)
 
 
-def _key(file: Path | None) -> str | None:
+def read_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:

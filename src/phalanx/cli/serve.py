@@ -23,6 +23,7 @@ from phalanx.cli.shared import (
     told_errors,
 )
 from phalanx.engine import defaults
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from phalanx.server.keys import KeyRing
@@ -96,6 +97,15 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of a LoRA adapter in PEFT's form; may be repeated.")
+    ] = None,
+    lora_memory: Annotated[
+        int, typer.Option(min=0, help="Bytes a rank for adapters, those loaded later included.")
+    ] = 0,
+    pooling: Annotated[
+        str | None, typer.Option(help="Of embeddings: mean or last. Default: as the model's files say, or last.")
+    ] = None,
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
     interface: Interface = None,
@@ -128,6 +138,8 @@ def serve(
             interface=interface,
             ray_address=ray_address,
             share_gpus=share_gpus,
+            lora=_adapters(lora or []),
+            lora_memory=lora_memory,
         )
         options = ServeOptions(
             host=host,
@@ -149,6 +161,7 @@ def serve(
             share_prefixes=share_prefixes,
             vllm_metrics=vllm_metrics,
             response_store=response_store,
+            pooling=pooling,
             admin_host=admin_host,
             admin_port=admin_port,
             open_probes=open_probes,
@@ -163,3 +176,13 @@ def _keys(given: list[str], file: Path | None) -> KeyRing:
 
     hide_from_process_list(given)
     return KeyRing(given, file)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for each in given:
+        name, _, folder = each.partition("=")
+        if not name or not folder or name in adapters:
+            raise ConfigError("bad_option", f"--lora {each}.", "Give NAME=PATH, each name once.")
+        adapters[name] = str(Path(folder).expanduser().resolve())
+    return adapters

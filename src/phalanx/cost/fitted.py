@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import cache
 from math import exp, sqrt
@@ -69,10 +70,24 @@ class Fitted(msgspec.Struct, frozen=True):
         return [what for what, is_new in unseen.items() if is_new]
 
 
+def own_file(gpu: str) -> Path:
+    """Where `phalanx calibrate` keeps what it found on machines with this GPU."""
+    folder = os.environ.get("PHALANX_PROFILES")
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(folder or f"{config}/phalanx/profiles").expanduser() / f"{gpu}.json"
+
+
+def fitted_for(engine: str, gpu: str) -> Fitted:
+    """Of Phalanx on a GPU that it was calibrated on, what was found there; else what the product comes with."""
+    own = own_file(gpu)
+    return load_fitted(own) if engine == "phalanx" and own.exists() else load_fitted()
+
+
 @cache
 def load_fitted(path: Path = FITTED_FILE) -> Fitted:
     return msgspec.json.decode(path.read_bytes(), type=Fitted)
 
 
 def write_fitted(fitted: Fitted, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(fitted), indent=1) + b"\n")

@@ -17,6 +17,8 @@ from phalanx.spec.machine import Gpu, Link
 
 _ACTIVATION_BYTES = 2
 _REFERENCE_BANDWIDTH = 4e12
+_ROUNDED_INPUTS = ("fp8", "fp4")
+"""Formats of products whose inputs have to be made, a kernel more each."""
 
 
 class RooflineTimes(NamedTuple):
@@ -37,11 +39,14 @@ class RooflineTimes(NamedTuple):
     rows: float
     has_prompt: float
     bandwidth: float
-    is_fp8: float
+    rounds_inputs: float
 
 
 class Rates(NamedTuple):
-    """An engine family on top of the limits: shares of peak reached, microseconds and milliseconds added."""
+    """An engine family on top of the limits: shares of peak reached, microseconds and milliseconds added.
+
+    As fitted they are those on an H200; `kernels.at_reach` has those on another card.
+    """
 
     linear_bandwidth: float
     linear_compute: float
@@ -110,7 +115,7 @@ class Roofline:
             rows=step.decodes,
             has_prompt=float(step.prompt_tokens > 0),
             bandwidth=self.gpu.bandwidth,
-            is_fp8=float(work.compute == "fp8"),
+            rounds_inputs=float(work.compute in _ROUNDED_INPUTS),
         )
 
     @cached_property
@@ -156,14 +161,14 @@ class Roofline:
 
 def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     """Seconds of a step. Reading and computing overlap, so their cubic mean counts, near the larger of the two."""
-    compute = rates.linear_compute * rates.fp8_compute**limits.is_fp8
+    compute = rates.linear_compute * rates.fp8_compute**limits.rounds_inputs
     linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
     head = _overlapped(limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute)
     slower = (limits.bandwidth / _REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
     experts = _overlapped(
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
-    layer = rates.layer_us + limits.is_fp8 * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
+    layer = rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
     steps = rates.step_ms + limits.has_prompt * rates.prompt_step_ms
     return StepCost(
         weights=linear + head,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AdmissionRule = Literal["fair", "mixed", "whole", "first"]
+AdmissionRule = Literal["fair", "mixed", "whole", "first", "static"]
 
 
 @dataclass(frozen=True)
 class Rules:
     """`fair`: prompts in chunks beside decodes, and shorter ones pass a long one. `mixed`: the same without passing.
-    `whole`: prompts uncut beside decodes. `first`: prompts alone, before any decode. Where the KV cache is short,
+    `whole`: prompts uncut beside decodes. `first`: prompts alone, before any decode. `static`: in batches, of
+    which the next begins when the last has ended; no engine does that any more. Where the KV cache is short,
     requests are admitted as if each took its prompt and `kv_reserve` of its output.
     """
 

@@ -20,7 +20,8 @@ class RankWork:
     """The rank with the most to do. Bytes are of one step, FLOPs of one token.
 
     `cache_bytes` are read per position a decode looks at, `pair_flops` done per pair of positions of a prompt, both by
-    reach (None: everything). `compute` and `expert_compute` name the format the products run in. Of a token's FLOPs,
+    reach (None: everything). `compute` and `expert_compute` name the format the products run in, `linear_format` and
+    `expert_format` that of the weights. Of a token's FLOPs,
     `last_flops` lie behind the last attention, where only rows that yield a token go.
     """
 
@@ -29,9 +30,11 @@ class RankWork:
     tp: int
     linear_bytes: float
     linear_flops: float
+    linear_format: str
     compute: str
     expert_bytes: float
     expert_flops: float
+    expert_format: str
     expert_compute: str
     experts: int
     experts_per_token: int
@@ -116,9 +119,11 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) ->
         tp=layout.tp,
         linear_bytes=linear.bytes + linear_quantised.bytes,
         linear_flops=linear.flops + linear_quantised.flops,
+        linear_format=weight_format if quantised_is_most else HEAD_FORMAT,
         compute=compute_format(weight_format) if quantised_is_most else HEAD_FORMAT,
         expert_bytes=expert.bytes / (experts * sparse) if sparse else 0.0,
         expert_flops=expert.flops * per_token / experts if sparse else 0.0,
+        expert_format=weight_format,
         expert_compute=compute_format(weight_format),
         experts=experts,
         experts_per_token=per_token,

@@ -66,6 +66,12 @@ def show(verdicts: Sequence[Verdict], console: Console, everything: bool = False
     console.print(_summary(verdicts), soft_wrap=True)
 
 
+def show_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Findings alone, of no machine."""
+    if findings:
+        console.print(_table(findings, console.width))
+
+
 def _table(findings: Sequence[Finding], width: int) -> Table:
     """On a wide screen what was found stands beside what it means; on a narrow one all of it is below the title."""
     table = Table(box=SIMPLE_HEAD, show_header=width >= _WIDE, padding=(0, 1, 0, 0), expand=True)

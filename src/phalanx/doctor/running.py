@@ -10,10 +10,16 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+import msgspec
+
 from phalanx.doctor.facts import Serving
+from phalanx.doctor.finding import Finding
+from phalanx.engine.marks import StepTraces
 from phalanx.errors import PhalanxError
+from phalanx.trace.perfetto import records_of
 
 _PATIENCE_S = 5.0
+_TOLD_S = 30.0
 _SAMPLE = re.compile(r"^(?:phalanx|vllm):([a-z_0-9]+)(?:\{[^}]*\})?\s+([0-9.eE+\-]+|NaN|[+-]Inf)\s*$")
 
 
@@ -49,6 +55,23 @@ def read_server(
         ttft_ms=_mean_ms(before, after, "time_to_first_token_seconds"),
         deaths=deaths,
     )
+
+
+def fetch_trace(url: str, key: str | None, steps: int, seconds: float) -> StepTraces:
+    """Some steps of a running Phalanx, over all its ranks."""
+    address = f"{url.rstrip('/')}/trace"
+    body = json.dumps({"steps": steps, "seconds": seconds}).encode()
+    text = _get(address, key, body=body, patience_s=seconds + _PATIENCE_S + _TOLD_S)
+    try:
+        return records_of(text.encode())
+    except msgspec.DecodeError as error:
+        raise ServerError("bad_answer", f"{address} did not answer with a trace: {error}.", "Is it Phalanx?") from None
+
+
+def fetch_notes(url: str, key: str | None) -> list[Finding]:
+    """What a running Phalanx itself has to say of its last minute."""
+    answer = _json(f"{url.rstrip('/')}/cockpit/notes", key)
+    return msgspec.convert(answer, list[Finding])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -104,12 +127,16 @@ def _json(url: str, key: str | None, any_status: bool = False) -> Any:
         ) from None
 
 
-def _get(url: str, key: str | None, any_status: bool = False) -> str:
+def _get(
+    url: str, key: str | None, any_status: bool = False, body: bytes | None = None, patience_s: float = _PATIENCE_S
+) -> str:
     if not url.startswith(("http://", "https://")):
         raise ServerError("bad_url", f"{url} is no address.", "Such as http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["content-type"] = "application/json"
     try:
-        with urlopen(Request(url, headers=headers), timeout=_PATIENCE_S) as answer:
+        with urlopen(Request(url, body, headers), timeout=patience_s) as answer:
             return str(answer.read().decode("utf-8", "replace"))
     except HTTPError as error:
         if any_status:

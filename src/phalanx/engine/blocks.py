@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx.errors import ConfigError
 
-Parent = int | str | None
+Parent = int | str | tuple[int, str | None] | None
 
 
 class PrefixCache:
@@ -15,9 +15,9 @@ class PrefixCache:
 
     The key of a block is its own tokens together with the node number of the block before it, so a key stands for the
     whole prefix. The dictionary hashes that chain and, on a match, compares the tokens themselves: two prefixes that
-    only share a hash never share a block. A first block's parent is the request's salt: tenants with different salts
-    live in different trees. Where groups of layers look back on a window only, each has blocks of its own for a node,
-    as long as they are kept.
+    only share a hash never share a block. A first block's parent is the request's root, its salt and its adapter:
+    tenants with different salts live in different trees. Where groups of layers look back on a window only, each has
+    blocks of its own for a node, as long as they are kept.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -34,11 +34,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._keys) + len(self._in_window)
 
-    def match(self, tokens: Sequence[int], salt: str | None) -> tuple[list[int], list[int]]:
+    def match(self, tokens: Sequence[int], root: Parent) -> tuple[list[int], list[int]]:
         """The blocks that hold the longest cached prefix made of whole blocks, and their nodes."""
         blocks: list[int] = []
         nodes: list[int] = []
-        parent: Parent = salt
+        parent = root
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             found = self._blocks.get((parent, tuple(tokens[start : start + self.block_size])))
             if found is None:

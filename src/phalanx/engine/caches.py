@@ -74,7 +74,7 @@ class Caches:
         if self._is_refused_still(request, kept_free):
             return False
         match = self._match(request)
-        cached, parent = len(match.blocks), match.nodes[-1] if match.nodes else request.salt
+        cached, parent = len(match.blocks), match.nodes[-1] if match.nodes else request.root
         fresh = self.pool.blocks_for(len(request.tokens)) - cached
         held = match.held
         needed = self.layout.groups * fresh + sum(map(self.pool.is_idle, held))
@@ -180,7 +180,7 @@ class Caches:
             self.snapshots.give_up(request.saved[1])
         request.blocks, request.windows, request.snapshot_ends = [], [], []
         request.room = request.computed = request.registered_blocks = 0
-        request.cache_parent = request.salt
+        request.cache_parent = request.root
         request.saved = request.restored = request.moving_node = None
 
     def _give(self, request: Request, blocks: list[int]) -> None:
@@ -191,7 +191,7 @@ class Caches:
         cache = self.pool.cache
         if cache is None:
             return Match([], [], [[] for _ in self.layout.windows], 0)
-        blocks, nodes = cache.match(request.tokens[:-1], request.salt)
+        blocks, nodes = cache.match(request.tokens[: request.resumable], request.root)
         end = self._resumable(nodes)
         windows = [
             [TRIMMED] * start + [block for node in nodes[start:end] if (block := cache.window(node, group)) is not None]

@@ -6,10 +6,13 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from phalanx.engine.adapters import AdapterBook
+from phalanx.engine.output import Output
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.scheduler import Output, Scheduler
+from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.step_plan import Runner, StepPlan, Totals
 from phalanx.errors import EngineDeadError, RequestError, StepMemoryError
 
@@ -23,11 +26,12 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max
     """Refuse what cannot be served, before it is in the books."""
     if not prompt:
         raise RequestError("empty_prompt", "The prompt has no tokens.", "Give at least one token.")
-    if len(prompt) >= max_model_len:
+    most, needs = (max_model_len, "") if params.max_tokens == 0 else (max_model_len - 1, " and the answer needs one")
+    if len(prompt) > most:
         raise RequestError(
             "prompt_too_long",
-            f"The prompt has {len(prompt)} tokens, the context is {max_model_len} and the answer needs at least one.",
-            f"Shorten the prompt to {max_model_len - 1} tokens or raise max_model_len.",
+            f"The prompt has {len(prompt)} tokens, the context is {max_model_len}{needs}.",
+            f"Shorten the prompt to {most} tokens or raise max_model_len.",
         )
     for what, ids in (
         ("The prompt", prompt),
@@ -52,10 +56,11 @@ def _check_ids(what: str, ids: Sequence[int], vocab: int) -> None:
 class Engine:
     """Ties a scheduler to a runner. With a runner of depth 2, step N+1 is launched before step N is read."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, vocab: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, vocab: int, adapters: AdapterBook | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.vocab = vocab
+        self.adapters = adapters or AdapterBook()
         self.totals = Totals()
         self._next_id = 0
         self._short_at: float | None = None
@@ -74,23 +79,41 @@ class Engine:
         salt: str | None = None,
         matcher: Matcher | None = None,
         owner: str = "",
+        adapter: str | None = None,
     ) -> Request:
         """Queue a request. `salt` keeps its cached prefixes apart from others', `matcher` its answer to a grammar.
 
-        Requests of different owners share the engine in equal parts.
+        Requests of different owners share the engine in equal parts. With an `adapter`, it is answered by the model as
+        that changes it.
         """
         self.check(prompt, params)
+        number = 0 if adapter is None else self.adapters.number(adapter)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._next_id += 1
-        request = Request(self._next_id, list(prompt), params, seed, salt, matcher, owner)
+        request = Request(self._next_id, list(prompt), params, seed, salt, matcher, owner, number)
         self.scheduler.add(request)
         return request
 
     def cancel(self, request_id: int) -> bool:
         return self.scheduler.cancel(request_id)
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """From the next request on it can be asked for by this name. AdapterError if it cannot be had."""
+        self.runner.adapt(self.adapters.load(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """No more requests can ask for it; those that do already are answered by it."""
+        self.adapters.unload(name)
+        self._let_adapters_go()
+
+    def _let_adapters_go(self) -> None:
+        for order in self.adapters.left(self.scheduler.requests.values()):
+            self.runner.adapt(order)
+
     def step(self) -> list[Output]:
         """Launch the next step; read the oldest one when the runner is full or nothing could be launched."""
+        if self.adapters.any_leaving:
+            self._let_adapters_go()
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self.totals.schedule_s += time.perf_counter() - began

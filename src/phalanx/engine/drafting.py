@@ -8,10 +8,11 @@ from itertools import islice, takewhile
 from operator import attrgetter
 
 from phalanx.engine.agenda import Agenda, Drafted, Launched
+from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.roster import Roster
 from phalanx.engine.speculation import Speculation
-from phalanx.engine.step_plan import StepResult, TokenLogprobs
+from phalanx.engine.step_plan import StepResult
 
 _slot = attrgetter("slot")
 

@@ -161,7 +161,7 @@ class StepFiller(Roster):
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
         agenda.admissions.append(
-            Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params)
+            Admission(slot, request.prompt_length, list(request.tokens), request.seed, request.params, request.adapter)
         )
         agenda.give(slot, [list(request.blocks), *request.windows])
         if request.restored is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult, StepTimes
 from phalanx.engine.whereabouts import Whereabouts
+from phalanx.models.adapter import AdapterOrder
 
 
 class ModelledRunner:
@@ -31,6 +32,9 @@ class ModelledRunner:
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
+
+    def adapt(self, order: AdapterOrder) -> None:
+        return None
 
     def collect(self) -> StepResult:
         plan = self._launched.popleft()

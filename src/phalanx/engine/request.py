@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from phalanx.engine.blocks import Parent
+from phalanx.engine.logprobs import PromptLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 
@@ -66,6 +67,8 @@ class Request:
     Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
     has to be taken from its twin, since some drafts did not come true. `drafts` are those that ranks have made behind
     the last token that was read, `drafted` counts all that came true and all that did not.
+
+    `prompt_logprobs` and `embedding` are what is known of its prompt so far, if it asked; once it is `told` it has it.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Request:
         salt: str | None,
         matcher: Matcher | None = None,
         owner: str = "",
+        adapter: int = 0,
     ) -> None:
         self.id = request_id
         self.order = (params.priority, request_id)
@@ -85,6 +89,8 @@ class Request:
         self.salt = salt
         self.matcher = matcher
         self.owner = owner
+        self.adapter = adapter
+        self.root: Parent = (adapter, salt) if adapter else salt
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.longest = len(prompt)
@@ -102,7 +108,7 @@ class Request:
         self.arrived = time.monotonic()
         self.queued_s = 0.0
         self.preemptions = 0
-        self.cache_parent: Parent = salt
+        self.cache_parent: Parent = self.root
         self.registered_blocks = 0
         self.snapshot_ends: list[int] = []
         self.restored: int | None = None
@@ -114,6 +120,10 @@ class Request:
         self.drafted = (0, 0)
         self.refusal: NoRoom | None = None
         self.found: int | None = None
+        asked = params.prompt_logprobs
+        self.prompt_logprobs = None if asked is None else PromptLogprobs(1, 1 + asked)
+        self.embedding: bytes | None = None
+        self.told = False
 
     @property
     def length(self) -> int:
@@ -123,6 +133,17 @@ class Request:
     def rest(self) -> int:
         """Tokens that are still to be computed before the next one can be sampled."""
         return self.length - self.computed
+
+    @property
+    def resumable(self) -> int:
+        """Tokens that a cached prefix may stand for. Of what it holds, nothing more can be told than keys and values:
+        what is asked of the prompt and not known yet has to be computed. The last token always has.
+        """
+        if self.told or not self.params.looks_into_prompt:
+            return len(self.tokens) - 1
+        if self.params.pooling == "mean":
+            return 0
+        return len(self.tokens) - 1 if self.prompt_logprobs is None else len(self.prompt_logprobs)
 
     @property
     def output(self) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from phalanx.errors import RequestError
+from phalanx.spec.pooling import POOLINGS
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -21,7 +22,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. Defaults sample from the model's own distribution.
 
     `temperature=0` is greedy. `top_k=0` keeps all tokens. `max_tokens=None` generates to the end of the context.
-    `logprobs=k` returns log-probabilities of the chosen token and the k likeliest, before penalties and temperature.
+    `logprobs=k` returns log-probabilities of the chosen token and the k likeliest, before penalties and temperature;
+    `prompt_logprobs=k` the same of the prompt's own tokens. `max_tokens=0` computes the prompt alone; only then may
+    `pooling` ask for its embedding: "mean" is the mean of all tokens' last hidden states, "last" that of the last one.
     Repetition penalty looks at prompt and output, presence and frequency penalty at the output alone. Requests of a
     lower `priority` number are served first; it changes when tokens come, never which.
     """
@@ -39,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    pooling: str | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -46,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_CHOICES)
-        _whole("max_tokens", self.max_tokens, 1, COUNT_LIMIT, optional=True)
+        _whole("max_tokens", self.max_tokens, 0, COUNT_LIMIT, optional=True)
         _whole("min_tokens", self.min_tokens, 0, COUNT_LIMIT if self.max_tokens is None else self.max_tokens)
         _number("temperature", self.temperature, 0.0, 100.0)
         _whole("top_k", self.top_k, 0, COUNT_LIMIT)
@@ -58,6 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _pooling(self.pooling, self.max_tokens)
         _of_type("ignore_eos", self.ignore_eos, bool)
         _of_type("logit_bias", self.logit_bias, dict)
         _of_type("stop", self.stop, list)
@@ -79,10 +86,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def looks_into_prompt(self) -> bool:
+        """Whether it asks for more of the prompt than the token behind it."""
+        return self.prompt_logprobs is not None or self.pooling is not None
+
+    @property
+    def reports(self) -> bool:
+        """Whether its first output is not just a token."""
+        return self.looks_into_prompt or self.max_tokens == 0
+
 
 def _of_type(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise RequestError("bad_parameter", f"{name} is {value!r}.", f"It must be a {kind.__name__}.")
+
+
+def _pooling(pooling: Any, max_tokens: int | None) -> None:
+    if pooling not in (None, *POOLINGS):
+        raise RequestError("bad_parameter", f"pooling is {pooling!r}.", f"Use one of {', '.join(POOLINGS)}.")
+    if pooling is not None and max_tokens != 0:
+        raise RequestError("bad_parameter", "pooling asks for an embedding, not for tokens.", "Set max_tokens to 0.")
 
 
 def _stop_string(text: Any) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-import msgspec
-
 from phalanx.engine.agenda import Agenda, Launched
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.caches import CacheLayout, Caches
 from phalanx.engine.filler import StepFiller
+from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.masks import MaskBook, places_for
+from phalanx.engine.output import NO_TOKEN, Output
+from phalanx.engine.reports import Reports
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.speculation import Speculation
-from phalanx.engine.step_plan import StepPlan, StepResult, TokenLogprobs
+from phalanx.engine.step_plan import StepPlan, StepResult
 from phalanx.errors import ConfigError, RequestError
-
-NO_TOKEN = -1
 
 _slot = attrgetter("slot")
 
@@ -31,22 +30,6 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-
-
-class Output(msgspec.Struct, frozen=True, gc=False):
-    """One new token of a request, and why it ends if it does. With `NO_TOKEN` it ends without one.
-
-    `cached_tokens` of its prompt came from the cache; it had waited `queued_s` seconds for its first step. Of its
-    drafts so far, `drafted` says how many came true and how many did not.
-    """
-
-    request_id: int
-    token: int
-    logprobs: TokenLogprobs | None
-    finish_reason: str | None
-    cached_tokens: int
-    queued_s: float
-    drafted: tuple[int, int] = (0, 0)
 
 
 class Scheduler(StepFiller):
@@ -74,6 +57,7 @@ class Scheduler(StepFiller):
         self.eos_token_ids = frozenset(eos_token_ids)
         self._masks = MaskBook(places_for(limits.max_num_seqs))
         self._in_flight: deque[Launched] = deque()
+        self._reports = Reports()
         self._step = 0
 
     @property
@@ -82,11 +66,14 @@ class Scheduler(StepFiller):
 
     def add(self, request: Request) -> None:
         params = request.params
-        most = request.prompt_length + (params.max_tokens or self.limits.max_model_len)
+        most = self.limits.max_model_len if params.max_tokens is None else request.prompt_length + params.max_tokens
         request.longest = min(self.limits.max_model_len, most)
         request.ends = frozenset() if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
             request.ends = request.ends.union(params.stop_token_ids)
+        if params.max_tokens == 0:
+            request.longest, request.ends = request.prompt_length + 1, frozenset()
+        self._reports.add(request)
         self._wait(request)
 
     def cancel(self, request_id: int) -> bool:
@@ -107,6 +94,7 @@ class Scheduler(StepFiller):
         if self.speculation is not None:
             agenda.ahead = self.speculation.ahead(agenda.decoding)
         plan, sampled = agenda.to_plan(self._step, self._masks)
+        plan = self._reports.mark(plan)
         for prompt, _, _ in agenda.prompts:
             self.caches.settle(prompt)
         for request in sampled:
@@ -140,8 +128,8 @@ class Scheduler(StepFiller):
             if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
                 reason = self._conclude(request, token)
             cached, queued_s = request.cached_tokens or 0, request.queued_s
-            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, request.drafted))
-        return outputs
+            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, drafted=request.drafted))
+        return self._reports.complete(result, outputs) if self._reports.any_in_flight else outputs
 
     def abandon(self, plan: StepPlan, error: RequestError) -> Output:
         """The newest step, `plan`, did not run: its youngest request ends with this error.
@@ -161,6 +149,7 @@ class Scheduler(StepFiller):
         while self.running:
             self.preempt(self.running[-1])
         self._masks.forget()
+        self._reports.forget(plan)
         youngest = max(of_step, key=lambda request: request.id)
         youngest.error = error
         self._finish(youngest, "error")

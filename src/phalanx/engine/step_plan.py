@@ -6,9 +6,11 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_sums import StepSums
 from phalanx.engine.whereabouts import Where, Whereabouts
+from phalanx.models.adapter import AdapterOrder
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
@@ -19,6 +21,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[int]
     seed: int
     params: SamplingParams
+    adapter: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
@@ -36,7 +39,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
-    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens.
+    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens. `reported`
+    are rows whose requests ask for more of the prompt than the token behind it.
     """
 
     step: int
@@ -53,6 +57,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     saved: list[tuple[int, int]] = []
     told: list[tuple[int, int, list[int]]] = []
     ahead: int = 0
+    reported: list[int] = []
 
     @property
     def num_tokens(self) -> int:
@@ -83,13 +88,6 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
         return sums
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probability of the sampled token, and of the likeliest ones, best first."""
-
-    sampled: float
-    top: list[tuple[int, float]]
-
-
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens, drafts.
 
@@ -108,13 +106,19 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows, and drafts behind each row that yields some."""
+    """The tokens that a step yields, in the order of its rows, and drafts behind each row that yields some; and by
+    slot, what it found out of prompts.
+
+    An embedding is told where the prompt ends, as float32.
+    """
 
     step: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     times: StepTimes = StepTimes()
     drafts: list[list[int]] = []
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    embeddings: list[tuple[int, bytes]] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):
@@ -179,6 +183,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> None:
         """StepMemoryError if the step found too little memory; it counts as never launched."""
+        ...
+
+    def adapt(self, order: AdapterOrder) -> None:
+        """Hold an adapter on all ranks from the next step on, or hold it no longer."""
         ...
 
     def collect(self) -> StepResult:

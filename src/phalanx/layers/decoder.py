@@ -11,9 +11,13 @@ from torch import Tensor
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm
+from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.draft_head import DraftHeadPart
+from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.hyper import HyperEnds
 from phalanx.layers.layer import DecoderLayer
+from phalanx.layers.linear import Linear
+from phalanx.layers.mixers.gqa import Attention
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
@@ -63,6 +67,13 @@ class Decoder:
             for part in (layer.mixer, layer.ffn):
                 yield from (product for product in part.products() if isinstance(product, Gemm))
         yield self.head.product
+
+    def linears(self) -> Iterator[Linear]:
+        """The products that adapters can be added to."""
+        for layer in self.layers:
+            for part in (layer.mixer, layer.ffn):
+                if isinstance(part, Attention | Mlp):
+                    yield from part.linears()
 
     @property
     def in_graphs(self) -> bool:
@@ -128,13 +139,20 @@ class Decoder:
         sketch.layers = [*{layer.kind: layer for layer in self.layers[:-1]}.values(), self.layers[-1]]
         return sketch
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """What the stream holds before the last norm: of these rows, at least one of them, or of all.
 
         No row looks at another one behind the last mixer, so there the others are left out.
         """
         self.place.group.where.at(EMBEDDING)
-        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary)
+        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, adapters)
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
             layer(stream, step)
@@ -144,7 +162,11 @@ class Decoder:
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""
         self.place.group.where.at(HEAD)
-        return self.head(self.norm(self.ends.join(hidden)))
+        return self.head(self.states(hidden))
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Behind the last norm."""
+        return self.norm(self.ends.join(hidden))
 
     def handed_on(self, hidden: Tensor) -> Tensor:
         """What a head that drafts takes: all streams as they are, or the one that there is, normed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, SightMasks
 from phalanx.kernels.latent import Chosen
+from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.rotary import Rotary
 from phalanx.spec.rope import Rope
 
@@ -30,9 +31,11 @@ class StepContext:
         block_size: int,
         dtype: torch.dtype,
         rotary: Rotary,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self._tokens = tokens
         self.rows: Tensor | None = None
+        self._adapters = adapters
         self.positions = positions
         self.batch = batch
         self.masks = SightMasks(batch, block_size, dtype)
@@ -45,6 +48,13 @@ class StepContext:
     def tokens(self) -> Tensor:
         """Of the rows that it goes on with."""
         return self._tokens if self.rows is None else self._tokens[self.rows]
+
+    def adapters_of(self, rows: Tensor | None) -> StepAdapters | None:
+        """Who goes by which adapter: of these rows, or of all."""
+        adapters = self._adapters
+        if adapters is None or rows is None:
+            return adapters
+        return self.once("adapters of the last rows", lambda: adapters.rows(rows))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What the first layer that asks makes of the step, for all that ask by this key."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.cost.correction import effects
-from phalanx.plan.fit_data import QUANTITIES, STARTS, Array, Data
+from phalanx.plan.fit_data import QUANTITIES, Array, Data, Start
 
 _SHARED_STIFFNESS = 0.3
 _FAMILY_STIFFNESS = 1.0
@@ -40,6 +40,7 @@ _SLOPE_SPREAD = {
 class FittedRates:
     """Rates as shifts of their starts (shared, one row a family, one an architecture) and effects by quantity."""
 
+    starts: dict[str, Start]
     families: list[str]
     architectures: list[str]
     shared: Array
@@ -68,21 +69,20 @@ class FittedRates:
         """By `family@architecture`, and by family alone for architectures that nothing was measured on."""
         found = {}
         for number, family in enumerate(self.families):
-            found[family] = _named_rates(self.shared + self.apart[number])
+            found[family] = self._named(self.shared + self.apart[number])
             for place, architecture in enumerate(self.architectures):
                 shift = self.shared + self.apart[number] + self.hardware[place]
-                found[f"{family}@{architecture}"] = _named_rates(shift)
+                found[f"{family}@{architecture}"] = self._named(shift)
         return found
 
-
-def _named_rates(shift: Array) -> dict[str, float]:
-    return {name: float(start.at(shift[index])) for index, (name, start) in enumerate(STARTS.items())}
+    def _named(self, shift: Array) -> dict[str, float]:
+        return {name: float(start.at(shift[index])) for index, (name, start) in enumerate(self.starts.items())}
 
 
 def calibrate(data: Data, near: FittedRates | None = None) -> FittedRates:
     """Fit rates, then effects on what they leave. With `near`, a fit of almost the same rows, its rates are kept."""
     rates = _fit_rates(data) if near is None else (near.shared, near.apart, near.hardware)
-    found = FittedRates(data.families, data.architectures, *rates, {})
+    found = FittedRates(data.starts, data.families, data.architectures, *rates, {})
     left = data.predict(found.shifts(data))
     for name in QUANTITIES:
         found.effects[name] = _fit_effects(name, data, data.measured[name] - left[name])
@@ -93,8 +93,8 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
     """Damped Gauss-Newton. What is a family's or an architecture's own moves its rows as what is shared does: one
     Jacobian serves all.
     """
-    count, families, architectures = len(STARTS), len(data.families), len(data.architectures)
-    spreads = np.array([start.spread for start in STARTS.values()])
+    count, families, architectures = len(data.starts), len(data.families), len(data.architectures)
+    spreads = np.array([start.spread for start in data.starts.values()])
     stiffness = np.concatenate(
         [
             _SHARED_STIFFNESS / spreads,

@@ -62,6 +62,8 @@ class CountedBatch:
 
     @classmethod
     def covers(cls, workload: Workload, rules: Rules, kv_tokens: int | None) -> bool:
+        if rules.admission == "static":
+            return False
         room = Room.of(workload, rules, kv_tokens)
         prefixes = workload.agents * _blocks(workload.shared_prefix)
         return 2 * prefixes <= room.blocks and room.step_tokens >= room.sequences + 2

@@ -162,13 +162,13 @@ def _prepare(measurement: Measurement) -> Case | Row:
 def _predict(case: Case) -> Row:
     predictor = Predictor(case.limits, case.traits, load_fitted())
     if case.measurement.kind == "burst":
-        return _predict_burst(case, predictor)
+        return predict_burst(case, predictor)
     prediction = predictor.predict(*case.trace_key)
     throughput = prediction.throughput.times(case.measurement.replicas)
     return Row(case.measurement, prediction.tpot, prediction.ttft, throughput)
 
 
-def _predict_burst(case: Case, predictor: Predictor) -> Row:
+def predict_burst(case: Case, predictor: Predictor) -> Row:
     """As the benchmark has it: a run with one token each is the prompts, what longer ones take more is the decodes."""
     first, whole = predictor.run_seconds(*case.first_key), predictor.run_seconds(*case.trace_key)
     rest = case.workload.output_tokens - 1

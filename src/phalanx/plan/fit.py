@@ -216,7 +216,7 @@ def _worst_step_line(layout: Layout, rank: int, tokens: int, sequences: int) -> 
     """By the runtime's own reckoning: it runs such a step before it sizes the KV cache."""
     rows, spec = min(sequences, tokens), layout.spec
     layer = layer_bytes(layout, rank, tokens, _VALUE_BYTES)
-    scores = score_bytes(rows, spec.vocab, tokens)
+    scores = score_bytes(rows, spec.vocab, tokens, tokens)
     how = f"{tokens} tokens in the widest layer" if layer > scores else f"{rows} x {spec.vocab} scores, all drawn from"
     return Line("a worst step", -max(layer, scores), how)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.fitted import load_fitted
+from phalanx.cost.kernels import Reach, at_reach, reach_of
 from phalanx.cost.price import Rates, RooflineTimes, combine, first_token_seconds
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.cases import Case
@@ -23,7 +24,9 @@ QUANTITIES = ("tpot", "ttft")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a rate starts, how far (in logarithms) it may well be off, and the most it can be."""
+    """Where a rate starts, how far (in logarithms) it may well be off, and the most it can be. Of an H200: what
+    other cards reach of it is known (`cost.kernels`).
+    """
 
     value: float
     spread: float
@@ -63,8 +66,10 @@ class Data:
     run over its output tokens. What was not measured is NaN.
     """
 
-    def __init__(self, cases: Sequence[Case], traces: Sequence[WeighedSteps]) -> None:
-        self.cases = list(cases)
+    def __init__(
+        self, cases: Sequence[Case], traces: Sequence[WeighedSteps], starts: dict[str, Start] = STARTS
+    ) -> None:
+        self.cases, self.starts = list(cases), starts
         steps = [
             (row, *case.limits.of(step), first, between)
             for row, (case, trace) in enumerate(zip(cases, traces, strict=True))
@@ -74,6 +79,8 @@ class Data:
         self.row = columns[0].astype(int)
         self.limits = RooflineTimes(*columns[1 : 1 + len(RooflineTimes._fields)])
         self.weights = {"ttft": columns[-2], "tpot": columns[-1]}
+        reached = [reach_of(case.limits.gpu, case.limits.work) for case in cases]
+        self.reach = Reach(*np.array(reached, dtype=float).T)
         self.prompt_tokens = np.array([case.workload.input_tokens for case in cases], dtype=float)
         self.measured = {
             "tpot": np.log([pace(case) or np.nan for case in cases]),
@@ -87,13 +94,14 @@ class Data:
     def subset(self, rows: Array) -> Data:
         """Only these rows."""
         part = object.__new__(Data)
-        part.cases = [self.cases[row] for row in rows]
+        part.cases, part.starts = [self.cases[row] for row in rows], self.starts
         place = np.full(len(self.cases), -1)
         place[rows] = np.arange(len(rows))
         chosen = place[self.row] >= 0
         part.row = place[self.row[chosen]]
         part.limits = RooflineTimes(*(np.asarray(column)[chosen] for column in self.limits))
         part.weights = {name: weight[chosen] for name, weight in self.weights.items()}
+        part.reach = Reach(*(np.asarray(column)[rows] for column in self.reach))
         part.prompt_tokens = self.prompt_tokens[rows]
         part.measured = {name: values[rows] for name, values in self.measured.items()}
         part.families, part.family = self.families, self.family[rows]
@@ -102,7 +110,8 @@ class Data:
 
     def predict(self, shifts: Array) -> dict[str, Array]:
         """Logarithms of TPOT and TTFT when the rates of every row are shifted so (rows x rates)."""
-        by_row = Rates(*(start.at(shifts[:, index]) for index, start in enumerate(STARTS.values())))
+        fitted = Rates(*(start.at(shifts[:, index]) for index, start in enumerate(self.starts.values())))
+        by_row = at_reach(fitted, self.reach)
         cost = combine(self.limits, Rates(*(np.asarray(rate)[self.row] for rate in by_row))).total
         rows = len(self.cases)
         first = np.bincount(self.row, cost * self.weights["ttft"], rows)
@@ -113,11 +122,13 @@ class Data:
 
 
 def pace(case: Case) -> float | None:
-    """Seconds between tokens or, of a run that was measured as a whole, over the output tokens of one replica."""
+    """Seconds between tokens or, of a run that was measured as a whole, over the output tokens of one replica; of a
+    closed loop, of one client.
+    """
     row = case.measurement
     if row.tpot is not None or row.throughput is None:
         return row.tpot
-    return row.replicas / row.throughput
+    return (row.replicas if case.runs_once else row.concurrency) / row.throughput
 
 
 def summarise(trace: Trace) -> WeighedSteps:
@@ -174,10 +185,10 @@ def _mean_step(group: WeighedSteps) -> tuple[StepSums, float, float]:
     return StepSums(*(mean(name) for name in fields)), firsts, betweens  # type: ignore[arg-type]
 
 
-def load_data(cases: Sequence[Case]) -> Data:
+def load_data(cases: Sequence[Case], starts: dict[str, Start] = STARTS) -> Data:
     """Simulate what the cases need, each closed loop once."""
     known: dict[Any, WeighedSteps] = {}
     for case in cases:
         if (case.measurement.kind, case.trace_key) not in known:
             known[case.measurement.kind, case.trace_key] = weigh(case)
-    return Data(cases, [known[case.measurement.kind, case.trace_key] for case in cases])
+    return Data(cases, [known[case.measurement.kind, case.trace_key] for case in cases], starts)

@@ -49,9 +49,23 @@ class WholePrompts(FirstCome):
         return count
 
 
+class StaticBatches(FirstCome):
+    """Nobody enters a batch that runs: the next one begins when all of the last have left."""
+
+    _to_come = 0
+
+    def _admit(self, agenda: Agenda, left: dict[str, int], candidates: Iterable[Request]) -> None:
+        before = len(self.waiting)
+        if before == len(self.requests):
+            self._to_come = min(before, self.limits.max_num_seqs)
+        super()._admit(agenda, left, islice(candidates, self._to_come))
+        self._to_come -= before - len(self.waiting)
+
+
 POLICIES: dict[AdmissionRule, type[Scheduler]] = {
     "fair": Scheduler,
     "mixed": FirstCome,
     "whole": WholePrompts,
     "first": PrefillFirst,
+    "static": StaticBatches,
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import exp
 
 from phalanx.cost.correction import Traits, traits_of
-from phalanx.cost.fitted import Fitted, Quantity, load_fitted
+from phalanx.cost.fitted import Fitted, Quantity, fitted_for
+from phalanx.cost.kernels import at_reach, reach_of
 from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
 from phalanx.cost.profiles import profile
 from phalanx.cost.quick import QuickPrice
@@ -137,7 +138,7 @@ def predictor(
     limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
     drafting = drafting_part(spec)
     made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
-    return Predictor(limits, traits, load_fitted(), made_by)
+    return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by)
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,10 @@ class Predictor:
     def cost(self, step: StepSums) -> StepCost:
         return combine(self.limits.of(step), self._rates)
 
-    @property
+    @cached_property
     def _rates(self) -> Rates:
-        return self.fitted.family_rates(self.traits.family, self.limits.gpu.architecture)
+        rates = self.fitted.family_rates(self.traits.family, self.limits.gpu.architecture)
+        return at_reach(rates, reach_of(self.limits.gpu, self.limits.work))
 
     def under(self, workload: Workload) -> Predictor:
         """The same deployment under another load."""

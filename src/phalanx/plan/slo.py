@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Protocol
 
 from phalanx.errors import ConfigError
-from phalanx.plan.predict import Prediction, percentile
+from phalanx.plan.predict import Interval, percentile
 
 _SLO_NAMES = ("ttft", "tpot")
 _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)-(\w+)|(\w+)-p(\d{1,2}(?:\.\d+)?)")
+
+
+class Latencies(Protocol):
+    """What requests saw: mean seconds, and those of each."""
+
+    @property
+    def ttft(self) -> Interval: ...
+
+    @property
+    def tpot(self) -> Interval: ...
+
+    @property
+    def requests_ttft(self) -> Sequence[float]: ...
+
+    @property
+    def requests_tpot(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True)
@@ -69,16 +86,16 @@ class Slo:
         told = {name: seconds for name, seconds in means.items() if seconds is not None}
         return told | {goal.name: goal.seconds for goal in self.tails}
 
-    def excess(self, prediction: Prediction) -> float:
+    def excess(self, prediction: Latencies) -> float:
         """The largest ratio of what is predicted to what is allowed; at most 1 when the SLO is met."""
         ratios = [predicted / allowed for _, predicted, allowed in self._compared(prediction)]
         return max(ratios, default=0.0)
 
-    def missed(self, prediction: Prediction) -> list[tuple[str, float, float]]:
+    def missed(self, prediction: Latencies) -> list[tuple[str, float, float]]:
         """Name, predicted and allowed seconds of every goal that is missed."""
         return [goal for goal in self._compared(prediction) if goal[1] > goal[2]]
 
-    def _compared(self, prediction: Prediction) -> Iterator[tuple[str, float, float]]:
+    def _compared(self, prediction: Latencies) -> Iterator[tuple[str, float, float]]:
         if self.ttft is not None:
             yield "ttft", prediction.ttft.mid, self.ttft
         if self.tpot is not None:

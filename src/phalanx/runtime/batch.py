@@ -17,6 +17,7 @@ from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, places_of
 from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
+from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
 
 
@@ -83,6 +84,7 @@ class Batch:
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
         self.plain_from = [0] * slots
+        self.adapters = [0] * slots
         self.is_drawn = [False] * slots
         self.masks = Masks(places_for(slots), device)
         self.spare_slot = slots
@@ -126,6 +128,24 @@ class Batch:
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
         return StepInputs(tokens, slot_of, positions, _grouped(attention), wanted)
+
+    def is_adapted(self, plan: StepPlan) -> bool:
+        """Whether some row of a plan goes by an adapter."""
+        admitted = {admission.slot: admission.adapter for admission in plan.admissions}
+        if not any(admitted.values()) and not any(self.adapters):
+            return False
+        return any(admitted.get(slot, self.adapters[slot]) for slot in plan.slots)
+
+    def adapters_in(self, plan: StepPlan) -> StepAdapters | None:
+        """Who goes by which adapter in a plan that has been taken in."""
+        if not any(self.adapters):
+            return None
+        numbers = [self.adapters[slot] for slot in plan.slots]
+        active = sorted(set(numbers) - {0})
+        if not active:
+            return None
+        (of_row,) = self.send(tensor_of(numbers).repeat_interleave(tensor_of(plan.counts)))
+        return StepAdapters(active, of_row)
 
     def singles(self, plan: StepPlan) -> int:
         """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
@@ -221,6 +241,7 @@ class Batch:
         occupant = Occupant(admission.params, admission.prompt_length)
         self.occupants[admission.slot] = occupant
         self.plain_from[admission.slot] = occupant.plain_from
+        self.adapters[admission.slot] = admission.adapter
         self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
 
     def _admit(self, admissions: list[Admission]) -> None:

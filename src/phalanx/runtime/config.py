@@ -39,6 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     that drafts. There are at most `speculate_tokens` guesses a request and step (default: 8, or as many as fit a batch
     of one request); fewer where they cost more than they bring.
 
+    `lora` are adapters by name, each a folder in PEFT's form. `lora_memory` is bytes a rank for these and for those
+    that are loaded later: what these take, if that is more.
+
     `share_gpus` lets ranks share GPUs where there are fewer than ranks. For tests: they take turns, so it is slow.
     """
 
@@ -59,6 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: str = "off"
     speculate: str = "off"
     speculate_tokens: int | None = None
+    lora: dict[str, str] = {}
+    lora_memory: int = 0
     share_gpus: bool = False
     executor: str = "local"
     ranks_per_node: int | None = None
@@ -72,6 +77,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_model_len", "kv_cache_memory", "num_blocks", "ranks_per_node", "speculate_tokens"):
             if getattr(self, name) is not None:
                 self._at_least_one(name, getattr(self, name))
+        if isinstance(self.lora_memory, bool) or not isinstance(self.lora_memory, int) or self.lora_memory < 0:
+            raise ConfigError("bad_option", f"lora_memory is {self.lora_memory!r}.", "It must be bytes, or 0.")
+        if not isinstance(self.lora, dict) or not all(self.lora):
+            raise ConfigError("bad_option", f"lora is {self.lora!r}.", "Give folders of adapters by name.")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError("bad_option", f"gpu_memory_utilization is {share!r}.", "Use a share above 0, 1 at most.")

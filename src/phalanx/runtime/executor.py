@@ -7,22 +7,42 @@ import traceback
 from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import torch
 
 from phalanx.engine.hang import Seen, position, who_waits
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts, read_pages
 from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
+from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.messages import CONNECT, GO_ON, TEND, CacheRoom, Done, RankReady, Short, encode, pack_plan
+from phalanx.runtime.messages import (
+    CONNECT,
+    END_TRACE,
+    GO_ON,
+    PING,
+    TEND,
+    TRACE,
+    CacheRoom,
+    Done,
+    Pong,
+    RankReady,
+    Short,
+    encode,
+    pack_adapter,
+    pack_plan,
+)
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
 from phalanx.runtime.runner import digest
 from phalanx.runtime.speculate import open_checkpoint
+from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.runtime.workers import LocalWorkers, Workers
 from phalanx.weights.load import Progress
 
 _POLL_MS = 100
+_PINGS = 20
 _SHORT_WITHIN_S = 10.0
 """How long rank 0, when it has no memory for a step, waits to hear the same from the others."""
 _AGAIN = "Start the engine again; if it recurs, run the same request with tp=1 to tell the rank from the model."
@@ -50,6 +70,8 @@ class Executor:
         self._loaded: list[int] = []
         self._blocks: dict[int, int] = {}
         self._short: dict[int, Short] = {}
+        self._traces: list[RankTrace] = []
+        self._pongs: dict[int, tuple[int, int]] = {}
         self._digests: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._group: Group = Solo()
         self.workers = start_workers(config, model_path)
@@ -121,6 +143,10 @@ class Executor:
                     self._short[report.rank] = report
                 case Done():
                     self._compare(report)
+                case RankTrace():
+                    self._traces.append(report)
+                case Pong():
+                    self._pongs[report.rank] = report.time, time.monotonic_ns()
 
     def _check_peers(self) -> None:
         """Called while rank 0 waits in a collective. In vain, if another rank gave up before it came to this one."""
@@ -144,6 +170,14 @@ class Executor:
         self.workers.send(GO_ON)
         return True
 
+    def adapt(self, order: AdapterOrder) -> None:
+        self._check_alive()
+        try:
+            self.workers.send(pack_adapter(order))
+            self.runner.adapt(order)
+        except Exception as error:
+            raise self._stop(error) from error
+
     def tend(self) -> bool:
         if not self.runner.put_off:
             return False
@@ -153,6 +187,42 @@ class Executor:
             return self.runner.tend()
         except Exception as error:
             raise self._stop(error) from error
+
+    def start_trace(self) -> int:
+        self._check_alive()
+        self.workers.send(TRACE)
+        return self.runner.start_trace()
+
+    def end_trace(self) -> list[RankTrace]:
+        """Of all ranks. Those on this machine have one clock; the others' are read by pings."""
+        self._check_alive()
+        self._traces = self.runner.end_trace()
+        try:
+            self.workers.send(END_TRACE)
+            while len(self._traces) < self._group.size:
+                self._hear(_POLL_MS)
+            ahead = self._clocks_ahead() if self.nodes else {}
+        except Exception as error:
+            raise self._stop(error) from error
+        ordered = sorted(self._traces, key=lambda trace: trace.rank)
+        return [
+            msgspec.structs.replace(trace, ahead=ahead[trace.rank][0], uncertain=ahead[trace.rank][1])
+            if trace.rank in ahead
+            else trace
+            for trace in ordered
+        ]
+
+    def _clocks_ahead(self) -> dict[int, tuple[int, int]]:
+        pings: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for _ in range(_PINGS):
+            self._pongs.clear()
+            sent = time.monotonic_ns()
+            self.workers.send(PING)
+            while len(self._pongs) < self._group.size - 1:
+                self._hear(_POLL_MS)
+            for rank, (there, heard) in self._pongs.items():
+                pings[rank].append((sent, there, heard))
+        return {rank: ahead_by_pings(each) for rank, each in pings.items()}
 
     def beats(self) -> list[Beat]:
         """EngineDeadError if a rank is gone: rank 0 may be waiting for it, or for work, and not know."""

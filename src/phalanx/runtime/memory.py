@@ -32,13 +32,13 @@ OWN_CONTEXT = GIB
 
 
 def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_on_gpu: int) -> int:
-    """Bytes that this rank has for keys and values, once a worst step and all graphs have theirs.
+    """Bytes that this rank has for keys and values, once a worst step, all graphs and adapters have theirs.
 
     On GPUs all ranks have to call this at once: the step is a real one.
     """
     if model.place.device.type == "cpu":
-        return _room_on_cpu(config, model, ranks_here)
-    return _room_on_gpu(config, model, ranks_on_gpu)
+        return _room_on_cpu(config, model, ranks_here) - config.lora_memory
+    return _room_on_gpu(config, model, ranks_on_gpu) - config.lora_memory
 
 
 def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
@@ -190,7 +190,7 @@ def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> 
         kept = 4 * len(place.shard.kv_heads) * spec.head_dim * size
         windows = len({(cache.kind, cache.reach) for cache in spec.caches})
         layer += longest * (windows * tokens * size + 2 * min(tokens, longest) + kept)
-    return max(layer, score_bytes(rows, spec.vocab, longest))
+    return max(layer, score_bytes(rows, spec.vocab, longest, tokens))
 
 
 def too_little(config: EngineConfig, model: Decoder, left: int, missing: int) -> ConfigError:

@@ -6,7 +6,9 @@ from zlib import crc32
 
 import msgspec
 
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan
+from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, Spot
@@ -89,7 +91,14 @@ class Failure(msgspec.Struct, frozen=True):
     fix: str | None = None
 
 
-RankReport = RankReady | CacheRoom | Done | Short
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """A rank's answer to a ping: what its clock says, in ns."""
+
+    rank: int
+    time: int
+
+
+RankReport = RankReady | CacheRoom | Done | Short | RankTrace | Pong
 
 GO_ON = [b"go on"]
 """An order: no rank had memory for the last step, and all gave it up at the same point."""
@@ -97,8 +106,14 @@ GO_ON = [b"go on"]
 TEND = [b"tend"]
 """An order: do the next piece of what was put off. Every rank has put off the same."""
 
+TRACE, END_TRACE, PING = [b"trace"], [b"end trace"], [b"ping"]
+"""Orders between steps: write down what follows; tell it; say what your clock says."""
+
 CONNECT = [b"connect"]
 """An order: all ranks have loaded; meet them."""
+
+ADAPT = b"adapt"
+"""The first frame of an order about an adapter."""
 
 report_decoder = msgspec.msgpack.Decoder(RankReport)
 beat_decoder = msgspec.msgpack.Decoder(Beat)
@@ -109,6 +124,15 @@ def pack_plan(plan: StepPlan) -> list[bytes]:
     """A plan with its checksum, as two frames."""
     body = encode(plan)
     return [crc32(body).to_bytes(4, "little"), body]
+
+
+def pack_adapter(order: AdapterOrder) -> list[bytes]:
+    return [ADAPT, encode(order)]
+
+
+def unpack_adapter(frames: list[bytes]) -> AdapterOrder | None:
+    """The order, if it is one about an adapter."""
+    return msgspec.msgpack.decode(frames[1], type=AdapterOrder) if frames[0] == ADAPT else None
 
 
 def unpack_plan(frames: list[bytes], expected_step: int) -> StepPlan:

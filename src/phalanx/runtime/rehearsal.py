@@ -30,6 +30,7 @@ def everything(vocab: int) -> SamplingParams:
         logit_bias={0: 1.0},
         stop_token_ids=[0],
         logprobs=min(MAX_LOGPROBS, vocab),
+        prompt_logprobs=min(MAX_LOGPROBS, vocab),
     )
 
 
@@ -63,8 +64,13 @@ def filled(seats: int, tokens: int, longest: int) -> list[tuple[int, int]]:
 
 
 def worst_step(seats: int, tokens: int, longest: int, vocab: int) -> StepPlan:
-    """The most tokens, the most rows, and everything asked of each: no step takes more memory."""
-    return step_of(filled(seats, tokens, longest), everything(vocab), bytes([0xFF]) * -(-vocab // 8))
+    """The most tokens, the most rows, and everything asked of each: no step takes more memory.
+
+    All are prompts that end in it, and but for the last token of each, all are reported on.
+    """
+    plan = step_of(filled(seats, tokens, longest), everything(vocab), bytes([0xFF]) * -(-vocab // 8))
+    prompts = [msgspec.structs.replace(admission, prompt_length=longest) for admission in plan.admissions]
+    return msgspec.structs.replace(plan, admissions=prompts, reported=list(range(len(plan.slots))))
 
 
 def sweep(most: int) -> list[int]:

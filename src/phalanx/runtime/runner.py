@@ -11,16 +11,22 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
+from phalanx.models.adapter import AdapterOrder
+from phalanx.runtime.adapters import drop_adapter, hold_adapter
 from phalanx.runtime.batch import Batch, StepInputs, tensor_of
 from phalanx.runtime.clock import StepClock
 from phalanx.runtime.drafting import Drafting, Drafts
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
+from phalanx.runtime.reports import Found, Reporter, reports_of
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
+from phalanx.runtime.traced_graphs import TracedGraphs
+from phalanx.runtime.tracer import Tracer
 
 
 def digest(tokens: list[int]) -> int:
@@ -46,6 +52,7 @@ class _Launched(NamedTuple):
     clock: StepClock
     done: torch.cuda.Event | None
     drafts: Drafts | None = None
+    found: Found | None = None
 
 
 class _Ran(NamedTuple):
@@ -55,6 +62,7 @@ class _Ran(NamedTuple):
     rows: SamplingRows
     inputs: StepInputs | None = None
     hidden: Tensor | None = None
+    found: Found | None = None
 
 
 class TorchRunner:
@@ -86,6 +94,7 @@ class TorchRunner:
         self.drafting = Drafting.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
+        self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -131,8 +140,9 @@ class TorchRunner:
             clock.mark()
         reading = ran.sampled.start_reading() if ran.sampled is not None else None
         drafts = drafts.start_reading() if drafts is not None else None
+        found = ran.found.start_reading() if ran.found is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts))
+        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found))
 
     def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
         if self.drafting is None:
@@ -146,6 +156,8 @@ class TorchRunner:
             self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
+        if plan.reported or self.batch.is_adapted(plan):
+            return None
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
 
     @torch.inference_mode()
@@ -157,16 +169,22 @@ class TorchRunner:
             ran.sampled.start_reading()
 
     def _forward(self, plan: StepPlan, clock: StepClock, model: Decoder) -> _Ran:
-        """A head that drafts needs all rows, whatever they yield."""
+        """A head that drafts needs all rows, whatever they yield. Those that are reported on come behind the others."""
         inputs = self.batch.prepare(plan)
         clock.mark()
         all_rows = model.draft_head is not None
-        hidden = model(inputs.tokens, inputs.positions, inputs.attention, None if all_rows else inputs.wanted)
-        rows = SamplingRows.of(plan, self.batch)
-        scores = model.scores(hidden[inputs.wanted] if all_rows else hidden) if rows else None
+        rows, reports = SamplingRows.of(plan, self.batch), reports_of(plan, self.batch)
+        wanted, yielding = inputs.wanted, len(inputs.wanted)
+        if reports:
+            wanted = torch.cat([wanted, *self.batch.send(tensor_of([row for each in reports for row in each.rows]))])
+        adapters = self.batch.adapters_in(plan)
+        hidden = model(inputs.tokens, inputs.positions, inputs.attention, None if all_rows else wanted, adapters)
+        looked_at = hidden[wanted] if all_rows else hidden
+        found = self.reporter(model, looked_at[yielding:], reports) if reports else None
+        scores = model.scores(looked_at[:yielding]) if rows else None
         clock.mark()
         sampled = self.sampler(scores, rows, self.batch) if scores is not None else None
-        return _Ran(sampled, rows, inputs, hidden)
+        return _Ran(sampled, rows, inputs, hidden, found)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock) -> _Ran:
         self.batch.update(plan)
@@ -179,17 +197,35 @@ class TorchRunner:
         return _Ran(sampled, rows, inputs, hidden)
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done, drafts = self._launched.popleft()
+        step, rows, sampled, clock, done, drafts, found = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
         self.where.end_step(step)
-        return StepResult(step, tokens, logprobs, clock.times(), drafts.read() if drafts is not None else [])
+        told = found.read() if found is not None else ([], [])
+        return StepResult(step, tokens, logprobs, clock.times(), drafts.read() if drafts is not None else [], *told)
+
+    def adapt(self, order: AdapterOrder) -> None:
+        if order.adapter is None:
+            drop_adapter(self.model, order.number)
+        else:
+            hold_adapter(self.model, order.number, order.adapter)
 
     def tend(self) -> bool:
         if self.put_off:
             self.put_off.popleft()()
         return bool(self.put_off)
+
+    def start_trace(self) -> int:
+        """Decode steps run in graphs that tell their times, steps with prompts kernel by kernel."""
+        self._tracer, self._usual = Tracer(self.model, self), (self.graphs, self.prompt_graphs)
+        if self.graphs is not None:
+            self.graphs, self.prompt_graphs = TracedGraphs(self.graphs, self._tracer), None
+        return len(self.model.layers) * self.model.place.group.size
+
+    def end_trace(self) -> list[RankTrace]:
+        traced, (self.graphs, self.prompt_graphs) = self.graphs, self._usual
+        return [self._tracer.end(traced.replayed if isinstance(traced, TracedGraphs) else None)]
 
     def beats(self) -> list[Beat]:
         return []

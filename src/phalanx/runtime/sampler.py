@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.engine.step_plan import StepPlan, TokenLogprobs
+from phalanx.engine.logprobs import TokenLogprobs
+from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, likeliest
 from phalanx.runtime.batch import Batch, Occupant

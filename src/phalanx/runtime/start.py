@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from phalanx.engine.adapters import AdapterBook
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.engine.step_plan import Runner
 from phalanx.fabric.group import Group, Solo
+from phalanx.models.adapter import read_adapter
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, cache_layout, load_model, make_runner
@@ -30,6 +34,8 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     checkpoint = open_checkpoint(config, model_path)
     spec = checkpoint.spec
     Layout(spec, max(config.tp, group.size))
+    given = sum(read_adapter(Path(folder), spec).rank_bytes(spec) for folder in config.lora.values())
+    config = msgspec.structs.replace(config, lora_memory=max(config.lora_memory, given))
     runner: Runner
     if config.tp == 1:
         runner, sizes = _start_alone(config, checkpoint, progress, group)
@@ -41,7 +47,10 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     try:
         guessing = speculation(config, checkpoint)
         scheduler = Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec), guessing)
-        return Engine(scheduler, runner, spec.vocab)
+        engine = Engine(scheduler, runner, spec.vocab, AdapterBook(spec, config.lora_memory))
+        for name, folder in config.lora.items():
+            engine.load_adapter(name, Path(folder))
+        return engine
     except Exception:
         runner.close()
         raise

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -19,25 +20,31 @@ from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
 from phalanx.runtime.messages import (
     CONNECT,
+    END_TRACE,
     GO_ON,
+    PING,
     TEND,
+    TRACE,
     CacheRoom,
     Done,
     Failure,
+    Pong,
     RankAssignment,
     RankReady,
     Short,
     encode,
+    unpack_adapter,
     unpack_plan,
     unpack_sizes,
 )
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
-from phalanx.runtime.runner import digest
+from phalanx.runtime.runner import TorchRunner, digest
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
 
 _BEATS_KEPT = 16
+_ASIDE = (TEND, TRACE, END_TRACE, PING)
 _LOOK_EVERY_MS = 1
 _GO_ON_WITHIN_MS = 20_000
 """How long a rank that had no memory waits to hear that the others had none either. The engine ends it before."""
@@ -82,8 +89,12 @@ def _serve(assignment: RankAssignment) -> None:
     step = 0
     while True:
         frames = ends.orders.receive(_LOOK_EVERY_MS if runner.in_flight else None)
-        if frames == TEND:
-            runner.tend()
+        if frames in _ASIDE:
+            _aside(frames, runner, ends.reports)
+            continue
+        adapter = unpack_adapter(frames) if frames is not None else None
+        if adapter is not None:
+            runner.adapt(adapter)
             continue
         if frames is not None:
             step += 1
@@ -105,6 +116,18 @@ def _serve(assignment: RankAssignment) -> None:
             pulse.end(busy=runner.in_flight > 0)
             totals.collected(result)
             ends.reports.send(encode(Done(rank, result.step, digest(result.tokens))))
+
+
+def _aside(order: list[bytes] | None, runner: TorchRunner, reports: Sender) -> None:
+    """What is no step."""
+    if order == TEND:
+        runner.tend()
+    elif order == TRACE:
+        runner.start_trace()
+    elif order == END_TRACE:
+        reports.send(encode(*runner.end_trace()))
+    else:
+        reports.send(encode(Pong(runner.model.place.group.rank, time.monotonic_ns())))
 
 
 def _page(assignment: RankAssignment) -> Whereabouts:

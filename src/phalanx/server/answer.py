@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
+from phalanx.engine.output import NO_TOKEN
 from phalanx.engine.sampling import SamplingParams
-from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.fields import MAX_TOOLS
 from phalanx.server.mailbox import Mailbox
@@ -36,11 +37,15 @@ class Question:
     keep_stop: bool = False
     tell_tokens: bool = False
     owner: str = ""
+    adapter: str | None = None
 
 
 @dataclass
 class Piece:
-    """What is new in a choice since the piece before, and by which tokens where the question asks for them."""
+    """What is new in a choice since the piece before, and by which tokens where the question asks for them.
+
+    The first one has what was asked about the prompt.
+    """
 
     choice: int
     content: str = ""
@@ -49,10 +54,12 @@ class Piece:
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
 
     def __bool__(self) -> bool:
         told = self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason or self.tokens
-        return bool(told)
+        return bool(told) or self.prompt_logprobs is not None
 
 
 class Listener(Protocol):
@@ -90,8 +97,14 @@ class GrowingChoice:
 
     def add(self, token: NewToken, piece: Piece) -> None:
         """Book a token. A stop string may end the choice before the engine does."""
-        self.output_tokens += 1
         self.cached_tokens, self.queued_s, self.drafted = token.cached_tokens, token.queued_s, token.drafted
+        if token.prompt_logprobs is not None:
+            piece.prompt_logprobs = token.prompt_logprobs
+        if token.token == NO_TOKEN:
+            piece.embedding = token.embedding
+            self.finish_reason = piece.finish_reason = token.finish_reason
+            return
+        self.output_tokens += 1
         if self._parser is not None and self._parser.in_reasoning:
             self.reasoning_tokens += 1
         if token.logprobs is not None:
@@ -122,16 +135,25 @@ class GrowingChoice:
 
 
 class Answer:
-    """The choices of all questions of one HTTP request, `n` for each, numbered through."""
+    """The choices of all questions of one HTTP request, `n` for each, numbered through.
+
+    The engine has `at_once` of them at a time, or all.
+    """
 
     def __init__(
-        self, questions: Sequence[Question], tokenizer: Tokenizer, stop_tokens: Sequence[int], listener: Listener
+        self,
+        questions: Sequence[Question],
+        tokenizer: Tokenizer,
+        stop_tokens: Sequence[int],
+        listener: Listener,
+        at_once: int | None = None,
     ) -> None:
         self.questions = questions
         self.mailbox = Mailbox()
         self.arrived = time.perf_counter()
         self.asked = False
         self._listener = listener
+        self._at_once = at_once
         self.choices = [
             GrowingChoice(index, question, tokenizer, stop_tokens)
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
@@ -142,16 +164,20 @@ class Answer:
         ids: list[int] = []
         self.asked = True
         try:
-            for question in self.questions:
-                for number in range(question.params.n):
-                    params = question.params.of_choice(number)
-                    kept = question.salt, question.grammar, question.owner
-                    ids.append(engine.submit(question.prompt, params, self.mailbox, len(ids), *kept))
-            while any(choice.finish_reason is None for choice in self.choices):
+            while unfinished := sum(choice.finish_reason is None for choice in self.choices):
+                ended = len(self.choices) - unfinished
+                while len(ids) < len(self.choices) and (self._at_once is None or len(ids) - ended < self._at_once):
+                    ids.append(self._submit(len(ids), engine))
                 yield self._read(await self.mailbox.take(), engine, ids)
         finally:
             for id in ids:
                 engine.cancel(id)
+
+    def _submit(self, index: int, engine: EngineClient) -> int:
+        question = self.choices[index].question
+        params = question.params.of_choice(index % question.params.n)
+        how = question.salt, question.grammar, question.owner, question.adapter
+        return engine.submit(question.prompt, params, self.mailbox, index, *how)
 
     def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[Piece]:
         pieces: dict[int, Piece] = {}

@@ -10,12 +10,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic.json_schema import models_json_schema
 
+from phalanx.server.adapter_routes import adapter_routes
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.fields import Body
 from phalanx.server.incoming import client_of, id_header, json_body, while_connected
 from phalanx.server.operator_routes import operator_routes, probes
-from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+)
 from phalanx.server.reference import add_reference
 from phalanx.server.responses.wire import ResponsesRequest
 from phalanx.server.service import Service
@@ -29,6 +36,7 @@ _BODIES: tuple[type[Body], ...] = (
     MessagesRequest,
     CountRequest,
     ResponsesRequest,
+    EmbeddingsRequest,
 )
 
 
@@ -47,6 +55,7 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     _add_agent_routes(app, service)
     app.include_router(probes(service))
     app.include_router(operator_routes(service))
+    app.include_router(adapter_routes(service))
     if cockpit is not None:
         cockpit.mount(app)
     app.openapi_schema = _with_own_errors(app.openapi())
@@ -82,23 +91,29 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         asked = service.complete(await json_body(request), client_of(request), id_header(request))
         return await while_connected(request, asked)
 
+    @app.post("/v1/embeddings", openapi_extra=_takes(EmbeddingsRequest))
+    async def embeddings(request: Request) -> Response:
+        asked = service.embed(await json_body(request), client_of(request), id_header(request))
+        return await while_connected(request, asked)
+
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        started = service.supervisor.client.started
+        started, is_adapter = service.supervisor.client.started, name in service.adapters
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "phalanx",
-            "root": service.name,
+            "root": name if is_adapter else service.name,
+            "parent": service.name if is_adapter else None,
             "max_model_len": started.max_model_len if started else None,
             "tools": None if service.tool_parser is None else "words" if service.tools_in_words else "template",
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in service.names]}
+        return {"object": "list", "data": [model(name) for name in (*service.names, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.engine.step_plan import TokenLogprobs
+from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.server.answer import Piece
 from phalanx.server.logprobs import SampledTokens
 

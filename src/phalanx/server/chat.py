@@ -56,8 +56,17 @@ class Chunk(msgspec.Struct):
 class ChatFormat(Chunks):
     """Writes chat completions. The role comes with the first token of a choice, not before."""
 
-    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer, **usage: bool) -> None:
+    def __init__(
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        prompt_logprobs: int | None = None,
+        **usage: bool,
+    ) -> None:
         super().__init__(**usage)
+        self._prompt_logprobs = prompt_logprobs
         self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._greeted: set[int] = set()
@@ -109,11 +118,17 @@ class ChatFormat(Chunks):
             ],
             "usage": answer.usage(),
             **({"prompt_token_ids": question.prompt} if question.tell_tokens else {}),
+            **self._told_of_prompt(question.prompt, pieces),
         }
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         tokens = [token for piece in pieces for token in piece.logprobs]
         return logprobs.for_chat(tokens, self._tokenizer) if tokens else None
+
+    def _told_of_prompt(self, prompt: list[int], pieces: list[Piece]) -> dict[str, Any]:
+        found = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
+        told = logprobs.of_prompt(prompt, found, self._prompt_logprobs, self._tokenizer)
+        return {} if told is None else {"prompt_logprobs": told}
 
 
 def told_tokens(pieces: list[Piece]) -> dict[str, Any]:

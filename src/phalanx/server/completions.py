@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, GrowingChoice, Piece
 from phalanx.server.chunks import Chunks, Usage
@@ -20,6 +21,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -34,12 +36,25 @@ class Completion(msgspec.Struct):
 
 
 class CompletionFormat(Chunks):
-    """Writes text completions. `echoes` is what goes before the text of each choice."""
+    """Writes text completions. `echoes` is what goes before the text of each choice.
+
+    With `echo_logprobs` its log-probabilities do too; `prompt_logprobs` of the likeliest are told on their own.
+    """
 
     def __init__(
-        self, id: str, created: int, model: str, tokenizer: Tokenizer, echoes: list[str], **usage: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        echoes: list[str],
+        echo_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
+        **usage: bool,
     ) -> None:
         super().__init__(**usage)
+        self._echo_logprobs = echo_logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._echoes = dict(enumerate(echoes))
@@ -58,7 +73,11 @@ class CompletionFormat(Chunks):
     def _choice(self, pieces: list[Piece], choice: GrowingChoice) -> CompletionChoice:
         index, written = choice.index, None
         is_first = index in self._echoes
-        tokens = [token for piece in pieces for token in piece.logprobs]
+        tokens: list[tuple[int, TokenLogprobs | None]] = [token for piece in pieces for token in piece.logprobs]
+        prompt, found = choice.question.prompt, pieces[0].prompt_logprobs if pieces else None
+        if found is not None and self._echo_logprobs:
+            tokens[:0] = logprobs.told_of_prompt(prompt, found, choice.question.params.logprobs or 0)
+            self._lengths[index] = 0
         if tokens:
             written = logprobs.for_completion(tokens, self._tokenizer, self._lengths[index])
             self._lengths[index] += sum(map(len, written["tokens"]))
@@ -70,7 +89,8 @@ class CompletionFormat(Chunks):
             reason,
             choice.stop_reason if reason else None,
             [token for piece in pieces for token in piece.tokens] or msgspec.UNSET,
-            choice.question.prompt if is_first and choice.question.tell_tokens else msgspec.UNSET,
+            prompt if is_first and choice.question.tell_tokens else msgspec.UNSET,
+            logprobs.of_prompt(prompt, found, self._prompt_logprobs, self._tokenizer) or msgspec.UNSET,
         )
 
     def _completion(

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from phalanx.engine.hang import Hang
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
@@ -33,17 +34,22 @@ from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import (
     Books,
     Cancel,
+    ChangeAdapter,
     Death,
+    EndTrace,
     EngineReport,
     Loading,
     Order,
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
     Submit,
+    Trace,
+    Traced,
     death_file,
     decode_report,
     encode,
@@ -59,6 +65,7 @@ _STOP_WAIT_S = 5.0
 _NODES_RETURN_WITHIN_S = 120.0
 _LOOK_EVERY_S = 1.0
 _RECEIVE_SLICE_S = 0.02
+_TRACE_TOLD_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ class EngineClient:
         self.pace = Pace()
         self._on_step = on_step
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
+        self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
+        self._traced: tuple[int, asyncio.Future[StepTraces | None]] | None = None
         self._next_id = 0
         self._verdict: Death | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
@@ -156,11 +165,12 @@ class EngineClient:
         salt: str | None = None,
         grammar: bytes | None = None,
         owner: str = "",
+        adapter: str | None = None,
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
         self._mailboxes[self._next_id] = mailbox, choice
-        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner))
+        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner, adapter))
         return self._next_id
 
     def cancel(self, id: int) -> None:
@@ -168,12 +178,40 @@ class EngineClient:
         if self._leave(id) is not None:
             self._send(Cancel(id))
 
+    async def trace(self, steps: int, within_s: float) -> StepTraces | None:
+        """The next steps, or as many as there were in this time. None if this engine cannot be traced."""
+        if self._traced is not None:
+            raise ApiError(409, "Another trace is being taken.", "trace_runs", headers={"retry-after": "10"})
+        self._next_id += 1
+        id, told = self._next_id, asyncio.get_running_loop().create_future()
+        self._traced = id, told
+        self._send(Trace(id, steps))
+        try:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(told), within_s)
+            self._send(EndTrace(id))
+            return await asyncio.wait_for(asyncio.shield(told), _TRACE_TOLD_WITHIN_S)
+        except TimeoutError:
+            raise ApiError(503, "The engine did not tell its trace.", "trace_lost") from None
+        except asyncio.CancelledError:
+            self._send(EndTrace(id))
+            raise
+        finally:
+            self._traced = None
+
     def _leave(self, id: int) -> Mailbox | None:
         """Where its tokens went, if it was still here."""
         mailbox, _ = self._mailboxes.pop(id, (None, 0))
         if mailbox is not None:
             self.pace.one_ended()
         return mailbox
+
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter, or, without a folder, unload it. ApiError says why it cannot be."""
+        self._next_id += 1
+        settled = self._unsettled[self._next_id] = asyncio.get_running_loop().create_future()
+        self._send(ChangeAdapter(self._next_id, name, folder))
+        await settled
 
     def reset_prefixes(self) -> None:
         """Requests that come later find none of what was cached before, but for what running ones use."""
@@ -187,6 +225,14 @@ class EngineClient:
     def close_mailboxes(self, error: ApiError) -> None:
         for mailbox, _ in self._mailboxes.values():
             mailbox.close(error)
+        for id in list(self._unsettled):
+            self._settle(id, error)
+
+    def _settle(self, id: int, error: ApiError | None = None) -> None:
+        """Who waits for it, if someone still does, hears that it is done, or why it is not."""
+        settled = self._unsettled.pop(id, None)
+        if settled is not None and not settled.done():
+            settled.set_result(None) if error is None else settled.set_exception(error)
 
     def _send(self, order: Order) -> None:
         self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
@@ -217,11 +263,17 @@ class EngineClient:
             now = time.monotonic()
             self._beats |= {beat.rank: (beat, now) for beat in report.beats}
         elif isinstance(report, Refused):
+            refusal = ApiError.of(RequestError(report.code, report.found, report.fix))
+            self._settle(report.id, refusal)
             mailbox = self._leave(report.id)
             if mailbox is not None:
-                mailbox.close(ApiError.of(RequestError(report.code, report.found, report.fix)))
+                mailbox.close(refusal)
+        elif isinstance(report, Settled):
+            self._settle(report.id)
         elif isinstance(report, Loading):
             self.loading = report
+        elif isinstance(report, Traced) and self._traced is not None and self._traced[0] == report.id:
+            self._traced[1].set_result(report.traces)
 
     def _deliver(self, report: Stepped) -> None:
         for token in report.tokens:

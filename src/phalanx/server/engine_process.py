@@ -21,9 +21,11 @@ import msgspec
 import zmq
 
 from phalanx.engine.core import Engine
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.request import Matcher, Request
 from phalanx.engine.speculation import SpeculationTotals
-from phalanx.errors import PhalanxError
+from phalanx.engine.tracing import EngineTracer
+from phalanx.errors import AdapterError, ConfigError, PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.pulse import Pulse, every_beat
@@ -33,7 +35,10 @@ from phalanx.runtime.start import start_engine
 from phalanx.server.grammar.engine_thread import GrammarThread, read_tokenizer
 from phalanx.server.messages import (
     Books,
+    Cancel,
+    ChangeAdapter,
     Death,
+    EndTrace,
     EngineReport,
     Loading,
     NewToken,
@@ -41,10 +46,13 @@ from phalanx.server.messages import (
     Pulses,
     Refused,
     ResetPrefixes,
+    Settled,
     Started,
     Startup,
     Stepped,
     Submit,
+    Trace,
+    Traced,
     death_file,
     decode_order,
     encode,
@@ -171,6 +179,7 @@ class EngineLoop:
         self._device = device
         self._ids: dict[int, int] = {}
         self._requests: dict[int, Request] = {}
+        self._traced: tuple[int, EngineTracer] | None = None
 
     def run(self) -> None:
         """For ever. What has been made so far will live as long: the garbage collector need not look at it again."""
@@ -222,18 +231,54 @@ class EngineLoop:
         elif isinstance(order, ResetPrefixes):
             self.engine.scheduler.pool.forget_idle()
             self._tell(Stepped([], self._books()))
-        elif order.id in self._requests:
+        elif isinstance(order, ChangeAdapter):
+            self._change_adapter(order)
+        elif isinstance(order, Trace):
+            self._trace(order)
+        elif isinstance(order, EndTrace):
+            if self._traced is not None and self._traced[0] == order.id:
+                self._tell_trace(order.id, self._traced[1].end())
+        else:
+            self._cancel(order)
+
+    def _cancel(self, order: Cancel) -> None:
+        if order.id in self._requests:
             request = self._forget(order.id)
             self.engine.cancel(request.id)
             self._tell(Stepped([], self._books()))
         else:
             self._grammars.drop(order.id)
 
+    def _trace(self, order: Trace) -> None:
+        """One at a time: a trace that is not over ends here."""
+        if self._traced is not None:
+            self._tell_trace(self._traced[0], self._traced[1].end())
+        try:
+            tracer = EngineTracer(self.engine, order.steps, lambda traces: self._tell_trace(order.id, traces))
+            self._traced = order.id, tracer
+        except ConfigError:
+            self._tell_trace(order.id, None)
+
+    def _tell_trace(self, id: int, traces: StepTraces | None) -> None:
+        self._traced = None
+        self._tell(Traced(id, traces))
+
+    def _change_adapter(self, order: ChangeAdapter) -> None:
+        try:
+            if order.folder is None:
+                self.engine.unload_adapter(order.name)
+            else:
+                self.engine.load_adapter(order.name, Path(order.folder))
+        except AdapterError as error:
+            self._refuse(order.id, error)
+            return
+        self._tell(Settled(order.id))
+
     def _add(self, order: Submit, matcher: Matcher | PhalanxError | None) -> None:
         try:
             if isinstance(matcher, PhalanxError):
                 raise matcher
-            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner)
+            request = self.engine.add(order.prompt, order.params, order.salt, matcher, order.owner, order.adapter)
         except PhalanxError as error:
             self._refuse(order.id, error)
             return
@@ -265,6 +310,8 @@ class EngineLoop:
                     output.cached_tokens,
                     output.queued_s,
                     output.logprobs,
+                    output.prompt_logprobs,
+                    output.embedding,
                     output.drafted,
                 )
             )

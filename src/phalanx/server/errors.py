@@ -39,7 +39,9 @@ class ApiError(HTTPException):
         if isinstance(error, EngineDeadError):
             return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
         if error.code == "prompt_too_long":
-            return cls(status, f"The prompt is too long for the maximum context length: {error}", OVERFLOW)
+            return cls(
+                status, f"The prompt is too long: this model's maximum context length is exceeded. {error}", OVERFLOW
+            )
         return cls(status, str(error), error.code)
 
 

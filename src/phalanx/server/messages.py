@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
+from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import SpeculationTotals
-from phalanx.engine.step_plan import Beat, TokenLogprobs, Totals
+from phalanx.engine.step_plan import Beat, Totals
 from phalanx.runtime.config import EngineConfig
 
 
@@ -27,9 +29,23 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     salt: str | None = None
     grammar: bytes | None = None
     owner: str = ""
+    adapter: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Write down the next steps, of all ranks."""
+
+    id: int
+    steps: int
+
+
+class EndTrace(msgspec.Struct, frozen=True, tag=True):
+    """Tell what there is of this trace, if it has not been told."""
+
     id: int
 
 
@@ -37,7 +53,15 @@ class ResetPrefixes(msgspec.Struct, frozen=True, tag=True):
     """Forget all prefixes that no request uses now."""
 
 
-Order = Submit | Cancel | ResetPrefixes
+class ChangeAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter from a folder, or, without one, unload it. Settled or Refused follows."""
+
+    id: int
+    name: str
+    folder: str | None = None
+
+
+Order = Submit | Cancel | ResetPrefixes | ChangeAdapter | Trace | EndTrace
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +96,8 @@ class NewToken(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     queued_s: float
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
     drafted: tuple[int, int] = (0, 0)
 
 
@@ -103,6 +129,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fix: str
 
 
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """An order that was asked about is done."""
+
+    id: int
+
+
 class Pulses(msgspec.Struct, frozen=True, tag=True):
     """Signs of life that have arrived from the ranks."""
 
@@ -117,7 +149,14 @@ class Death(msgspec.Struct, frozen=True):
     fix: str
 
 
-EngineReport = Loading | Started | Stepped | Refused | Pulses
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """None if this engine's ranks cannot be traced."""
+
+    id: int
+    traces: StepTraces | None
+
+
+EngineReport = Loading | Started | Stepped | Refused | Settled | Pulses | Traced
 
 encode = msgspec.msgpack.encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

@@ -13,6 +13,7 @@ from phalanx.server.error_handlers import add_error_handlers
 from phalanx.server.incoming import check_operator
 from phalanx.server.service import Service
 from phalanx.server.supervisor import condition
+from phalanx.server.trace_route import add_trace_route
 from phalanx.version import __version__
 
 _TOLD_OF_ENGINE = (
@@ -111,4 +112,5 @@ def operator_routes(service: Service) -> APIRouter:
         service.supervisor.admit(0).reset_prefixes()
         return {"status": "reset"}
 
+    add_trace_route(router, service.supervisor)
     return router

@@ -33,6 +33,7 @@ class ServeOptions:
     share_prefixes: bool = False
     vllm_metrics: bool = False
     response_store: Path | None = None
+    pooling: str | None = None
     admin_host: str | None = None
     admin_port: int | None = None
     open_probes: bool = False

@@ -31,6 +31,7 @@ from phalanx.server.prepared import (
     Assignment,
     Continues,
     DetokenizedText,
+    EmbeddingForm,
     Prepared,
     Problem,
     ReaderReady,
@@ -41,12 +42,13 @@ from phalanx.server.prepared import (
     decode_assignment,
     encode,
 )
-from phalanx.server.prompts import Encoder, characters_of, echoes_of, prompts_of, token_rules
+from phalanx.server.prompts import Encoder, characters_of, check_told, echoes_of, inputs_of, prompts_of, token_rules
 from phalanx.server.protocol import (
     ChatRequest,
     CompletionRequest,
     Constrained,
     DetokenizeRequest,
+    EmbeddingsRequest,
     Message,
     Rendering,
     TokenizeRequest,
@@ -69,12 +71,16 @@ class RequestReader:
         self._vocab = assignment.vocab
         self._context = assignment.context
         self._tool_parser = assignment.tool_parser
+        self._adapters: list[str] = []
+        self._pooling = assignment.pooling
+        self._hidden = assignment.hidden
         self._encoder = Encoder(Tokenizer.from_str(assignment.tokenizer), assignment.context)
         self.templates = ChatTemplates(assignment.templates, assignment.special_tokens, assignment.tools_in_words)
         self.bad_template: str | None = None
 
     def outcome(self, asked: Asked) -> ReadRequest:
         """What a request comes to, or what is wrong with it."""
+        self._adapters = asked.adapters
         readers: dict[str, Callable[[bytes], ReadRequest]] = {
             "chat": lambda body: self._answer(*self._read(ChatRequest, body)),
             "completion": self._completion,
@@ -83,6 +89,7 @@ class RequestReader:
             "message": lambda body: self._answer(*self._message(MessagesRequest, body)),
             "message_tokens": self._message_tokens,
             "response": lambda body: self._response(body, asked.earlier),
+            "embedding": self._embedding,
         }
         try:
             return readers[asked.kind](asked.body)
@@ -104,6 +111,7 @@ class RequestReader:
         params = request.to_params(
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=request.top_logprobs or 0 if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
         constraint = constraint_of(request, offer, self._tool_parser)
         text, heeded = self._text(request.messages, offer.tools, request, request.reasoning_effort)
@@ -132,9 +140,13 @@ class RequestReader:
         options = request.stream_options
         if options is not None and not request.stream:
             raise bad_request("stream_options are for streams: set stream to true.", param="stream_options")
+        if request.stream and request.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs are not told in streams.", param="prompt_logprobs")
+        prompts = [self._truncated(prompt, request, params) for prompt in prompts]
+        check_told(prompts, params)
         return Prepared(
             model=request.model or self._names[0],
-            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
+            prompts=prompts,
             params=params,
             stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
@@ -145,16 +157,20 @@ class RequestReader:
             keep_special=not request.skip_special_tokens,
             keep_stop=request.include_stop_str_in_output,
             tell_tokens=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
             **more,
         )
 
-    def _truncated(self, prompt: list[int], request: Constrained, params: SamplingParams) -> list[int]:
+    def _truncated(
+        self, prompt: list[int], request: Constrained | EmbeddingsRequest, params: SamplingParams
+    ) -> list[int]:
         most = request.truncate_prompt_tokens
         if most is None:
             return prompt
         if most == 0:
             raise bad_request("truncate_prompt_tokens leaves no prompt.", param="truncate_prompt_tokens")
-        return prompt[-(most if most > 0 else max(1, self._context - (params.max_tokens or 1))) :]
+        answer = 1 if params.max_tokens is None else params.max_tokens
+        return prompt[-(most if most > 0 else max(1, self._context - answer)) :]
 
     def _text(
         self, messages: list[Message], tools: list[Tool], how: Rendering, effort: str | None = None
@@ -168,13 +184,47 @@ class RequestReader:
     def _completion(self, body: bytes) -> Prepared:
         request, unknown = self._read(CompletionRequest, body)
         prompts = prompts_of(request, self._encoder)
+        echo_logprobs = bool(request.echo) and request.logprobs is not None
+        of_prompt = [request.prompt_logprobs, request.logprobs if echo_logprobs else None]
         return self._prepared(
             request,
             prompts,
-            request.to_params(request.max_tokens, request.logprobs),
+            request.to_params(
+                request.max_tokens,
+                request.logprobs,
+                max((most for most in of_prompt if most is not None), default=None),
+            ),
             constraint_of(request, Offer([], False, False), None),
             unknown=unknown,
             echoes=echoes_of(request, prompts, self._encoder),
+            echo_logprobs=echo_logprobs,
+        )
+
+    def _embedding(self, body: bytes) -> Prepared:
+        request, unknown = self._read(EmbeddingsRequest, body)
+        if self._pooling.kind is None:
+            raise bad_request(f"This model's own pooling, {self._pooling.found}, is not known: use --pooling.")
+        if request.dimensions not in (None, self._hidden):
+            raise bad_request(
+                f"dimensions is {request.dimensions}. Embeddings of this model have {self._hidden} numbers, which mean "
+                "nothing if some are left out.",
+                param="dimensions",
+            )
+        params = SamplingParams(max_tokens=0, pooling=self._pooling.kind, priority=request.priority)
+        prompts = inputs_of(request, self._encoder, self._hidden)
+        return Prepared(
+            model=request.model or self._names[0],
+            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
+            params=params,
+            stream=False,
+            include_usage=False,
+            salt=request.cache_salt,
+            constraint=None,
+            unknown=unknown,
+            embedding=EmbeddingForm(
+                request.encoding_format == "base64",
+                self._pooling.normalised if request.normalize is None else request.normalize,
+            ),
         )
 
     def _message(self, kind: type[CountRequest], body: bytes) -> tuple[ChatRequest, list[str]]:
@@ -219,7 +269,7 @@ class RequestReader:
             raise complaint_of(error) from None
         check_fields(request.model_extra or {})
         asked = getattr(request, "model", None)
-        if asked is not None and asked not in self._names:
+        if asked is not None and asked not in self._names and asked not in self._adapters:
             raise model_not_found(asked, self._names[0])
         return request, list(islice(request.unknown_fields(), MAX_UNKNOWN_FIELDS))
 

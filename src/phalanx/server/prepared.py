@@ -12,12 +12,15 @@ from phalanx.server.forked import Lane
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.rules import TokenRules
 from phalanx.server.parsers import ToolSchema
+from phalanx.spec.pooling import USUAL, Pooling
 
 QUICK, LARGE = 0, 1
 LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=5))
 """Small requests do not wait for large ones."""
 
-RequestKind = Literal["chat", "completion", "tokenize", "detokenize", "message", "message_tokens", "response"]
+RequestKind = Literal[
+    "chat", "completion", "tokenize", "detokenize", "message", "message_tokens", "response", "embedding"
+]
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -34,6 +37,8 @@ class Assignment(msgspec.Struct, frozen=True):
     context: int
     tool_parser: str | None
     tools_in_words: bool = False
+    pooling: Pooling = USUAL
+    hidden: int = 0
 
 
 class ReaderReady(msgspec.Struct, frozen=True):
@@ -43,11 +48,15 @@ class ReaderReady(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request's body, as it came; and what came before it, if it goes on with an answer that was kept."""
+    """A request's body, as it came; and what came before it, if it goes on with an answer that was kept.
+
+    `adapters` may be asked for by their names, beside the model's own.
+    """
 
     kind: RequestKind
     body: bytes
     earlier: bytes | None = None
+    adapters: list[str] = []
 
 
 class ResponseRecord(msgspec.Struct, frozen=True):
@@ -63,11 +72,18 @@ class ResponseRecord(msgspec.Struct, frozen=True):
     sealed_reasoning: bool
 
 
+class EmbeddingForm(msgspec.Struct, frozen=True):
+    """How embeddings are written."""
+
+    base64: bool
+    normalised: bool
+
+
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """What a request for an answer comes to. `thinking` is whether its prompt ends within a thought, or after one.
 
     `model` is the name it was asked by; `echoes` has what goes before the answers to each prompt; `unknown` are fields
-    nobody reads.
+    nobody reads. With `echo_logprobs` the echo has its log-probabilities; `prompt_logprobs` are told on their own.
     """
 
     model: str
@@ -88,6 +104,9 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     keep_stop: bool = False
     tell_tokens: bool = False
     record: ResponseRecord | None = None
+    echo_logprobs: bool = False
+    prompt_logprobs: int | None = None
+    embedding: EmbeddingForm | None = None
 
 
 class TokenizedText(msgspec.Struct, frozen=True, tag=True):

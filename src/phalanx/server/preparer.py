@@ -36,6 +36,7 @@ class Preparer:
     def __init__(self) -> None:
         self._processes = Forked(PREPARE_MODULE, LANES)
         self._turns = [Turns() for _ in LANES]
+        self.adapters: list[str] = []
 
     def spawn(self) -> None:
         """Start the processes, which import while the model's tokenizer is read."""
@@ -53,7 +54,8 @@ class Preparer:
         lane = QUICK if len(body) + len(earlier or b"") <= QUICK_BYTES else LARGE
         try:
             async with self._turns[lane].turn(client):
-                outcome = decode_outcome(await self._processes.ask(lane, encode(Asked(kind, body, earlier))))
+                asked = encode(Asked(kind, body, earlier, self.adapters))
+                outcome = decode_outcome(await self._processes.ask(lane, asked))
         except Lost as lost:
             raise ApiError(
                 400,

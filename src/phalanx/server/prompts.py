@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import RequestError
 from phalanx.server.errors import bad_request
 from phalanx.server.grammar.rules import TokenRules
-from phalanx.server.protocol import CompletionRequest, Message, Sampling
+from phalanx.server.protocol import CompletionRequest, EmbeddingsRequest, Message, Sampling, Texts
 
+MOST_TOLD, MOST_NUMBERS = 2**18, 2**22
 _PROBED = 8
 _SURELY = 2
 
@@ -73,6 +75,19 @@ def token_rules(request: Sampling, encoder: Encoder, vocab: int) -> TokenRules |
     return TokenRules(allowed, banned)
 
 
+def check_told(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """What is told of prompts has a bound."""
+    if params.prompt_logprobs is None:
+        return
+    numbers = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+    if numbers > MOST_TOLD:
+        raise bad_request(
+            f"Log-probabilities of these prompts are {numbers} numbers; {MOST_TOLD} are told at once. Ask for fewer of "
+            "the likeliest, or send the prompts one by one.",
+            param="prompt_logprobs",
+        )
+
+
 def characters_of(messages: Sequence[Message]) -> int:
     """Of the texts in messages: what is surely part of the prompt."""
     contents = (message.content or "" for message in messages)
@@ -81,20 +96,33 @@ def characters_of(messages: Sequence[Message]) -> int:
 
 def prompts_of(request: CompletionRequest, encoder: Encoder) -> list[list[int]]:
     """The token ids of each prompt."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [encoder.encode(prompt, special_tokens=True)]
-    if isinstance(prompt[0], int):
-        return [list(prompt)]
-    return [encoder.encode(each, special_tokens=True) if isinstance(each, str) else list(each) for each in prompt]
+    return _encoded(request.prompt, encoder, special_tokens=True)
+
+
+def inputs_of(request: EmbeddingsRequest, encoder: Encoder, width: int) -> list[list[int]]:
+    """The token ids of each text whose embedding is wanted, of so many numbers."""
+    texts = len(request.input) if isinstance(request.input, list) and not isinstance(request.input[0], int) else 1
+    if texts * width > MOST_NUMBERS:
+        raise bad_request(
+            f"{texts} embeddings of {width} numbers are more than the {MOST_NUMBERS} numbers that are sent at once: "
+            f"ask for {MOST_NUMBERS // width} at a time.",
+            param="input",
+        )
+    return _encoded(request.input, encoder, request.add_special_tokens)
+
+
+def _encoded(given: Texts, encoder: Encoder, special_tokens: bool) -> list[list[int]]:
+    if isinstance(given, str):
+        return [encoder.encode(given, special_tokens)]
+    if isinstance(given[0], int):
+        return [list(given)]
+    return [encoder.encode(each, special_tokens) if isinstance(each, str) else list(each) for each in given]
 
 
 def echoes_of(request: CompletionRequest, prompts: list[list[int]], encoder: Encoder) -> list[str]:
     """What the answers to each prompt begin with: the prompt where it is echoed, else nothing."""
     if not request.echo:
         return [""] * len(prompts)
-    if request.logprobs is not None:
-        raise bad_request("echo with logprobs asks for log-probabilities of the prompt, which are not computed.")
     given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = given if isinstance(given[0], str) else [encoder.decode(prompt) for prompt in prompts]
     return [str(text) for text in texts]

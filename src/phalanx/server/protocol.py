@@ -18,6 +18,7 @@ from phalanx.engine.sampling import (
 from phalanx.server.errors import bad_request
 from phalanx.server.fields import (
     MAX_BAD_WORDS,
+    MAX_INPUTS,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TEMPLATE_SWITCHES,
@@ -76,8 +77,11 @@ class Asking(Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Of the prompt's tokens; no streams.")
 
-    def to_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def to_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
@@ -92,6 +96,7 @@ class Asking(Sampling):
             logit_bias=_token_keys(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
@@ -238,9 +243,30 @@ class CompletionRequest(Constrained):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Count | None = 16
+    max_tokens: int | None = Field(16, ge=0, le=COUNT_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
+
+
+Texts = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+)
+
+
+class EmbeddingsRequest(Body):
+    model: Name | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    user: Name | None = None
+    add_special_tokens: bool = True
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=COUNT_LIMIT, description="-1: to what fits.")
+    priority: int = Field(0, ge=-COUNT_LIMIT, le=COUNT_LIMIT, description="Lower numbers are served first.")
+    cache_salt: Name | None = None
 
 
 class TokenizeRequest(Rendering):

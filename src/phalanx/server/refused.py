@@ -9,7 +9,7 @@ from phalanx.server.errors import bad_request
 
 _NOT_HERE = "This server has nothing of the kind."
 _NO_BEAMS = "Answers are sampled; there is no beam search."
-_NO_PROMPT_LOGPROBS = "Log-probabilities of the prompt are not computed."
+_ELSEWHERE = "Ask /v1/completions or /v1/chat/completions for it."
 _ONLY_TEXT = "These models read and write text."
 _OTHER_SAMPLER = "Tokens are chosen by temperature, top_k, top_p, min_p, penalties and biases."
 
@@ -20,8 +20,9 @@ REFUSED: Mapping[str, str] = {
     "use_beam_search": _NO_BEAMS,
     "length_penalty": _NO_BEAMS,
     "early_stopping": _NO_BEAMS,
-    "prompt_logprobs": _NO_PROMPT_LOGPROBS,
-    "logprob_start_len": _NO_PROMPT_LOGPROBS,
+    "prompt_logprobs": _ELSEWHERE,
+    "logprob_start_len": "Log-probabilities are told of a whole prompt: prompt_logprobs.",
+    "echo": "Only /v1/completions has it.",
     "logprob_token_ids": "Log-probabilities are given of the likeliest tokens: top_logprobs.",
     "prompt_embeds": "Prompts are text or tokens.",
     "logits_processors": "They would run on the server.",
@@ -33,8 +34,8 @@ REFUSED: Mapping[str, str] = {
     "web_search_options": _NOT_HERE,
     "audio": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
-    "lora_path": "No adapters are loaded.",
-    "lora_request": "No adapters are loaded.",
+    "lora_path": "Ask for an adapter by its name, as model.",
+    "lora_request": "Ask for an adapter by its name, as model.",
     "min_length": "Use min_tokens.",
     "max_length": "Use max_tokens.",
     "n_predict": "Use max_tokens.",

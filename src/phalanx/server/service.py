@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -22,6 +23,7 @@ from phalanx.server.answer import Answer, Question
 from phalanx.server.anthropic.events import MessageFormat
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat
+from phalanx.server.embeddings import AT_ONCE, EmbeddingFormat
 from phalanx.server.errors import ApiError, model_not_found, response_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint, after_thinking
@@ -41,6 +43,7 @@ from phalanx.server.supervisor import Supervisor
 from phalanx.server.tool_prompt import PARSER, templates_know_tools
 from phalanx.server.visit import Visit
 from phalanx.spec import ModelSpec
+from phalanx.spec.pooling import USUAL, Pooling, pooling_of
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 
@@ -75,6 +78,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     tools_in_words: bool = False
     responses: ResponseStore = field(default_factory=ResponseStore)
+    pooling: Pooling = USUAL
     keys: KeyRing = field(default_factory=KeyRing)
     quotas: Quotas = field(default_factory=lambda: Quotas(KeyRing()))
     traces: Traces | None = None
@@ -95,18 +99,37 @@ class Service:
             context=self.context,
             tool_parser=self.tool_parser,
             tools_in_words=self.tools_in_words,
+            pooling=self.pooling,
+            hidden=self.spec.hidden,
         )
 
     async def chat(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("chat", body, client)
-        format = ChatFormat(f"chatcmpl-{_new()}", _now(), asked.model, self.tokenizer, **_usage_of(asked))
+        format = ChatFormat(
+            f"chatcmpl-{_new()}", _now(), asked.model, self.tokenizer, asked.prompt_logprobs, **_usage_of(asked)
+        )
         return await self._parsed_reply(asked, format, client, headers)
 
     async def complete(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("completion", body, client)
         echoes = [echo for echo in asked.echoes for _ in range(asked.params.n)]
-        format = CompletionFormat(f"cmpl-{_new()}", _now(), asked.model, self.tokenizer, echoes, **_usage_of(asked))
+        format = CompletionFormat(
+            f"cmpl-{_new()}",
+            _now(),
+            asked.model,
+            self.tokenizer,
+            echoes,
+            asked.echo_logprobs,
+            asked.prompt_logprobs,
+            **_usage_of(asked),
+        )
         return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
+
+    async def embed(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
+        asked = await self._prepared("embedding", body, client)
+        assert asked.embedding is not None
+        questions = await self._questions(asked, None, None, client)
+        return self._reply(asked, questions, EmbeddingFormat(asked.model, asked.embedding), client, headers, AT_ONCE)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("message", body, client)
@@ -141,8 +164,27 @@ class Service:
         return outcome.text
 
     def check_model(self, asked: str) -> None:
-        if asked not in self.names:
+        if asked not in self.names and asked not in self.adapters:
             raise model_not_found(asked, self.name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders by name. An engine that is started again loads them again."""
+        return self.supervisor.launch.config.lora
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._change_adapter(name, folder)))
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._change_adapter(name, None)))
+
+    async def _change_adapter(self, name: str, folder: str | None) -> None:
+        """In the engine, then in the books; a client that leaves between them changes nothing."""
+        await self.supervisor.admit(0).change_adapter(name, folder)
+        others = {each: where for each, where in self.adapters.items() if each != name}
+        self.supervisor.set_adapters(others if folder is None else others | {name: folder})
+        self.preparer.adapters = list(self.adapters)
+        log.info("adapter %s is %s", name, "unloaded" if folder is None else f"loaded from {folder}")
 
     async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
@@ -187,6 +229,7 @@ class Service:
                 keep_stop=asked.keep_stop,
                 tell_tokens=asked.tell_tokens,
                 owner=client if self.places.shared and not self.keys.ranked else "",
+                adapter=asked.model if asked.model in self.adapters else None,
             )
             for prompt in asked.prompts
         ]
@@ -202,12 +245,19 @@ class Service:
         return lambda: OutputParser(self.reasoning_parser, tools, asked.tools, asked.thinking)
 
     def _reply(
-        self, asked: Prepared, questions: list[Question], format: Format, client: str, headers: dict[str, str]
+        self,
+        asked: Prepared,
+        questions: list[Question],
+        format: Format,
+        client: str,
+        headers: dict[str, str],
+        at_once: int | None = None,
     ) -> Reply:
         started = self.supervisor.client.started
         choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
+        choices = min(choices, at_once or choices)
         visit = Visit(self.places, self.quotas, self.metrics, client, tokens)
-        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit)
+        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit, at_once)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
             visit.leave(answer.output_tokens)
@@ -280,6 +330,9 @@ def build_service(
     in_words = options.tool_parser != "none" and (tools is None or not templates_know_tools(tokenizer.chat_templates))
     if in_words:
         log.info("the model's chat template knows no tools: they are told in plain words, and calls read as %s", PARSER)
+    preparer.adapters = list(config.lora)
+    for taken in {name, *options.served_names} & config.lora.keys():
+        raise ConfigError("bad_option", f"--lora {taken}: the model itself is called so.", "Use another name.")
     return Service(
         name=name,
         spec=spec,
@@ -297,6 +350,7 @@ def build_service(
         aliases=options.served_names[1:],
         tools_in_words=in_words,
         responses=ResponseStore(options.response_store),
+        pooling=pooling_of(path, options.pooling),
         keys=options.keys,
         quotas=Quotas(options.keys),
         traces=_traces(options.otlp_traces_endpoint, name),

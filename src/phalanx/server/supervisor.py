@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from phalanx.errors import EngineDeadError
 from phalanx.server.engine_client import EngineClient, EngineLaunch, RankHealth
@@ -98,6 +101,10 @@ class Supervisor:
         """For requests that wait or run."""
         assert self.client.started is not None
         return self.client.started.max_num_seqs + self._max_queued
+
+    def set_adapters(self, lora: dict[str, str]) -> None:
+        """Those that an engine is started with from now on."""
+        self.launch = replace(self.launch, config=msgspec.structs.replace(self.launch.config, lora=lora))
 
     def drain(self) -> None:
         """Take no more requests. What is dead stays dead."""

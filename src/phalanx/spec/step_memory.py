@@ -13,6 +13,9 @@ DRAWN_SCORE_BYTES, PENALISED_SCORE_BYTES = 56, 12
 MOST_PENALTY_BYTES = 256 * 2**20
 """Rows with penalties are worked off a few at a time, so many that this holds them."""
 
+REPORTED_SCORE_BYTES, MOST_REPORTED_BYTES = 20, 256 * 2**20
+"""What is made of a score whose token is part of a prompt that is reported on, and what so many at once may take."""
+
 _BYTES_PER_SCORE, _BYTES_PER_TOKEN = 4, 80
 """What penalties take beside the scores: a count for each of them, and a few numbers for every token of the past."""
 
@@ -26,10 +29,18 @@ def layer_bytes(layout: Layout, rank: int, tokens: int, value_bytes: int, mixer_
     return tokens * value_bytes * (4 + spec.streams) * spec.hidden + widest
 
 
-def score_bytes(rows: int, vocab: int, longest: int) -> int:
-    """What the scores of so many rows take, with everything on that a request can ask of the sampler."""
+def score_bytes(rows: int, vocab: int, longest: int, tokens: int) -> int:
+    """What the scores of so many rows take, with everything on that a request can ask of the sampler; or those of a
+    step's `tokens`, if they are prompts that are reported on.
+    """
     penalised = rows * vocab * PENALISED_SCORE_BYTES + penalty_bytes(rows, vocab, longest)
-    return max(rows * vocab * DRAWN_SCORE_BYTES, penalised)
+    reported = min(tokens, reported_at_once(vocab)) * vocab * REPORTED_SCORE_BYTES
+    return max(rows * vocab * DRAWN_SCORE_BYTES, penalised, reported)
+
+
+def reported_at_once(vocab: int) -> int:
+    """Tokens of prompts whose scores are looked at together."""
+    return max(1, MOST_REPORTED_BYTES // (REPORTED_SCORE_BYTES * vocab))
 
 
 def penalty_bytes(rows: int, vocab: int, longest: int) -> int:

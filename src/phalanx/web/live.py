@@ -11,22 +11,26 @@ from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from phalanx.doctor.finding import Finding
 from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import RankHealth
 from phalanx.server.recent import Recent
 from phalanx.server.supervisor import Supervisor, condition
+from phalanx.spec import Layout
 from phalanx.web.expect import Expectation, expectation
+from phalanx.web.notes import notes_of
 from phalanx.web.sampler import EVERY_S, LoadSampler, Sample
 from phalanx.weights.checkpoint import Checkpoint, locate
 
 STUCK_WRITE_S = 30.0
+_NOTES_EVERY = 5
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine is right now. `reason` is why there is none or why it is stuck, `loaded` how much of its weights
-    are there.
+    are there, `notes` what there is to say of its last minute.
     """
 
     status: str
@@ -40,6 +44,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankHealth]
     expected: dict[str, str] | None
     viewers: int
+    notes: list[Finding] = []
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -58,6 +63,8 @@ class Live:
         self._supervisor = supervisor
         self._fresh = asyncio.Event()
         self._latest: tuple[int, bytes] = (-1, b"")
+        self._shares: list[float] = []
+        self.notes: list[Finding] = []
 
     async def run(self) -> None:
         """For ever: a sample a second. What to expect is known once the engine says what it runs on."""
@@ -69,12 +76,16 @@ class Live:
             started = self._supervisor.client.started
             if self.sampler.expectation is None and started is not None:
                 config = self._supervisor.launch.config
-                self.sampler.expectation = await asyncio.to_thread(_expectation, config, started.device)
+                self.sampler.expectation, self._shares = await asyncio.to_thread(_known, config, started.device)
             self.tick()
 
     def tick(self) -> None:
         """Take a sample and tell all who wait for one."""
         self.sampler.sample()
+        if self.sampler.taken % _NOTES_EVERY == 0:
+            started = self._supervisor.client.started
+            on_gpus = started is not None and started.device != "cpu"
+            self.notes = notes_of(list(self.sampler.samples), on_gpus, self._shares)
         fresh, self._fresh = self._fresh, asyncio.Event()
         fresh.set()
 
@@ -120,6 +131,7 @@ class Live:
             ranks=ranks if death is None else [],
             expected={"kind": expected.kind, "source": expected.source} if expected is not None else None,
             viewers=self.viewers,
+            notes=self.notes if death is None else [],
         )
 
 
@@ -134,9 +146,12 @@ def _hang(hang: Hang | None) -> dict[str, str] | None:
     return None if hang is None else {"code": hang.code, "found": hang.found, "fix": hang.fix}
 
 
-def _expectation(config: EngineConfig, device: str) -> Expectation:
+def _known(config: EngineConfig, device: str) -> tuple[Expectation, list[float]]:
+    """What to expect of steps, and each rank's share of the weights, of 1 if even."""
     spec = Checkpoint(locate(config.model), config.load_format).spec
-    return expectation(spec, device, config.tp)
+    layout = Layout(spec, config.tp)
+    held = [layout.weight_bytes(rank, spec.number_format) for rank in range(config.tp)]
+    return expectation(spec, device, config.tp), [each * config.tp / sum(held) for each in held]
 
 
 class LiveStream(Response):
@@ -190,5 +205,9 @@ def live_route(live: Live) -> APIRouter:
     @router.get("/live")
     async def watch() -> Response:
         return LiveStream(live)
+
+    @router.get("/notes")
+    async def notes() -> list[dict[str, str]]:
+        return [msgspec.to_builtins(note) for note in live.notes]
 
     return router

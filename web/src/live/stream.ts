@@ -1,5 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, call, events } from "../api";
+import type { Finding } from "../trace/data";
 
 /** A second of the engine's life, as `phalanx.web.sampler.Sample` tells it. */
 export interface Sample {
@@ -47,6 +48,8 @@ export interface EngineState {
   ranks: RankHealth[];
   expected: { kind: "plan" | "baseline"; source: string } | null;
   viewers: number;
+  /** What there is to say of its last minute. */
+  notes: Finding[];
 }
 
 /** How the page stands with the server: `refused` is final, `lost` is tried again. */

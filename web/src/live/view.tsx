@@ -17,6 +17,8 @@ import { pointAt, type Timeline } from "./chart";
 import { outages, withHoles } from "./columns";
 import { Ranks } from "./ranks";
 import { Status } from "./status";
+import { Findings } from "../trace/findings";
+import "../styles/trace.css";
 import { useLive, type Sample } from "./stream";
 
 /** What the engine does now and did in the last ten minutes. */
@@ -49,6 +51,11 @@ export function LiveView(props: { server: About }) {
   return (
     <div class="live" onPointerMove={touched}>
       <Status link={link} state={state} tp={tp} />
+      {state !== null && state.notes.length > 0 && (
+        <section class="card small" aria-label="Findings">
+          <Findings findings={state.notes} />
+        </section>
+      )}
       <Moment rows={rows} shown={isPast ? shown : null} isLost={link === "lost"} pin={pin} />
       <div class="live-cards">
         <ChartCard title="Output" hint="tokens a second" lines={output} least={10} axisText={axisCount} {...shared} />

@@ -65,21 +65,20 @@ def read_software(
 
 def engine_versions(venv: Path | None = None) -> dict[str, str]:
     """Engines and what they run on, by the metadata of this environment or of a virtual one; nothing is imported."""
-    folders = None if venv is None else [str(each) for each in sorted(venv.glob("lib*/python3*/site-packages"))]
-    if folders == []:
+    if venv is None:
+        return {name: installed for name in _ENGINES if (installed := _version(name))}
+    folders = [str(each) for each in sorted(venv.glob("lib*/python3*/site-packages"))]
+    if not folders:
         raise ConfigError(
             "no_venv", f"{venv} has no lib/python3*/site-packages.", "Name a virtual environment's folder."
         )
-    found = {
-        str(each.metadata["Name"]).lower().replace("-", "_"): each.version
-        for each in (distributions() if folders is None else distributions(path=folders))
-    }
+    found = {str(each.metadata["Name"]).lower().replace("-", "_"): each.version for each in distributions(path=folders)}
     engines = {name: found[name] for name in _ENGINES if name in found}
-    if venv is None or not engines:
-        return engines
+    if not engines:
+        return {}
     beside = {"torch": found.get("torch"), "ray": found.get("ray")}
     beside["nccl"] = found.get("nvidia_nccl_cu13") or found.get("nvidia_nccl_cu12")
-    beside["cuda"] = next((torch_cuda(text) for text in map(_torch_version_file, folders or ()) if text), None)
+    beside["cuda"] = next((torch_cuda(text) for text in map(_torch_version_file, folders) if text), None)
     return engines | {name: told for name, told in beside.items() if told}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Dense
@@ -32,14 +32,18 @@ class Mlp:
     def parts(self) -> Iterator[tuple[str, Part]]:
         return chain(self.gate_up.parts(), self.down.parts())
 
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)
+
     def products(self) -> Iterator[Product]:
         yield from (self.gate_up.product, self.down.product)
 
     def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
-        entered = self.gate_up(x)
+        adapters = step.adapters_of(step.rows)
+        entered = self.gate_up(x, adapters)
         gated = gate_and_mul_quantised if self.down.product.takes_fp8 else gate_and_mul
-        return self.down(gated(entered, self.activation))
+        return self.down(gated(entered, self.activation), adapters)
 
 
 RECORD, PART = Dense, Mlp

@@ -14,7 +14,7 @@ from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.norm import add_rms_norm_torch
 from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
@@ -55,6 +55,9 @@ class Attention(Stateless):
         if self.sinks is not None:
             yield f"{self.path}sinks", self.sinks
 
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.output)
+
     def products(self) -> Iterator[Product]:
         yield from (linear.product for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
@@ -75,7 +78,7 @@ class Attention(Stateless):
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
-        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
+        qkv = self.qkv(x, step.adapters_of(None)).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
         self._turn_and_store(qkv, step)
         scales = self.cache_scales
         scale = self.record.scale * scales.key
@@ -85,7 +88,7 @@ class Attention(Stateless):
         ).flatten(1)
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x))
-        return self.output(attended if rows is None else attended[rows])
+        return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
         """Queries and keys normed and turned in place, keys and values written to the cache."""

@@ -59,6 +59,8 @@ def items_of(request: ResponsesRequest, earlier: bytes | None) -> list[Item]:
 def to_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
     if request.background:
         raise bad_request("background is not accepted. Answers are made while their client waits.", param="background")
+    if request.tools and not request.functions:
+        raise bad_request(f"tools.0.type: {request.tools[0].type} is not served here alone.", param="tools")
     instructions = [Message(role="system", content=request.instructions)] if request.instructions else []
     logprobs = LOGPROBS in (request.include or [])
     return ChatRequest(
@@ -70,7 +72,7 @@ def to_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
         stream=request.stream,
         logprobs=logprobs or None,
         top_logprobs=request.top_logprobs if logprobs else None,
-        tools=[_tool(tool) for tool in request.tools or []],
+        tools=[_tool(tool) for tool in request.functions],
         tool_choice=_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_form(request.text.format) if request.text else None,
@@ -100,7 +102,7 @@ def record_of(request: ResponsesRequest, items: list[Item], model: str) -> Respo
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": text,
         "tool_choice": _dumped(request.tool_choice or "auto"),
-        "tools": [{"strict": None, "description": None} | tool.model_dump() for tool in request.tools or []],
+        "tools": [{"strict": None, "description": None} | tool.model_dump() for tool in request.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -77,13 +78,32 @@ Items = Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class FunctionTool(Body):
-    """A tool that the client runs. Tools of other types would run on the server, and are refused by their type."""
+    """A tool that the client runs. Tools of most other types would run on the server, and are refused by their type."""
 
     type: Literal["function"]
     name: ToolName
     description: Text | None = None
     parameters: Object | None = None
     strict: bool | None = None
+
+
+class LeftOutTool(Body):
+    """What agents offer beside their functions, and do without where it is not used. It is named as not read."""
+
+    type: Literal["web_search", "web_search_preview", "namespace"]
+
+    def unknown_fields(self, path: str = "") -> Iterator[str]:
+        yield f"{path}{self.type}"
+
+
+def _kind_of(tool: Any) -> str:
+    found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "left out" if found in ("web_search", "web_search_preview", "namespace") else "function"
+
+
+OfferedTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[LeftOutTool, Tag("left out")], Discriminator(_kind_of)
+]
 
 
 class NamedFunctionTool(Body):
@@ -123,7 +143,7 @@ class ResponsesRequest(Sampling, Rendering):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -142,3 +162,7 @@ class ResponsesRequest(Sampling, Rendering):
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     service_tier: Name | None = None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, FunctionTool)]

@@ -1,0 +1,92 @@
+"""Times the engine's own steps over batch sizes and prompt lengths, as measurements that a profile is fitted to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from phalanx.bench.lab.experiment import Tell
+from phalanx.bench.offline import FixedBatch, Timing, time_case
+from phalanx.errors import ConfigError
+from phalanx.plan.measurements import Measurement
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import pick_device
+from phalanx.runtime.start import start_engine
+from phalanx.spec.machine import Gpu
+from phalanx.version import __version__
+from phalanx.weights.checkpoint import Checkpoint, locate, model_name
+
+BATCHES = (1, 4, 16, 64, 256)
+PROMPTS = (128, 1024, 4096)
+_MOST_PROMPT_TOKENS = 2**17
+"""Of a batch: more would take long and say nothing new."""
+_OUTPUTS = 33
+_REPEATS = 2
+
+
+def calibration_gpu(config: EngineConfig) -> Gpu:
+    """The GPU at hand. The planner knows none of the others, nor CPUs."""
+    device = pick_device(config, 0)
+    if device.type != "cuda":
+        raise ConfigError(
+            "no_gpu",
+            "This machine has no GPU, and the planner has no data sheet of CPUs.",
+            "`phalanx bench offline` and `phalanx lab` measure what a CPU does.",
+        )
+    return Gpu.named(torch.cuda.get_device_name(device))
+
+
+def measure_steps(config: EngineConfig, gpu: Gpu, cases: list[FixedBatch], tell: Tell) -> list[Measurement]:
+    """Every case that the KV cache has room for at once, on an engine of its own."""
+    path = locate(config.model)
+    spec = Checkpoint(path, config.load_format).spec
+    largest = max(case.batch for case in cases), max(case.inputs + case.outputs for case in cases)
+    limits = msgspec.structs.replace(
+        config, max_num_seqs=largest[0], max_model_len=min(largest[1], spec.max_positions), prefix_caching=False
+    )
+    tell(f"Loading {model_name(path)}")
+    engine = start_engine(limits, path, lambda done, total: None)
+    found = []
+    try:
+        pool = engine.scheduler.pool
+        for case in cases:
+            longest = case.inputs + case.outputs
+            if longest <= spec.max_positions and case.batch * (longest + 16) <= pool.num_blocks * pool.block_size:
+                tell(f"{model_name(path)}: {case}")
+                timing = time_case(engine, case, _REPEATS)
+                if timing.whole > timing.first:  # else other work on this machine hid the steps
+                    found.append(_measurement(case, timing, config, gpu, path, spec.number_format))
+    finally:
+        engine.close()
+    return found
+
+
+def default_cases() -> list[FixedBatch]:
+    pairs = ((batch, inputs) for batch in BATCHES for inputs in PROMPTS)
+    return [FixedBatch(batch, inputs, _OUTPUTS) for batch, inputs in pairs if batch * inputs <= _MOST_PROMPT_TOKENS]
+
+
+def _measurement(
+    case: FixedBatch, timing: Timing, config: EngineConfig, gpu: Gpu, path: Path, weights: str
+) -> Measurement:
+    return Measurement(
+        engine="phalanx",
+        version=__version__,
+        gpu=gpu.name,
+        tp=config.tp,
+        ep=1,
+        model=str(path),
+        precision=weights,
+        kv_dtype="fp8" if config.kv_cache_dtype == "fp8" else "bf16",
+        input_tokens=case.inputs,
+        output_tokens=case.outputs,
+        concurrency=case.batch,
+        requests=case.batch,
+        ttft=timing.first,
+        tpot=(timing.whole - timing.first) / (case.outputs - 1),
+        spread=0.0,
+        kind="burst",
+        publisher="phalanx",
+    )

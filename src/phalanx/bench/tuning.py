@@ -1,0 +1,252 @@
+"""Tuning for real: a price of steps as measured here, and engines under load, the few that matter."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import msgspec
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.core import Engine
+from phalanx.engine.ngram import NgramDrafter
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.speculation import Speculation
+from phalanx.engine.step_sums import StepSums
+from phalanx.plan.flow import HELD
+from phalanx.plan.goodput import Seen, Traffic
+from phalanx.plan.predict import Interval
+from phalanx.plan.simulate import StepPrice
+from phalanx.plan.tuning import Rung, Setting, Value
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import cache_layout
+from phalanx.runtime.start import start_engine
+from phalanx.spec.workload import Workload
+from phalanx.weights.checkpoint import Checkpoint, locate
+
+Tell = Callable[[str], None]
+
+_PRICED_STEPS = 6
+_PRICED_PROMPT = 256
+_FEWEST = 6
+_MOST_PROBES = 4
+REAL_WORTH = 1.05
+"""Runs of the same differ by this much: a lever that brings less was not seen to bring anything."""
+
+
+@dataclass(frozen=True)
+class LinearPrice:
+    """Seconds of a step: something for each, for each row, and for each token of a prompt."""
+
+    step: float
+    row: float
+    token: float
+
+    def __call__(self, sums: StepSums) -> float:
+        return self.step + self.row * sums.decodes + self.token * sums.prompt_tokens
+
+
+class Bench:
+    """An engine of this machine under this traffic: the model is loaded once, with a scheduler for each setting.
+
+    `seconds` is about what one run takes, and all of them together what is left until `deadline`, roughly.
+    """
+
+    def __init__(self, config: EngineConfig, traffic: Traffic, seconds: float, deadline: float, tell: Tell) -> None:
+        self.traffic = traffic
+        self.seconds = seconds
+        self.deadline = deadline
+        self.tell = tell
+        self._config = msgspec.structs.replace(config, max_model_len=traffic.load.longest + 1)
+        path = locate(config.model)
+        self._spec = Checkpoint(path, config.load_format).spec
+        tell("Loading")
+        self._loaded = start_engine(self._config, path, progress=lambda done, total: None)
+
+    def close(self) -> None:
+        self._loaded.close()
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def engine(self, setting: Setting) -> Engine:
+        """A new scheduler before the same rank, with an empty prefix cache."""
+        pool = self._loaded.scheduler.pool
+        limits = Limits(
+            min(setting.max_num_seqs, self._config.max_num_seqs),
+            min(setting.max_num_batched_tokens, self._config.max_num_batched_tokens),
+            self._loaded.scheduler.limits.max_model_len,
+        )
+        speculation = None if setting.speculate == "off" else Speculation(NgramDrafter(), self._config.most_drafts)
+        scheduler = Scheduler(
+            limits,
+            BlockPool(pool.num_blocks, pool.block_size, setting.prefix_caching),
+            self._spec.eos_token_ids,
+            cache_layout(self._config, self._spec),
+            speculation,
+        )
+        return Engine(scheduler, self._loaded.runner, self._loaded.vocab)
+
+    def price(self, setting: Setting) -> tuple[StepPrice, int]:
+        """What steps take here, by decodes of few and of many rows and by prompts; and the tokens of the KV cache."""
+        self.tell("Measuring what steps take")
+        engine, rows = self.engine(setting), min(setting.max_num_seqs, 16)
+        _decode_s(engine, rows)
+        one, many, prompt = _decode_s(engine, 1), _decode_s(engine, rows), _prompt_s(engine, _PRICED_PROMPT)
+        row = max(0.0, (many - one) / (rows - 1)) if rows > 1 else 0.0
+        step = max(one - row, 1e-6)
+        pool = engine.scheduler.pool
+        return LinearPrice(step, row, max(prompt - step, 0.0) / _PRICED_PROMPT), pool.num_blocks * pool.block_size
+
+    def best_of(self, settings: Sequence[Setting]) -> tuple[Setting, dict[Setting, float]]:
+        """By successive halving at saturation: short runs of all, twice as long ones of the better half. With the
+        tokens a second that each made there.
+        """
+        left, requests = list(dict.fromkeys(settings)), _FEWEST
+        speeds: dict[Setting, float] = {}
+        while len(left) > 1 or not speeds:
+            for setting in left:
+                self.tell(f"{requests} requests at once: {_named(setting)}")
+                speeds[setting] = self._saturated(self.engine(setting), requests)
+            keep = 1 if self.is_late else max(1, len(left) // 2)
+            left = sorted(left, key=lambda each: -speeds[each])[:keep]
+            requests *= 2
+        return left[0], speeds
+
+    def value(self, setting: Setting, saturated: float) -> Value:
+        """The most goodput within the SLO, by bisection on the rate below what it makes at saturation."""
+        load, slo, engine = self.traffic.load, self.traffic.slo, self.engine(setting)
+        most = saturated / load.mean_output * HELD
+        low, high, rate, found = 0.0, most, most, None
+        for _ in range(_MOST_PROBES):
+            self.tell(f"{rate:.2f} requests/s: {_named(setting)}")
+            seen = self._at(engine, rate)
+            if slo.excess(seen) <= 1:
+                low, found = rate, seen
+            else:
+                high = rate
+            if low == most or (self.is_late and found is not None):
+                break
+            rate = (low + high) / 2
+        if found is None:
+            return Value(0.0, problem="no rate that was tried meets the SLO")
+        goodput = low * load.mean_output
+        return Value(goodput, low, found.ttft.mid, found.tpot.mid, found.cached_share)
+
+    def _lengths(self, requests: int) -> list[tuple[int, int]]:
+        load = self.traffic.load
+        if not load.trace:
+            load = replace(load, rate=1.0, requests=requests)
+        return [(inputs, outputs) for _, inputs, outputs in load.lengths()][:requests]
+
+    def _saturated(self, engine: Engine, requests: int) -> float:
+        lengths = self._lengths(requests)
+        return drive(engine, lengths, [0.0] * len(lengths), self.traffic.load.shared_prefix, seed=1).throughput.mid
+
+    def _at(self, engine: Engine, rate: float) -> Seen:
+        lengths = self._lengths(max(_FEWEST, min(1000, round(rate * self.seconds))))
+        arrivals = [at for at, *_ in Workload(rate=rate, requests=len(lengths)).lengths()]
+        return drive(engine, lengths, arrivals, self.traffic.load.shared_prefix, seed=2)
+
+
+def _named(setting: Setting) -> str:
+    caching = ", prefix caching" if setting.prefix_caching else ""
+    guesses = ", speculation" if setting.speculate != "off" else ""
+    return f"TP={setting.tp}, {setting.max_num_seqs} x {setting.max_num_batched_tokens}{caching}{guesses}"
+
+
+@dataclass
+class _Timed:
+    due: float
+    outputs: int
+    first: float = 0.0
+    last: float = 0.0
+    made: int = 0
+
+
+def drive(
+    engine: Engine, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float], shared: int, seed: int
+) -> Seen:
+    """Requests of these lengths, each handed in when it is due; their prompts begin with the same `shared` tokens."""
+    chance, common = random.Random(seed), [5 + place % 89 for place in range(shared)]
+    coming = deque(zip(arrivals, lengths, strict=True))
+    timed: dict[int, _Timed] = {}
+    hits = -engine.scheduler.prefix_hits
+    queries = -engine.scheduler.prefix_queries
+    began = time.perf_counter()
+    while coming or engine.has_work:
+        now = time.perf_counter() - began
+        while coming and coming[0][0] <= now:
+            due, (inputs, outputs) = coming.popleft()
+            own = [chance.randrange(engine.vocab) for _ in range(max(inputs - shared, 1))]
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs)
+            timed[engine.add(common[: inputs - 1] + own, params).id] = _Timed(due, outputs)
+        if not engine.has_work:
+            time.sleep(coming[0][0] - now)
+            continue
+        for output in engine.step():
+            request, at = timed[output.request_id], time.perf_counter() - began
+            request.first, request.last, request.made = request.first or at, at, request.made + 1
+    hits, queries = hits + engine.scheduler.prefix_hits, queries + engine.scheduler.prefix_queries
+    return _seen(list(timed.values()), hits / queries if queries else 0.0)
+
+
+def _seen(requests: Sequence[_Timed], cached: float) -> Seen:
+    first = [request.first - request.due for request in requests]
+    between = [(request.last - request.first) / (request.made - 1) for request in requests if request.made > 1]
+    seconds = max(request.last for request in requests) - min(request.due for request in requests)
+    made = sum(request.made for request in requests) / seconds
+    return Seen(
+        Interval.around(fmean(first), 0.0),
+        Interval.around(fmean(between) if between else 0.0, 0.0),
+        first,
+        between,
+        Interval.around(made, 0.0),
+        cached,
+    )
+
+
+def _decode_s(engine: Engine, rows: int) -> float:
+    """The median of some steps in which so many rows decode."""
+    chance = random.Random(rows)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=_PRICED_STEPS + 3)
+    for _ in range(rows):
+        engine.add([chance.randrange(engine.vocab) for _ in range(8)], params)
+    times = []
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()
+        if len(engine.scheduler.running) == rows:
+            times.append(time.perf_counter() - began)
+    return median(times[1:] or times)
+
+
+def _prompt_s(engine: Engine, tokens: int) -> float:
+    """The median of some prompts of one chunk."""
+    chance, times = random.Random(tokens), []
+    tokens = min(tokens, engine.scheduler.limits.max_num_batched_tokens, engine.scheduler.limits.max_model_len - 1)
+    for _ in range(3):
+        engine.add([chance.randrange(engine.vocab) for _ in range(tokens)], SamplingParams(temperature=0, max_tokens=1))
+        began = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        times.append((time.perf_counter() - began) * _PRICED_PROMPT / tokens)
+    return median(times)
+
+
+def tune_for_real(bench: Bench, rungs: Sequence[Rung], extra: Sequence[Setting]) -> list[Rung]:
+    """The start and the best, measured: of what virtual time chose and of what it cannot know. The start comes last."""
+    start = rungs[0].setting
+    candidates = [rung.setting for rung in rungs if rung.setting != start] + list(extra)
+    best, speeds = bench.best_of([start, *candidates])
+    value = bench.value(best, speeds[best]) if best != start else None
+    first = Rung("start", start, bench.value(start, speeds[start]))
+    if value is None or value.goodput < REAL_WORTH * first.value.goodput:
+        return [first]
+    return [first, Rung("measured", best, value, len(set(candidates)))]

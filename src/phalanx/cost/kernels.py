@@ -1,0 +1,101 @@
+"""What single kernels reach on a card. An engine's rates go over to other cards by it."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from phalanx.cost.price import Rates
+from phalanx.cost.work import RankWork
+from phalanx.spec.formats import PLAIN
+from phalanx.spec.machine import Gpu
+
+KERNELS_FILE = Path(__file__).with_name("kernels.toml")
+_FOUR_BITS = ("int4", "fp8", "bf16")
+_LIKE = {"nvfp4": _FOUR_BITS, "mxfp4": _FOUR_BITS, "int4": ("fp8", "bf16"), "fp8": ("bf16",), "bf16": ()}
+"""Where a card was not measured in a format: which others to take, first known first."""
+_REFERENCE = "H200-SXM"
+_SHOWN = 0.7
+"""The power to which a kernel's gain or loss shows in steps: graphs, overlap and other engines' kernels blur it."""
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """A card's kernels; what depends on the weights' format is a table."""
+
+    card: str
+    architectures: list[str]
+    linear_read: dict[str, float]
+    linear_compute: dict[str, float]
+    expert_read: dict[str, float]
+    expert_compute: dict[str, float]
+    expert_us: dict[str, float]
+    cache_read: float
+    prompt_attention: float
+
+
+class Reach(NamedTuple):
+    """What kernels reach on a card, of a model's formats, as shares of what they reach on an H200."""
+
+    linear_bandwidth: Any
+    linear_compute: Any
+    expert_bandwidth: Any
+    expert_compute: Any
+    cache_bandwidth: Any
+    prompt_attention: Any
+    sparse_layer_us: Any
+
+
+def reach_of(gpu: Gpu, work: RankWork) -> Reach:
+    own, reference = (_reached(known, work) for known in (kernels_like(gpu), kernels_like(Gpu.named(_REFERENCE))))
+    shares = (mine / its for mine, its in zip(own, reference, strict=True))
+    return Reach(*(share**_SHOWN for share in shares))
+
+
+def _reached(known: Kernels, work: RankWork) -> Reach:
+    linear, expert = _family(work.linear_format), _family(work.expert_format)
+    return Reach(
+        linear_bandwidth=_in_format(known.linear_read, linear),
+        linear_compute=_in_format(known.linear_compute, linear),
+        expert_bandwidth=_in_format(known.expert_read, expert),
+        expert_compute=_in_format(known.expert_compute, expert),
+        cache_bandwidth=known.cache_read,
+        prompt_attention=known.prompt_attention,
+        sparse_layer_us=_in_format(known.expert_us, expert),
+    )
+
+
+def at_reach(rates: Rates, reach: Reach) -> Rates:
+    """An engine's rates, which are those on an H200, on a card where kernels reach this much of it."""
+    return rates._replace(**{name: getattr(rates, name) * share for name, share in reach._asdict().items()})
+
+
+def kernels_like(gpu: Gpu) -> Kernels:
+    """Those of the card whose bandwidth is nearest, of its own architecture where one was measured."""
+    measured = _load()
+    same = [known for known in measured if gpu.architecture in known.architectures]
+    return min(same or measured, key=lambda known: abs(log(Gpu.named(known.card).bandwidth / gpu.bandwidth)))
+
+
+@cache
+def _load() -> tuple[Kernels, ...]:
+    class File(msgspec.Struct):
+        kernels: tuple[Kernels, ...]
+
+    return msgspec.toml.decode(KERNELS_FILE.read_bytes(), type=File).kernels
+
+
+def _family(number_format: str) -> str:
+    """Formats that one kind of kernel multiplies."""
+    if number_format in _LIKE:
+        return number_format
+    if number_format in PLAIN:
+        return "bf16"
+    return "fp8" if number_format.startswith("fp8") else "int4"
+
+
+def _in_format(table: dict[str, float], number_format: str) -> float:
+    return next(table[name] for name in (number_format, *_LIKE[number_format]) if name in table)

@@ -1,0 +1,56 @@
+"""/v1/embeddings: from pieces to OpenAI's embedding objects."""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64encode
+from typing import Any
+
+from phalanx.engine.embedding import normalised
+from phalanx.server.answer import Answer, Piece
+from phalanx.server.errors import ApiError
+from phalanx.server.prepared import EmbeddingForm
+
+AT_ONCE = 16
+"""Texts of one request that the engine has at a time: a request may bring more than it has places."""
+
+
+class EmbeddingFormat:
+    """Writes embeddings, which are never streamed."""
+
+    def __init__(self, model: str, form: EmbeddingForm) -> None:
+        self._model = model
+        self._form = form
+
+    def events(self, piece: Piece, answer: Answer) -> bytes:
+        raise NotImplementedError
+
+    def last_events(self, answer: Answer) -> bytes:
+        raise NotImplementedError
+
+    def last_error(self, error: ApiError, answer: Answer) -> bytes:
+        raise NotImplementedError
+
+    def error(self, error: ApiError) -> object:
+        return error.body
+
+    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, Any]:
+        ordered = sorted(pieces, key=lambda piece: piece.choice)
+        tokens = answer.prompt_tokens
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": piece.choice, "embedding": self._written(piece)} for piece in ordered
+            ],
+            "model": self._model,
+            "usage": {
+                "prompt_tokens": tokens,
+                "total_tokens": tokens,
+                "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+            },
+        }
+
+    def _written(self, piece: Piece) -> str | list[float]:
+        assert piece.embedding is not None
+        found = normalised(piece.embedding) if self._form.normalised else piece.embedding
+        return b64encode(found).decode() if self._form.base64 else array("f", found).tolist()

@@ -1,0 +1,1 @@
+"""Traces of steps over all ranks: slices of time, who waited for whom, what dominates. No torch."""

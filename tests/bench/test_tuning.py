@@ -1,0 +1,58 @@
+"""Tuning for real, on a tiny model; and what it writes."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import tomllib
+from pathlib import Path
+
+from phalanx.bench.tuning import Bench, LinearPrice, tune_for_real
+from phalanx.bench.waterfall import config_toml, save_plot, table
+from phalanx.cli.serve import serve
+from phalanx.plan.goodput import Traffic
+from phalanx.plan.slo import Slo
+from phalanx.plan.tuning import Rung, Setting, Value
+from phalanx.runtime.config import EngineConfig
+from phalanx.spec.workload import Workload
+
+START = Setting(max_num_seqs=2, max_num_batched_tokens=64)
+BETTER = Setting(max_num_seqs=8, max_num_batched_tokens=256, prefix_caching=True)
+
+
+def test_the_start_and_the_best_are_measured(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama), max_num_seqs=8, max_num_batched_tokens=256)
+    traffic = Traffic(Workload(64, 8, shared_prefix=48), Slo.parse("ttft:600000"))
+    told: list[str] = []
+    bench = Bench(config, traffic, 0.1, time.monotonic(), told.append)
+    try:
+        price, kv_tokens = bench.price(BETTER)
+        assert isinstance(price, LinearPrice)
+        assert price.step > 0
+        assert kv_tokens >= 8 * 72
+        rungs = tune_for_real(bench, [Rung("start", START, Value(1.0)), Rung("sequences", BETTER, Value(2.0))], [])
+        seen = bench._at(bench.engine(BETTER), 1000.0)
+    finally:
+        bench.close()
+    assert rungs[0].setting == START
+    assert all(rung.value.goodput > 0 and rung.value.ttft > 0 for rung in rungs)
+    assert any("requests/s" in words for words in told)
+    assert 0.5 < seen.cached_share <= 0.75
+    assert len(seen.requests_ttft) == 100
+
+
+def test_options_are_those_of_serve_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    setting = Setting(tp=2, replicas=4, weights="fp8", kv="fp8", prefix_caching=True, max_num_seqs=512)
+    text = config_toml(setting, "Llama-3.3-70B", "bf16", 4096, "made for a test")
+    options = tomllib.loads(text)
+    assert options.pop("model") == "Llama-3.3-70B"
+    assert {name.replace("-", "_") for name in options} <= set(inspect.signature(serve).parameters)
+    assert options["max-num-seqs"] == 512
+    assert options["kv-cache-dtype"] == "fp8"
+    assert "Run 4 of these" in text
+    assert "Weights in fp8" in text
+    assert "model" not in tomllib.loads(config_toml(setting, None, "fp8", 4096, ""))
+    rungs = [Rung("start", START, Value(0.0, problem="no rate meets the SLO")), Rung("all", setting, Value(200.0, 2.0))]
+    assert table("title", rungs).row_count == 2
+    save_plot("title", rungs, tmp_path / "tune.png")
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,72 @@
+"""What single kernels reach: every card and format has a share, and the nearest card's where it has none of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cost.kernels import Reach, at_reach, kernels_like, reach_of
+from phalanx.cost.price import Rates
+from phalanx.cost.work import count_work
+from phalanx.models import catalog
+from phalanx.spec.formats import FORMATS
+from phalanx.spec.machine import Gpu, gpus
+
+ONES = Rates(*[1.0] * len(Rates._fields))
+
+
+@pytest.mark.parametrize(
+    ("card", "measured"),
+    [
+        ("H100-SXM", "H100-SXM"),
+        ("H100-PCIe", "H100-SXM"),
+        ("GB300", "B200"),
+        ("RTX5090", "RTX-PRO-6000"),
+        ("DGX-Spark", "RTX-PRO-6000"),
+        ("RTX3090", "A100-SXM-80GB"),
+        ("RTX4090", "L40S"),
+        ("MI355X", "MI300X"),
+    ],
+)
+def test_a_card_goes_by_the_nearest_of_its_architecture(card: str, measured: str) -> None:
+    assert kernels_like(Gpu.named(card)).card == measured
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_every_card_reaches_something_possible_in_every_format(model: str) -> None:
+    spec = catalog.model(model)
+    for gpu in gpus():
+        for number_format in FORMATS:
+            reach = reach_of(gpu, count_work(spec.in_format(number_format), 1, number_format, "bf16"))
+            assert all(0.25 < share < 2 for share in reach), (gpu.name, number_format, reach)
+
+
+def test_experts_in_four_bits_go_by_their_own_kernels() -> None:
+    spec = catalog.model("gpt-oss-20b")
+    work = count_work(spec, 1, "mxfp4", "bf16")
+    assert reach_of(Gpu.named("H200-SXM"), work) == Reach(*[1.0] * 7)
+    there = reach_of(Gpu.named("B200"), work)
+    assert there.linear_bandwidth == pytest.approx((0.80 / 0.85) ** 0.7)
+    assert there.expert_bandwidth == pytest.approx((0.92 / 0.58) ** 0.7)
+
+
+def test_rates_go_over_by_what_kernels_reach() -> None:
+    reach = Reach(0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 2.0)
+    found = at_reach(ONES, reach)
+    assert found.linear_bandwidth == 0.8
+    assert found.sparse_layer_us == 2.0
+    assert found.all_reduce == found.layer_us == 1.0
+
+
+def test_the_file_says_what_the_tables_say() -> None:
+    data = Path(__file__).parents[3] / "shared" / "data"
+    if not (data / "kernels").exists():
+        pytest.skip("needs ../shared/data/kernels")
+    from benchmarks import kernel_shares
+
+    gpu = Gpu.named("A100-SXM-80GB")
+    rows = list(kernel_shares.read(data, "a100_sxm", "moe"))
+    samples = list(kernel_shares.expert_reads(rows, "bf16", gpu))
+    _, share, _ = kernel_shares.fit(*(kernel_shares.np.array(column) for column in zip(*samples, strict=True)))
+    assert share == pytest.approx(kernels_like(gpu).expert_read["bf16"], abs=0.01)

@@ -1,0 +1,147 @@
+"""Each fault of a running engine, in virtual time: exactly the right finding, with its evidence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phalanx.cost.allreduce import all_reduce_seconds
+from phalanx.cost.profiles import profile
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.live import Picture, findings_of, picture_of
+from phalanx.doctor.live.rules import RULES
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.web.notes import notes_of
+from phalanx.web.sampler import RankSample, Sample
+from tests.trace.made import make_traces
+
+H100 = Gpu.named("H100-SXM")
+ROWS = 32 * 8192 * 2
+"""Bytes of an all-reduce of 32 rows of a 70B model; of one row it is a 32nd."""
+
+
+def exchange_us(ranks: int, size: int = ROWS) -> float:
+    link = Machine((H100,) * ranks).link(ranks)
+    return all_reduce_seconds(size, ranks, link, profile("phalanx").all_reduce) * 1e6
+
+
+def judged(*args: object, **kwargs: object) -> list[Finding]:
+    return findings_of(picture_of(make_traces(*args, **kwargs)))  # type: ignore[arg-type]
+
+
+def codes(findings: list[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+EVEN = [100.0] * 8
+FABRIC = exchange_us(8)
+
+
+def test_a_healthy_engine_has_no_findings() -> None:
+    assert judged(EVEN, FABRIC, 5) == []
+    assert judged([100.0]) == []
+    assert findings_of(Picture()) == []
+
+
+def test_a_rank_slowed_by_30_percent() -> None:
+    (finding,) = judged([*EVEN[:5], 130.0, *EVEN[6:]], FABRIC, 5)
+    assert finding.code == "slow_rank"
+    assert finding.title.startswith("Rank 5 ")
+    assert "30% more" in finding.found
+    assert "100% of the collectives" in finding.found
+
+
+def test_a_link_at_half_speed() -> None:
+    (finding,) = judged([60.0] * 8, 2 * FABRIC, 5)
+    assert finding.code == "slow_link"
+    assert "2.0 times" in finding.found
+
+
+def test_a_host_that_sleeps() -> None:
+    (finding,) = judged(EVEN, FABRIC, 400)
+    assert finding.code == "host_gaps"
+    assert "0.40 ms" in finding.found
+
+
+def test_a_batch_of_one_on_eight_ranks() -> None:
+    (finding,) = judged([8.0] * 8, exchange_us(8, ROWS // 32), 1, decodes=1, size=ROWS // 32)
+    assert finding.code == "collectives"
+    assert "1 rows on 8 ranks" in finding.found
+    assert "TP=4 twice" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [
+        ("uneven_layout", {"work_us": [100, 100, 140], "weights": [10**9, 10**9, 14 * 10**8]}),
+        ("preemption_thrash", {"work_us": EVEN, "preempted": 1}),
+        ("prefix_misses", {"work_us": EVEN, "prompts": (1000, 800, 100)}),
+        ("graphs_missed", {"work_us": EVEN, "in_graphs": 2}),
+        ("low_bandwidth", {"work_us": EVEN, "weights": [4 * 10**8] * 8}),
+        (
+            "chunk_small",
+            {"work_us": EVEN, "prompt_tokens": lambda step: 480 * (step % 2), "budget": 512, "waiting": 3,
+             "prompt_factor": 1.2},
+        ),
+        (
+            "no_overlap",
+            {"work_us": [40.0] * 8, "prompt_tokens": lambda step: 480 * (step % 2), "prompt_factor": 2,
+             "exchange_us": 0.25 * 40},
+        ),
+    ],
+)  # fmt: skip
+def test_each_other_fault(code: str, given: dict[str, object]) -> None:
+    ranks = len(given["work_us"])  # type: ignore[arg-type]
+    assert codes(judged(**{"exchange_us": exchange_us(ranks), "pause_us": 5, **given})) == [code]
+
+
+def test_what_is_fine_beside_each_fault() -> None:
+    """The same evidence, a little less of it."""
+    assert judged([*EVEN[:5], 108.0, *EVEN[6:]], FABRIC, 5) == []
+    assert judged([60.0] * 8, 1.3 * FABRIC, 5) == []
+    assert judged(EVEN, FABRIC, 50) == []
+    assert judged(EVEN, FABRIC, 5, prompts=(1000, 800, 700)) == []
+    assert judged(EVEN, FABRIC, 5, in_graphs=6) == []
+
+
+def test_arithmetic_and_expectations() -> None:
+    slow = Picture(prompt_step=10.0, prompt_least=2.0)
+    assert codes(findings_of(slow)) == ["low_arithmetic"]
+    late = Picture(step=10, token_gap=30.0, expected_gap=(20.0, 15.0, 25.0))
+    assert codes(findings_of(late)) == ["below_expected"]
+    assert findings_of(msgspec.structs.replace(late, token_gap=24.0)) == []
+
+
+def test_every_rule_has_been_seen_here_and_stands_in_the_docs() -> None:
+    text, docs = Path(__file__).read_text(), Path(__file__).parents[2] / "docs" / "trace.md"
+    assert [rule.__name__ for rule in RULES if f'"{rule.__name__}"' not in text] == []
+    assert re.findall(r"^\| `(\w+)` \|", docs.read_text().partition("## What the rules find")[2], re.MULTILINE) == [
+        rule.__name__ for rule in RULES
+    ]
+
+
+def sample(*ranks: list[float], busy: float = 0.98, preemptions: int = 0) -> Sample:
+    """A second of an engine with ranks of these parts of a step."""
+    return Sample(
+        time=0.0, up=True, inputs=0.0, cached=0.0, outputs=100.0, expected_out=None, ttft=None, itl=None, itl_mean=None,
+        expected_itl=None, running=4.0, waiting=0.0, held=0.5, kept=0.1, hits=None, preemptions=preemptions, steps=20.0,
+        ranks=[RankSample(parts, busy) for parts in ranks],
+    )  # fmt: skip
+
+
+PLAIN = [0.1, 1.0, 38.0, 9.0, 1.0]
+
+
+def test_the_last_minute_of_a_server() -> None:
+    even = [1.0, 1.0]
+    assert notes_of([sample(PLAIN, PLAIN)] * 30, False, even) == []
+    assert notes_of([sample(PLAIN, PLAIN, busy=0.7)] * 5, False, even) == []
+    assert codes(notes_of([sample(PLAIN, PLAIN, busy=0.7)] * 30, False, even)) == ["host_gaps"]
+    assert codes(notes_of([sample(PLAIN, [0, 1, 29, 18, 1])] * 30, False, even)) == ["slow_rank"]
+    assert notes_of([sample(PLAIN, [0, 1, 29, 18, 1])] * 30, False, [38 / 33.5, 29 / 33.5]) == []
+    assert codes(notes_of([sample(PLAIN, PLAIN, preemptions=3)] * 30, False, even)) == ["preemption_thrash"]
+    busy = [0.1, 1.0, 28.0, 20.0, 1.0]
+    assert codes(notes_of([sample(busy, busy)] * 30, False, even)) == ["collectives"]
