@@ -91,6 +91,10 @@ class ThreadedRunner:
     def where(self) -> Whereabouts:
         return self.ranks[0].where
 
+    def find_break(self, slot: int, position: int) -> str:
+        place, *_ = self._threads.map(lambda rank: rank.find_break(slot, position), self.ranks)
+        return str(place)
+
     def adapt(self, order: AdapterOrder) -> None:
         for rank in self.ranks:
             rank.adapt(order)
@@ -106,11 +110,17 @@ class ThreadedEngine:
     """Prompts in, tokens out, on `tp` ranks."""
 
     def __init__(
-        self, folder: Path, tp: int = 1, prefix_caching: bool = True, speculate: str = "off", **limits: int
+        self,
+        folder: Path,
+        tp: int = 1,
+        prefix_caching: bool = True,
+        speculate: str = "off",
+        invariant: bool = False,
+        **limits: int,
     ) -> None:
         usual = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40}
         asked = usual | {"max_model_len": 160} | limits
-        config = EngineConfig(tp=tp, device="cpu", speculate=speculate, **asked)
+        config = EngineConfig(tp=tp, device="cpu", speculate=speculate, invariant=invariant, **asked)
         checkpoint = open_checkpoint(config, folder)
         spec = checkpoint.spec
         windows = len(spec.window_groups) * -(-asked["max_model_len"] // asked["block_size"])

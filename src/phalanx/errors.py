@@ -44,5 +44,9 @@ class StepMemoryError(PhalanxError):
     """A step ran out of memory: it has no results, and the steps before it are as they were."""
 
 
+class StepLostError(PhalanxError):
+    """The ranks do not agree on a step: it has no results, and it and all later ones are to be computed again."""
+
+
 class EngineDeadError(PhalanxError):
     """A rank died, raised or disagreed; the engine has stopped."""

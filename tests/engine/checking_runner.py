@@ -118,6 +118,9 @@ class CheckingRunner:
         self.in_flight += 1
         self._inner.launch(plan)
 
+    def find_break(self, slot: int, position: int) -> str:
+        return f"slot {slot} at {position}"
+
     def collect(self) -> StepResult:
         assert self.in_flight > 0, "nothing to collect"
         self.in_flight -= 1

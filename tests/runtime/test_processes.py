@@ -15,7 +15,7 @@ import pytest
 from phalanx import LLM, SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import EngineDeadError, PhalanxError
-from phalanx.runtime import executor
+from phalanx.runtime import executor, runner
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.messages import pack_plan
 
@@ -91,11 +91,11 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
 
 
 def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "digest", lambda tokens: 0)
+    monkeypatch.setattr(runner, "digest", lambda tokens: 0)
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         error = run_until_death(llm)
-        assert error.code == "rank_disagrees"
-        assert "Rank 1 sampled other tokens than rank 0 in step 1" in error.found
+        assert error.code == "fabric"
+        assert "Ranks 0 and 1 differ in the tokens they sampled" in error.found
         assert gone(list(ranks_of(llm).values()))
 
 

@@ -296,6 +296,27 @@ def test_closing_the_mailboxes_tells_every_request() -> None:
             asyncio.run(box.take())
 
 
+def test_the_next_engine_runs_what_had_no_token_and_once_only() -> None:
+    first, second, third = Alone(), Alone(), Alone()
+    begun, silent, left = Mailbox(), Mailbox(), Mailbox()
+    gone = ApiError(500, "Gone.", "rank_died")
+    answered, _ = first.submit([1], SamplingParams(), begun, 0), first.submit([2], SamplingParams(), begun, 1)
+    kept, cancelled = first.submit([3], SamplingParams(), silent, 0), first.submit([4], SamplingParams(), left, 0)
+    first._take(stepped((answered, 1, None)))
+    assert second.succeed(first, gone) == 2
+    with pytest.raises(ApiError, match="Gone"):
+        asyncio.run(begun.take()) and asyncio.run(begun.take())
+    first.cancel(cancelled)
+    second.sent.clear()
+    second.run_again()
+    assert [order.prompt for order in second.sent] == [[3]]
+    assert second.submit([5], SamplingParams(), Mailbox(), 0) > cancelled
+    assert third.succeed(second, gone) == 1
+    first.cancel(kept)
+    with pytest.raises(ApiError, match="Gone"):
+        asyncio.run(silent.take())
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0

@@ -206,7 +206,7 @@ def test_rules_hold_whatever_is_said_and_drafts_change_nothing() -> None:
 def test_rules_reach_the_engine_beside_a_grammar(place: Scripted) -> None:
     given: list[Any] = []
     submit = place.engine.submit
-    place.engine.submit = lambda *rest: given.append(rest[-1]) or submit(*rest)  # type: ignore[method-assign]
+    place.engine.submit = lambda *rest: given.append(rest[5]) or submit(*rest)  # type: ignore[method-assign]
     try:
         chat(place, bad_words=["fish"], allowed_token_ids=[1, 2], regex="a")
         rules, grammar = rules_in(given[0])

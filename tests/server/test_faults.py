@@ -104,17 +104,27 @@ def test_an_engine_that_hangs_is_ended_and_the_rank_is_named(tiny_chat: Path, tm
 
 
 def test_a_dead_engine_is_started_again_as_often_as_allowed(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path, "--restart", "1") as server:
-        ready = lambda: httpx.get(server.url + "/ready").status_code == 200  # noqa: E731
-        assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
-        server.engine().kill()
+    """A request that waits behind the one that has tokens runs again; the one that had some hears of the death."""
+    with (
+        running(tiny_chat, tmp_path, "--restart", "1", "--tp", "2", "--max-num-seqs", "1") as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        ready = lambda: httpx.get(server.url + "/ready", timeout=60).status_code == 200  # noqa: E731
+        (begun,) = streaming(server, pool)
+        waiting = pool.submit(stream, server, LONG | {"max_tokens": 3})
+        assert eventually(lambda: server.health().json()["requests"] == 2)
+        server.rank(1).send_signal(signal.SIGKILL)
         assert eventually(lambda: not ready())
-        refused = httpx.post(server.url + "/v1/completions", json=LONG)
+        refused = httpx.post(server.url + "/v1/completions", json=LONG, timeout=60)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
-        assert eventually(ready, within=120)
-        assert stream(server, LONG | {"max_tokens": 3})[-1] == "[DONE]"
-        server.engine().kill()
+        assert json.loads(begun.result(60)[-2])["error"]["code"] == "rank_died"
+        assert json.loads(waiting.result(120)[-2])["choices"][0]["finish_reason"] == "length"
+        assert eventually(ready)
+        counted = httpx.get(server.url + "/metrics", timeout=60).text
+        assert re.search(r"phalanx:engine_restarts_total\{.*\} 1\.0", counted)
+        assert re.search(r"phalanx:requests_run_again_total\{.*\} 1\.0", counted)
+        server.rank(1).send_signal(signal.SIGKILL)
         assert server.process.wait(60) == 1
         assert "killed by signal 9" in server.text.strip().splitlines()[-1]
 

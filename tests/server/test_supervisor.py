@@ -42,6 +42,14 @@ class FakeEngine:
         self.started = STARTED
         return STARTED
 
+    def succeed(self, dead: FakeEngine, error: ApiError) -> int:
+        dead.close_mailboxes(error)
+        self.heir_of = dead
+        return 0
+
+    def run_again(self) -> None:
+        self.resumed = True
+
     async def death(self) -> EngineDeadError:
         return await self.died
 
@@ -174,6 +182,29 @@ def test_restarts_come_after_longer_and_longer_pauses_and_end(play: Callable[...
         assert all(engine.stopped for engine in FakeEngine.made)
 
     play(scene, restarts=8)
+
+
+def test_restarts_of_more_than_ten_minutes_ago_do_not_count(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    async def scene(supervisor: Supervisor, life: Any, pauses: list[float]) -> None:
+        for number in range(5):
+            dead = last()
+            dead.died.set_result(death())
+            await settle()
+            assert (last().heir_of, last().resumed, supervisor.state) == (dead, True, "ready")
+            assert supervisor.restarts_left == (1 if number == 0 else 0)
+            now[0] += 400
+        last().died.set_result(death())
+        now[0] -= 400
+        await settle()
+        assert life.result().code == "rank_died"
+        assert pauses == [1, 2, 2, 2, 2]
+
+    play(scene, restarts=2)
 
 
 def test_a_restart_that_fails_counts_as_one(play: Callable[..., None]) -> None:

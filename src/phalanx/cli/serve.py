@@ -73,7 +73,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
     step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a step counts as hung.")] = 300.0,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 30.0,
-    restart: Annotated[int, typer.Option(min=0, help="How often to restart an engine that died.")] = 0,
+    restart: Annotated[int, typer.Option(min=0, help="How often to restart an engine that died, in ten minutes.")] = 0,
     max_body_size: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 4 * 2**20,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
@@ -111,6 +111,8 @@ def serve(
     interface: Interface = None,
     ray_address: RayAddress = None,
     share_gpus: ShareGpus = False,
+    invariant: Annotated[bool, typer.Option(help="The same bits at every TP and in every batch.")] = False,
+    canary: Annotated[bool, typer.Option(help="Compare ranks' bits every step, and watch their weights.")] = True,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with told_errors():
@@ -138,6 +140,8 @@ def serve(
             interface=interface,
             ray_address=ray_address,
             share_gpus=share_gpus,
+            canary=canary,
+            invariant=invariant,
             lora=_adapters(lora or []),
             lora_memory=lora_memory,
         )

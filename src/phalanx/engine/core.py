@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.engine.adapters import AdapterBook
@@ -14,7 +15,7 @@ from phalanx.engine.request import Matcher, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.step_plan import Runner, StepPlan, Totals
-from phalanx.errors import EngineDeadError, RequestError, StepMemoryError
+from phalanx.errors import EngineDeadError, RequestError, StepLostError, StepMemoryError
 
 SHORT_AGAIN_S = 60.0
 """A second step without memory within this time ends the engine: what is short will stay so."""
@@ -125,10 +126,22 @@ class Engine:
                 return [self._give_up(plan, error)]
         due = self.scheduler.in_flight
         if due and (plan is None or due >= self.runner.depth):
-            result = self.runner.collect()
+            try:
+                result = self.runner.collect()
+            except StepLostError as error:
+                self._compute_again(error)
+                return []
             self.totals.collected(result)
-            return self.scheduler.apply(result)
+            return self.scheduler.apply(result, self.runner.find_break)
         return []
+
+    def _compute_again(self, error: StepLostError) -> None:
+        """The ranks do not agree on a step: what it gave is not told, nor what was launched behind it."""
+        log.warning("%s It is computed again. %s", error.found, error.fix)
+        for _ in range(self.scheduler.in_flight - 1):
+            with suppress(StepLostError):
+                self.runner.collect()
+        self.scheduler.discard()
 
     def _give_up(self, plan: StepPlan, error: StepMemoryError) -> Output:
         """End the youngest request of a step that had no memory, so that the others may find some."""

@@ -43,6 +43,9 @@ class ModelledRunner:
         tokens = list(map(self._token, *plan.yielded()))
         return StepResult(plan.step, tokens, [None] * len(tokens), StepTimes(device=price))
 
+    def find_break(self, slot: int, position: int) -> str:
+        return "no layer: nothing is computed here"
+
     def tend(self) -> bool:
         return False
 

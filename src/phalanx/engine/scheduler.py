@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -19,6 +19,8 @@ from phalanx.engine.request import Phase, Request
 from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan, StepResult
 from phalanx.errors import ConfigError, RequestError
+
+Trace = Callable[[int, int], str]
 
 _slot = attrgetter("slot")
 
@@ -104,8 +106,11 @@ class Scheduler(StepFiller):
         self._in_flight.append(Launched(plan, sampled, agenda.drafted))
         return plan
 
-    def apply(self, result: StepResult) -> list[Output]:
-        """Book the tokens of the oldest launched step. Requests that ended meanwhile take no part."""
+    def apply(self, result: StepResult, trace: Trace | None = None) -> list[Output]:
+        """Book the tokens of the oldest launched step. Requests that ended meanwhile take no part.
+
+        One whose scores were not finite ends with an error that says what `trace` makes of its slot and position.
+        """
         launched = self._in_flight.popleft()
         assert launched.plan.step == result.step, f"step {result.step} came back, {launched.plan.step} was due"
         booked: Iterable[tuple[Request, int, TokenLogprobs | None]]
@@ -122,6 +127,9 @@ class Scheduler(StepFiller):
                 continue
             tokens, reason = request.tokens, None
             request.pending -= 1
+            if token == NO_TOKEN:
+                outputs += self._break_off(request, trace)
+                continue
             if not len(tokens) % block_size and request.phase is running:
                 self.caches.register(request)
             tokens.append(token)
@@ -138,22 +146,53 @@ class Scheduler(StepFiller):
         """
         launched = self._in_flight.pop()
         assert launched.plan is plan, f"step {plan.step} did not run, step {launched.plan.step} was the last one"
-        for request in launched.sampled:
-            request.pending -= 1
-        for row in launched.drafted:
-            row.request.pending -= len(row.drafts)
-        starts = dict(zip(plan.slots, plan.starts, strict=True))
-        of_step = [request for request in self.running if request.slot in starts]
-        for request in of_step:
-            self.caches.forget_from(request, starts[_slot(request)])
-        while self.running:
-            self.preempt(self.running[-1])
-        self._masks.forget()
-        self._reports.forget(plan)
+        of_step = self._forget(launched)
+        self._preempt_all()
         youngest = max(of_step, key=lambda request: request.id)
         youngest.error = error
         self._finish(youngest, "error")
         return Output(youngest.id, NO_TOKEN, None, "error", youngest.cached_tokens or 0, youngest.queued_s)
+
+    def discard(self) -> None:
+        """No launched step is to be relied on: all that run are computed again, but for what is cached from before."""
+        while self._in_flight:
+            self._forget(self._in_flight.pop())
+        self._preempt_all()
+
+    def _forget(self, launched: Launched) -> list[Request]:
+        """A step that has no results. Returns its requests, as far as they still run."""
+        for request in launched.sampled:
+            request.pending -= 1
+        for row in launched.drafted:
+            row.request.pending -= len(row.drafts)
+        starts = dict(zip(launched.plan.slots, launched.plan.starts, strict=True))
+        of_step = [request for request in self.running if request.slot in starts]
+        for request in of_step:
+            self.caches.forget_from(request, starts[_slot(request)])
+        self._reports.forget(launched.plan)
+        return of_step
+
+    def _preempt_all(self) -> None:
+        while self.running:
+            self.preempt(self.running[-1])
+        self._masks.forget()
+
+    def _break_off(self, request: Request, trace: Trace | None) -> list[Output]:
+        """End a request whose scores are not finite, with the place where that began. What it cached is not used.
+
+        One that has been preempted meanwhile is computed again anyway.
+        """
+        if request.phase is not Phase.RUNNING:
+            return []
+        place = trace(_slot(request), len(request.tokens) - 1) if trace is not None else "an unknown place"
+        request.error = RequestError(
+            "not_finite",
+            f"At token {len(request.tokens)} the numbers of this request ceased to be finite, in {place}.",
+            "Send it again. If it recurs, the weights overflow in this dtype, or are damaged.",
+        )
+        self.caches.forget_from(request, 0)
+        self._finish(request, "error")
+        return [Output(request.id, NO_TOKEN, None, "error", request.cached_tokens or 0, request.queued_s)]
 
     def _conclude(self, request: Request, token: int) -> str | None:
         """Why a request ends, if it does; one under a grammar that goes on is ready for its next token."""

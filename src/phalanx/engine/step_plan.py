@@ -106,10 +106,11 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that a step yields, in the order of its rows, and drafts behind each row that yields some; and by
-    slot, what it found out of prompts.
+    """The tokens that a step yields, in the order of its rows, `NO_TOKEN` where the scores are NaN or infinite, and
+    drafts behind each row that yields some; and by slot, what it found out of prompts.
 
-    An embedding is told where the prompt ends, as float32.
+    An embedding is told where the prompt ends, as float32. `marks` are digests of what every rank must have with the
+    same bits.
     """
 
     step: int
@@ -119,6 +120,7 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     drafts: list[list[int]] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     embeddings: list[tuple[int, bytes]] = []
+    marks: list[int] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):
@@ -190,7 +192,14 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """The result of the oldest step launched and not yet collected."""
+        """The result of the oldest step launched and not yet collected.
+
+        StepLostError if the ranks do not agree on it.
+        """
+        ...
+
+    def find_break(self, slot: int, position: int) -> str:
+        """The part of the model in which the numbers of a token cease to be finite: it is computed once more."""
         ...
 
     def tend(self) -> bool:

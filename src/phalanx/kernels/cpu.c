@@ -28,8 +28,8 @@ static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 static inline float sum(vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
+    float total = v[0];
+    for (int i = 1; i < LANES; i++) total += v[i];
     return total;
 }
 
@@ -86,7 +86,12 @@ void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width)
             vec g = load(gate + i);
             store(out + row * width + i, g / (1.0f + vexp(-g)) * load(up + i));
         }
-        for (; i < width; i++) out[row * width + i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+        if (i < width) { /* the rest in the same way: a column is the same wherever it stands */
+            float g[LANES] = {0}, rest[LANES];
+            memcpy(g, gate + i, (width - i) * sizeof(float));
+            store(rest, load(g) / (1.0f + vexp(-load(g))));
+            for (index_t j = i; j < width; j++) out[row * width + j] = rest[j - i] * up[j];
+        }
     }
 }
 
@@ -205,44 +210,88 @@ void decode_attention(const float *q, const float *cache, const index_t *table, 
         }
 }
 
-/* `columns` outputs of `rows` inputs at once: every weight is loaded once for all rows, every input once for all columns. */
-static inline __attribute__((always_inline)) void tile(const float *x, const float *w, const float *bias, float *y,
-                                                       index_t k, index_t n, const int rows, const int columns) {
+#define ROWS_AT_ONCE 64 /* whose inputs stay near while all weights pass by */
+#define STRETCH 512     /* of the inner dimension, in which inputs and weights of a tile stay nearer still */
+
+/* Sums of `rows` inputs and `columns` outputs at once, over a stretch of the inner dimension: every weight is loaded once
+ * for all rows, every input once for all columns. */
+static inline __attribute__((always_inline)) void tile(const float *x, const float *w, vec (*sums)[4], index_t x_apart,
+                                                       index_t w_apart, index_t from, index_t to, const int rows,
+                                                       const int columns) {
     vec acc[4][4];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) acc[r][c] = (vec){0};
-    index_t i = 0;
-    for (; i + LANES <= k; i += LANES) {
+        for (int c = 0; c < columns; c++) acc[r][c] = sums[r][c];
+    for (index_t i = from; i < to; i += LANES) {
         vec weights[4];
-        __builtin_prefetch(w + (columns + ((i / LANES) & 3)) * k + i); /* the next tile's weights, a column in turn */
-        for (int c = 0; c < columns; c++) weights[c] = load(w + c * k + i);
+        __builtin_prefetch(w + (columns + ((i / LANES) & 3)) * w_apart + i); /* the next tile's weights, a column in turn */
+        for (int c = 0; c < columns; c++) weights[c] = load(w + c * w_apart + i);
         for (int r = 0; r < rows; r++) {
-            vec input = load(x + r * k + i);
+            vec input = load(x + r * x_apart + i);
             for (int c = 0; c < columns; c++) acc[r][c] += input * weights[c];
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) {
-            float total = sum(acc[r][c]);
-            for (index_t j = i; j < k; j++) total += x[r * k + j] * w[c * k + j];
-            y[r * n + c] = total + (bias ? bias[c] : 0);
+        for (int c = 0; c < columns; c++) sums[r][c] = acc[r][c];
+}
+
+static inline __attribute__((always_inline)) void stretch(const float *x, const float *w, vec (*sums)[4], index_t m,
+                                                          index_t x_apart, index_t w_apart, index_t from, index_t to,
+                                                          const int columns) {
+    for (; m >= 4; m -= 4, x += 4 * x_apart, sums += 4) tile(x, w, sums, x_apart, w_apart, from, to, 4, columns);
+    if (m == 3) tile(x, w, sums, x_apart, w_apart, from, to, 3, columns);
+    if (m == 2) tile(x, w, sums, x_apart, w_apart, from, to, 2, columns);
+    if (m == 1) tile(x, w, sums, x_apart, w_apart, from, to, 1, columns);
+}
+
+/* Some columns of a product. The inner dimension is summed in `units`, a power of two, and these as a balanced tree. Each
+ * output is computed in one and the same order whatever the rows and columns beside it. */
+static inline __attribute__((always_inline)) void columns_of(const float *x, const float *w, const float *bias, float *y,
+                                                             index_t m, index_t k, index_t n, index_t units,
+                                                             index_t x_apart, index_t w_apart, const int columns) {
+    vec sums[ROWS_AT_ONCE][4];
+    float tree[8][ROWS_AT_ONCE][4];
+    index_t width = k / units, whole = width / LANES * LANES, level = 0;
+    for (index_t unit = 0; unit < units; unit++, x += width, w += width) {
+        memset(sums, 0, m * sizeof(sums[0]));
+        for (index_t from = 0; from < whole; from += STRETCH)
+            stretch(x, w, sums, m, x_apart, w_apart, from, from + STRETCH < whole ? from + STRETCH : whole, columns);
+        for (index_t r = 0; r < m; r++) {
+            float part[4];
+            for (int c = 0; c < columns; c++) part[c] = sum(sums[r][c]);
+            for (index_t j = whole; j < width; j++)
+                for (int c = 0; c < columns; c++) part[c] += x[r * x_apart + j] * w[c * w_apart + j];
+            if (bias && unit == 0)
+                for (int c = 0; c < columns; c++) part[c] += bias[c];
+            level = 0;
+            for (index_t left = unit; left & 1; left >>= 1, level++)
+                for (int c = 0; c < columns; c++) part[c] = tree[level][r][c] + part[c];
+            for (int c = 0; c < columns; c++) tree[level][r][c] = part[c];
         }
+    }
+    for (index_t r = 0; r < m; r++)
+        for (int c = 0; c < columns; c++) y[r * n + c] = tree[level][r][c];
 }
 
-static void columns_of(const float *x, const float *w, const float *bias, float *y, index_t m, index_t k, index_t n,
-                       const int columns) {
-    for (; m >= 4; m -= 4, x += 4 * k, y += 4 * n) tile(x, w, bias, y, k, n, 4, columns);
-    if (m == 3) tile(x, w, bias, y, k, n, 3, columns);
-    if (m == 2) tile(x, w, bias, y, k, n, 2, columns);
-    if (m == 1) tile(x, w, bias, y, k, n, 1, columns);
-}
-
-/* y = x @ w.T + bias for few rows: x is [m, k], w [n, k], y [m, n]. */
-void skinny_gemm(const float *x, const float *w, const float *bias, float *y, index_t m, index_t n, index_t k) {
+/* y = x @ w.T + bias for few rows: x is [m, k], w [n, k], both with rows so far apart, y [m, n]. */
+void skinny_gemm(const float *x, const float *w, const float *bias, float *y, index_t m, index_t n, index_t k,
+                 index_t units, index_t x_apart, index_t w_apart) {
+    for (; m > 0; m -= ROWS_AT_ONCE, x += ROWS_AT_ONCE * x_apart, y += ROWS_AT_ONCE * n) {
+        index_t rows = m < ROWS_AT_ONCE ? m : ROWS_AT_ONCE;
 #pragma omp parallel for schedule(static) if (n * k > PARALLEL_FROM)
-    for (index_t column = 0; column < n / 4; column++)
-        columns_of(x, w + column * 4 * k, bias ? bias + column * 4 : 0, y + column * 4, m, k, n, 4);
-    for (index_t c = n / 4 * 4; c < n; c++) columns_of(x, w + c * k, bias ? bias + c : 0, y + c, m, k, n, 1);
+        for (index_t column = 0; column < n / 4; column++)
+            columns_of(x, w + column * 4 * w_apart, bias ? bias + column * 4 : 0, y + column * 4, rows, k, n, units,
+                       x_apart, w_apart, 4);
+        for (index_t c = n / 4 * 4; c < n; c++)
+            columns_of(x, w + c * w_apart, bias ? bias + c : 0, y + c, rows, k, n, units, x_apart, w_apart, 1);
+    }
+}
+
+/* out = sum over words of word * (2 * column + 1), modulo 2^64. */
+void row_digest(const unsigned long long *words, unsigned long long *out, index_t rows, index_t width) {
+    unsigned long long total = 0;
+    for (index_t row = 0; row < rows; row++)
+        for (index_t i = 0; i < width; i++) total += words[row * width + i] * (2 * (unsigned long long)i + 1);
+    *out = total;
 }
 
 #define FLAGS_APART 8 /* each rank's flag on a cache line of its own */

@@ -23,7 +23,8 @@ _SIGNATURES = {
     "silu_and_mul": [_POINTER] * 2 + [_INDEX] * 2,
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
     "decode_attention": [_POINTER] * 5 + [_INDEX] * 9 + [_POINTER, _FLOAT],
-    "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 3,
+    "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
+    "row_digest": [_POINTER] * 2 + [_INDEX] * 2,
     "meet": [_POINTER] + [_INDEX] * 4,
 }
 

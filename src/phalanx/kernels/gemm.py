@@ -45,6 +45,8 @@ class Product(Protocol):
     def __call__(self, x: Tensor | Quantised) -> Tensor: ...
 
 
+_PAGE, _ROOM = 1024, 16
+
 SKINNY = range(2, 17)
 """Rows for which the C kernel reads the weight faster than oneDNN and BLAS."""
 
@@ -136,9 +138,32 @@ def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtyp
     return F.linear(widened, weight.dequantised(dtype), bias)
 
 
-def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for few rows: every weight is read once for all of them."""
+class InvariantGemm(Gemm):
+    """The same bits for a row whatever rows are beside it, and, where the inner dimension is dealt to ranks in whole
+    units, the same bits for the tree of all their sums, however many ranks there are. Of these units it has `units`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, units: int = 1) -> None:
+        super().__init__(weight, bias)
+        self.units = units
+
+    def pack(self) -> None:
+        """There is one way to compute it."""
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        assert isinstance(x, Tensor)
+        return skinny_gemm(x, self.weight, self.bias, self.units)
+
+
+def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, units: int = 1) -> Tensor:
+    """F.linear for few rows: every weight is read once for all of them. Sums are made by units, and of these a tree."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = x.new_empty(rows, outputs)
-    cpu.call("skinny_gemm", x.contiguous(), weight, bias, y, rows, outputs, inputs)
+    x = _spread(x) if rows > 4 and inputs % _PAGE == 0 else x.contiguous()
+    cpu.call("skinny_gemm", x, weight, bias, y, rows, outputs, inputs, units, x.stride(0), weight.stride(0))
     return y
+
+
+def _spread(x: Tensor) -> Tensor:
+    """A copy with some room behind every row: rows that lie pages apart would drive each other out of the cache."""
+    return x.new_empty(x.shape[0], x.shape[1] + _ROOM)[:, : x.shape[1]].copy_(x)

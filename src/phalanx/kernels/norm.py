@@ -19,7 +19,8 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         normed = gpu.add_rms_norm(x, residual, weight, eps)
         assert isinstance(normed, Tensor)
         return normed
-    if cpu.runs(x) and x.is_contiguous():
+    if cpu.runs(x) and (residual is None or x.is_contiguous()):
+        x = x.contiguous()
         out = torch.empty_like(x)
         cpu.call("add_rms_norm", x, residual, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
         return out

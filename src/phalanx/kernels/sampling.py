@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.engine.output import NO_TOKEN
 from phalanx.kernels.sampling_table import ONE, TOKEN
 
 
@@ -15,6 +16,12 @@ def likeliest(scores: Tensor) -> Tensor:
 
         return gpu.likeliest(scores)
     return scores.argmax(-1).to(TOKEN)
+
+
+def flag_broken(tokens: Tensor, scores: Tensor) -> Tensor:
+    """Tokens as they are told: NO_TOKEN for rows whose best score is NaN or infinite, which is the one chosen there."""
+    chosen = scores.gather(1, tokens[:, None].long())[:, 0]
+    return tokens.where(chosen.isfinite(), NO_TOKEN)
 
 
 def draw(scores: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Ends
 from phalanx.layers.vocabulary import Embedding, Head
+from phalanx.layers.watch import Watch
 
 
 class Decoder:
@@ -40,6 +41,7 @@ class Decoder:
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
+        self.watch: Watch | None = None
         record = place.spec.draft_head
         self.draft_head = DraftHeadPart(place, record, self.embedding, self.head, self.rotary) if record else None
         self.companion: Decoder | None = None
@@ -152,12 +154,17 @@ class Decoder:
         No row looks at another one behind the last mixer, so there the others are left out.
         """
         self.place.group.where.at(EMBEDDING)
-        step = StepContext(tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, adapters)
+        step = StepContext(
+            tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, adapters, self.watch
+        )
         stream = self.ends.begin(self.embedding(tokens))
         for layer in self.layers[:-1]:
             layer(stream, step)
         self.layers[-1](stream, step, rows)
-        return self.ends.finish(stream)
+        hidden = self.ends.finish(stream)
+        if self.watch is not None:
+            self.watch.mark(len(self.place.spec.layers), hidden)
+        return hidden
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, in the model's dtype, the same bits on every rank."""

@@ -46,7 +46,10 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         where = self.group.where
         where.at(2 * self.number)
-        mixed = self.mixer(self.around_mixer.enter(stream, self.mixer.takes_fp8), step, rows)
+        taken = self.around_mixer.enter(stream, self.mixer.takes_fp8)
+        if step.watch is not None:
+            step.watch.mark(self.number, stream.residual)
+        mixed = self.mixer(taken, step, rows)
         stream.take_rows(rows)
         step.rows = rows
         self.around_mixer.leave(mixed, stream)

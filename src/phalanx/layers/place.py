@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.fabric.group import Group
 from phalanx.kernels.fp8 import E4M3
-from phalanx.kernels.gemm import Gemm, Held, Product
+from phalanx.kernels.gemm import Gemm, Held, InvariantGemm, Product
 from phalanx.quant import at_work
 from phalanx.quant.base import SchemeAtWork
 from phalanx.spec import Layout, ModelSpec, Shard
@@ -24,7 +24,8 @@ class Place:
     """Which rank's share of which model, talking to whom, in which dtype on which device.
 
     `quantised` says whether quantised weights stay so; otherwise they are widened when they are loaded. `fp8_cache` is
-    for keys and values, which otherwise have the dtype of all.
+    for keys and values, which otherwise have the dtype of all. With `units` products are invariant: of the units that
+    the inner dimension of a row-parallel one is cut into, this rank has so many.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Place:
     device: torch.device
     quantised: bool = False
     fp8_cache: bool = False
+    units: int | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -62,11 +64,16 @@ class Place:
         kept = self.kept(names)
         return self.empty(*stack, sum(rows), columns) if kept is None else kept.empty(stack, rows, columns, self.device)
 
-    def product(self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None) -> Product:
+    def gemm(self, weight: Tensor, bias: Tensor | None = None, units: int = 1) -> Gemm:
+        return Gemm(weight, bias) if self.units is None else InvariantGemm(weight, bias, units)
+
+    def product(
+        self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None, units: int | None = None
+    ) -> Product:
         kept, weight = self.kept(names), self.matrix(names, rows, columns)
         if kept is None:
             assert isinstance(weight, Tensor)
-            return Gemm(weight, bias)
+            return self.gemm(weight, bias, units or 1)
         assert not isinstance(weight, Tensor)
         return kept.product(weight, bias, self.dtype)
 

@@ -12,6 +12,7 @@ from phalanx.kernels.attention import AttentionBatch, SightMasks
 from phalanx.kernels.latent import Chosen
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.rotary import Rotary
+from phalanx.layers.watch import Watch
 from phalanx.spec.rope import Rope
 
 Made = TypeVar("Made")
@@ -21,6 +22,7 @@ class StepContext:
     """Tokens and positions of the rows, how they meet the cache, and what is worked out once for several layers.
 
     `chosen` is what the last indexer made of the step. `rows` are those that it goes on with behind the last mixer.
+    `watch` is shown the residual stream.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class StepContext:
         dtype: torch.dtype,
         rotary: Rotary,
         adapters: StepAdapters | None = None,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch
         self._tokens = tokens
         self.rows: Tensor | None = None
         self._adapters = adapters

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.gemm import Gemm
 from phalanx.layers.place import Place
 
 
@@ -49,7 +48,7 @@ class Head:
         self.group = place.group
         self.tied = place.spec.tied_embeddings
         weight = embedding.weight if self.tied else place.empty(*place.share_of(self.name))
-        self.product = Gemm(weight)
+        self.product = place.gemm(weight)
         self.scale = place.spec.logit_scale
         self.widths = [len(shard.vocab) for shard in place.layout.shards]
 

@@ -80,6 +80,7 @@ class Batch:
         states: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.token_by_token = False
         self.states = states
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
@@ -150,8 +151,11 @@ class Batch:
     def singles(self, plan: StepPlan) -> int:
         """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
 
-        A state takes the tokens of a row one after the other: there a row of drafts is like a prompt.
+        A state takes the tokens of a row one after the other: there a row of drafts is like a prompt. With
+        `token_by_token` prompts are computed so too: a token has the same bits however its prompt is cut.
         """
+        if self.token_by_token:
+            return len(plan.counts)
         of_one = plan.counts.count(1)
         return of_one if self.states else of_one + sum(wanted > 1 for wanted in plan.samples)
 

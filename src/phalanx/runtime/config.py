@@ -39,6 +39,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     that drafts. There are at most `speculate_tokens` guesses a request and step (default: 8, or as many as fit a batch
     of one request); fewer where they cost more than they bring.
 
+    With `canary` ranks compare digests of every step before it is answered with, and read their weights once in a while
+    to see whether they are still what was loaded.
+
+    With `invariant` an answer has the same bits at every TP that the model's sizes allow, whoever shares its batch.
+
     `lora` are adapters by name, each a folder in PEFT's form. `lora_memory` is bytes a rank for these and for those
     that are loaded later: what these take, if that is more.
 
@@ -62,6 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: str = "off"
     speculate: str = "off"
     speculate_tokens: int | None = None
+    canary: bool = True
+    invariant: bool = False
     lora: dict[str, str] = {}
     lora_memory: int = 0
     share_gpus: bool = False

@@ -10,19 +10,22 @@ from pathlib import Path
 import msgspec
 import torch
 
+from phalanx.engine.agreement import disagreement
 from phalanx.engine.hang import Seen, position, who_waits
 from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts, read_pages
-from phalanx.errors import EngineDeadError, PhalanxError, StepMemoryError
+from phalanx.errors import EngineDeadError, PhalanxError, StepLostError, StepMemoryError
 from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import (
     CONNECT,
     END_TRACE,
+    FIND_BREAK,
     GO_ON,
     PING,
+    SUSPECT,
     TEND,
     TRACE,
     CacheRoom,
@@ -35,7 +38,6 @@ from phalanx.runtime.messages import (
     pack_plan,
 )
 from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
-from phalanx.runtime.runner import digest
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.runtime.workers import LocalWorkers, Workers
@@ -45,6 +47,10 @@ _POLL_MS = 100
 _PINGS = 20
 _SHORT_WITHIN_S = 10.0
 """How long rank 0, when it has no memory for a step, waits to hear the same from the others."""
+_FABRIC = (
+    "A link, a rank's memory or its software is not to be trusted: look at ECC and link errors (dmesg, nvidia-smi) and "
+    "at versions; phalanx doctor --measure compares sums rank by rank."
+)
 _AGAIN = "Start the engine again; if it recurs, run the same request with tp=1 to tell the rank from the model."
 
 
@@ -72,7 +78,9 @@ class Executor:
         self._short: dict[int, Short] = {}
         self._traces: list[RankTrace] = []
         self._pongs: dict[int, tuple[int, int]] = {}
-        self._digests: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._marks: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+        self._last_step = 0
+        self._doubtful_until: int | None = None
         self._group: Group = Solo()
         self.workers = start_workers(config, model_path)
         self.nodes = self.workers.nodes
@@ -111,6 +119,7 @@ class Executor:
 
     def launch(self, plan: StepPlan) -> None:
         self._check_alive()
+        self._last_step = plan.step
         try:
             self.workers.send(pack_plan(plan))
             self.runner.launch(plan)
@@ -123,17 +132,49 @@ class Executor:
         self._check_alive()
         try:
             result = self.runner.collect()
-            self._compare(Done(0, result.step, digest(result.tokens)))
-            self._hear(timeout_ms=0)
-            if self._short:
-                raise _Shortage(*self._short.values())
+            self._agree(result)
+        except StepLostError:
+            raise
         except Exception as error:
             raise self._stop(error) from error
         return result
 
+    def _agree(self, result: StepResult) -> None:
+        """Wait until every rank has told its digests of this step, and compare them."""
+        marks = self._marks[result.step]
+        marks[0] = result.marks
+        self._hear(timeout_ms=0)
+        while len(marks) < self._group.size and not self._short:
+            self._hear(_POLL_MS)
+        if self._short:
+            raise _Shortage(*self._short.values())
+        del self._marks[result.step]
+        found = disagreement(dict(sorted(marks.items())))
+        if found is not None:
+            self._doubt(result.step, f"Step {result.step}: {found}")
+
+    def _doubt(self, step: int, found: str) -> None:
+        """The first time, all steps on their way are lost; the second time, the engine."""
+        if self._doubtful_until is not None and step > self._doubtful_until:
+            raise EngineDeadError("fabric", f"For the second time ranks do not have the same bits. {found}", _FABRIC)
+        if self._doubtful_until is None:
+            self._doubtful_until = self._last_step
+            self.workers.send(SUSPECT)
+            self.runner.suspect()
+        raise StepLostError("fabric", found, _FABRIC)
+
+    def find_break(self, slot: int, position: int) -> str:
+        self._check_alive()
+        try:
+            self.workers.send([FIND_BREAK, b"%d" % slot, b"%d" % position])
+            return self.runner.find_break(slot, position)
+        except Exception as error:
+            raise self._stop(error) from error
+
     def _hear(self, timeout_ms: int) -> None:
-        """Take in all reports that have come. FabricError if a rank is gone."""
+        """Wait for a report and take in all that have come. FabricError if a rank is gone."""
         while (report := self.workers.receive(timeout_ms)) is not None:
+            timeout_ms = 0
             match report:
                 case RankReady():
                     self._loaded.append(report.rank)
@@ -142,7 +183,7 @@ class Executor:
                 case Short():
                     self._short[report.rank] = report
                 case Done():
-                    self._compare(report)
+                    self._marks[report.step][report.rank] = report.marks
                 case RankTrace():
                     self._traces.append(report)
                 case Pong():
@@ -234,15 +275,6 @@ class Executor:
             raise self._explain(error) from error
         return self.workers.beats()
 
-    def _compare(self, report: Done) -> None:
-        """Once every rank has reported a step, hold their tokens against rank 0's."""
-        digests = self._digests[report.step]
-        digests[report.rank] = report.digest
-        if len(digests) == self._group.size:
-            for rank, found in self._digests.pop(report.step).items():
-                if found != digests[0]:
-                    raise _Disagreement(rank, report.step)
-
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
@@ -254,12 +286,8 @@ class Executor:
         return self._dead
 
     def _explain(self, error: BaseException) -> EngineDeadError:
-        if isinstance(error, _Disagreement):
-            return EngineDeadError(
-                "rank_disagrees",
-                f"{self._name(error.rank)} sampled other tokens than rank 0 in step {error.step}.",
-                "Its memory, its link or its software differs from the others': check that machine first.",
-            )
+        if isinstance(error, EngineDeadError):
+            return error
         if isinstance(error, StepMemoryError | _Shortage):
             return EngineDeadError("out_of_memory", f"{error.found} Not all ranks did at once.", error.fix)
         cause = self.workers.cause_of_death() if isinstance(error, FabricError) else None
@@ -296,10 +324,3 @@ class _Shortage(Exception):
         super().__init__(short)
         self.found = " ".join(each.found for each in short)
         self.fix = short[0].fix
-
-
-class _Disagreement(Exception):
-    def __init__(self, rank: int, step: int) -> None:
-        super().__init__(rank, step)
-        self.rank = rank
-        self.step = step

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.engine.step_plan import StepPlan
 from phalanx.fabric.group import Group
 from phalanx.kernels.lookup import keep_sampled
-from phalanx.kernels.sampling import draw, likeliest
+from phalanx.kernels.sampling import draw, flag_broken, likeliest
 from phalanx.kernels.tiling import is_uneven
 from phalanx.layers.decoder import Decoder
 from phalanx.runtime.batch import Batch
@@ -88,7 +88,7 @@ def score_and_keep(
     after = positions + 1
     tokens = draw(scores, batch.sampling, slots, after) if drawn else likeliest(scores)
     keep_sampled(batch.tokens, slots, after, tokens)
-    return scores, tokens, hidden
+    return scores, flag_broken(tokens, scores), hidden
 
 
 class GraphKind(NamedTuple):

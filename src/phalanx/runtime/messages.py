@@ -63,11 +63,11 @@ class CacheRoom(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A rank has run a step; the digest is of the tokens it sampled."""
+    """A rank has run a step; the marks are digests of what all ranks must have alike, the last of its tokens."""
 
     rank: int
     step: int
-    digest: int
+    marks: list[int]
 
 
 class Short(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +105,12 @@ GO_ON = [b"go on"]
 
 TEND = [b"tend"]
 """An order: do the next piece of what was put off. Every rank has put off the same."""
+
+SUSPECT = [b"suspect"]
+"""An order: ranks disagreed on a step; look at every layer of the next ones."""
+
+FIND_BREAK = b"find break"
+"""An order, with slot and position: find where the numbers of this token cease to be finite."""
 
 TRACE, END_TRACE, PING = [b"trace"], [b"end trace"], [b"ping"]
 """Orders between steps: write down what follows; tell it; say what your clock says."""

@@ -12,14 +12,19 @@ from phalanx.engine.caches import CacheLayout
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
+from phalanx.fabric.tree import TreeGroup
+from phalanx.kernels import cpu
 from phalanx.kernels.sampling_table import TOKEN
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
+from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
+from phalanx.runtime.weight_watch import WeightWatch
 from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.invariant import inner_units, invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
 
@@ -125,7 +130,13 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         if fp8_cache:
             _check_fp8(device)
         torch.cuda.set_device(device)
-    place = Place(Layout(checkpoint.spec, group.size), group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache)
+    layout, units = Layout(checkpoint.spec, group.size), None
+    if config.invariant:
+        _check_invariant(config, dtype, device)
+        layout = invariant_layout(checkpoint.spec, group.size)
+        units = inner_units(checkpoint.spec) // group.size
+        group = TreeGroup(group) if group.size > 1 else group
+    place = Place(layout, group, dtype, device, quantised=on_gpu, fp8_cache=fp8_cache, units=units)
     reader = checkpoint.open_reader(device)
     try:
         check_tensors(place.layout, reader, group.rank)
@@ -138,7 +149,20 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         torch.cuda.empty_cache()
     else:
         _pack(model, spot.ranks_here)
+    if config.canary and group.size > 1:
+        model.watch = Canary(len(checkpoint.spec.layers), device)
     return model
+
+
+def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    exact = device.type == "cpu" and dtype == torch.float32 and cpu.library() is not None
+    if not exact or config.kv_cache_dtype != "auto" or config.lora_memory:
+        raise ConfigError(
+            "not_invariant",
+            f"invariant is for float32 on CPUs with a C compiler and without adapters so far; this is {dtype} on "
+            f"{device.type}, with a KV cache in {config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
+            "Use device cpu, dtype and kv_cache_dtype auto, no adapters, or leave invariant out.",
+        )
 
 
 def _check_fp8(device: torch.device) -> None:
@@ -213,5 +237,8 @@ def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunn
     model.allocate_cache(sizes.num_blocks, config.block_size)
     model.allocate_states(StatePlaces.of(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    runner.batch.token_by_token = config.invariant
+    if config.canary:
+        runner.weights = WeightWatch(model)
     warm_up(runner, config.warm_up)
     return runner

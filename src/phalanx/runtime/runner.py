@@ -16,6 +16,7 @@ from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import StepMemoryError
 from phalanx.layers.decoder import Decoder
+from phalanx.layers.watch import Canary, Finite
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.adapters import drop_adapter, hold_adapter
 from phalanx.runtime.batch import Batch, StepInputs, tensor_of
@@ -27,6 +28,11 @@ from phalanx.runtime.reports import Found, Reporter, reports_of
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
 from phalanx.runtime.traced_graphs import TracedGraphs
 from phalanx.runtime.tracer import Tracer
+from phalanx.runtime.weight_watch import Reading, WeightWatch
+
+_SUSPICIOUS_STEPS = 256
+_MOST_TRACED = 512
+_NOT_AGAIN = "no layer that could be found: computed once more, they were finite"
 
 
 def digest(tokens: list[int]) -> int:
@@ -51,8 +57,10 @@ class _Launched(NamedTuple):
     sampled: Sampled | None
     clock: StepClock
     done: torch.cuda.Event | None
-    drafts: Drafts | None = None
-    found: Found | None = None
+    drafts: Drafts | None
+    found: Found | None
+    marks: Tensor | None
+    weights: Reading | None
 
 
 class _Ran(NamedTuple):
@@ -94,6 +102,8 @@ class TorchRunner:
         self.drafting = Drafting.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
+        self.weights: WeightWatch | None = None
+        self._suspicious_steps = 0
         self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
 
@@ -141,21 +151,33 @@ class TorchRunner:
         reading = ran.sampled.start_reading() if ran.sampled is not None else None
         drafts = drafts.start_reading() if drafts is not None else None
         found = ran.found.start_reading() if ran.found is not None else None
+        canary = self.model.watch
+        marks = canary.marks.to("cpu", copy=True, non_blocking=True) if isinstance(canary, Canary) else None
+        weights = self.weights.read() if self.weights is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found))
+        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found, marks, weights))
 
     def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
         if self.drafting is None:
             return None
         assert ran.inputs is not None
         assert ran.hidden is not None
-        return self.drafting(plan, ran.inputs, ran.hidden, ran.sampled.tokens if ran.sampled else None)
+        tokens = ran.sampled.tokens.clamp(min=0) if ran.sampled else None
+        return self.drafting(plan, ran.inputs, ran.hidden, tokens)
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
             self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
 
+    def suspect(self) -> None:
+        """For some steps have the canary look at every layer, which graphs do not hold."""
+        self._suspicious_steps = _SUSPICIOUS_STEPS
+
     def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
+        if self._suspicious_steps and isinstance(self.model.watch, Canary):
+            self._suspicious_steps -= 1
+            self.model.watch.look_at_every_layer(self._suspicious_steps > 0)
+            return None
         if plan.reported or self.batch.is_adapted(plan):
             return None
         return next((graphs for graphs in (self.graphs, self.prompt_graphs) if graphs and graphs.take(plan)), None)
@@ -197,13 +219,34 @@ class TorchRunner:
         return _Ran(sampled, rows, inputs, hidden)
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done, drafts, found = self._launched.popleft()
+        step, rows, sampled, clock, done, drafts, found, marks, weights = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
+        if weights is not None and self.weights is not None:
+            self.weights.check(weights)
         self.where.end_step(step)
-        told = found.read() if found is not None else ([], [])
-        return StepResult(step, tokens, logprobs, clock.times(), drafts.read() if drafts is not None else [], *told)
+        of_prompts = found.read() if found is not None else ([], [])
+        of_stream = [] if marks is None else marks.tolist()
+        drafted = drafts.read() if drafts is not None else []
+        return StepResult(
+            step, tokens, logprobs, clock.times(), drafted, *of_prompts, marks=[*of_stream, digest(tokens)]
+        )
+
+    @torch.inference_mode()
+    def find_break(self, slot: int, position: int) -> str:
+        """With the tokens before it, where it may have begun: as many as a step may hold, within reason."""
+        rows = 1 if self.batch.states else min(position + 1, self.limits[1], _MOST_TRACED)
+        finite = Finite()
+        canary, self.model.watch = self.model.watch, finite
+        try:
+            places = torch.arange(position + 1 - rows, position + 1)
+            slots, positions = self.batch.send(torch.full_like(places, slot), places)
+            tokens, attention = self.batch.decode_inputs(slots, positions, uneven=False)
+            scores = self.model.scores(self.model(tokens, positions, attention))
+        finally:
+            self.model.watch = canary
+        return finite.broke_in() or (_NOT_AGAIN if bool(scores.isfinite().all()) else "the head")
 
     def adapt(self, order: AdapterOrder) -> None:
         if order.adapter is None:

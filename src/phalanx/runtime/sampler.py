@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.logprobs import TokenLogprobs
+from phalanx.engine.output import NO_TOKEN
 from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.lookup import keep_sampled
-from phalanx.kernels.sampling import draw, likeliest
+from phalanx.kernels.sampling import draw, flag_broken, likeliest
 from phalanx.runtime.batch import Batch, Occupant
 from phalanx.spec.step_memory import MOST_PENALTY_BYTES, penalised_row_bytes
 
@@ -100,7 +101,7 @@ class Sampler:
         if special and len(special) == len(rows):
             return self._sample_special(scores, special, batch)
         if plain_tokens is None:
-            plain_tokens = _choose(scores, rows.slots, rows.positions, rows.drawn, batch)
+            plain_tokens = flag_broken(_choose(scores, rows.slots, rows.positions, rows.drawn, batch), scores)
         if not special:
             return Sampled(plain_tokens, None)
         (where,) = batch.send(torch.tensor([row.index for row in special]))
@@ -112,10 +113,12 @@ class Sampler:
         scores = scores.float()
         reported = any(row.occupant.params.logprobs is not None for row in rows)
         raw = torch.log_softmax(scores, -1) if reported else None
+        finite = scores.amax(-1).isfinite()
         self._adjust(scores, rows, batch)
         drawn = any(batch.is_drawn[row.slot] for row in rows)
         tokens = _choose(scores, [row.slot for row in rows], [row.position for row in rows], drawn, batch)
-        return Sampled(tokens, _logprobs_of(raw, tokens, rows) if raw is not None else None)
+        logprobs = _logprobs_of(raw, tokens, rows) if raw is not None else None
+        return Sampled(tokens.where(finite, NO_TOKEN), logprobs)
 
     def _adjust(self, scores: Tensor, rows: Sequence[SpecialRow], batch: Batch) -> None:
         """Grammar, minimum length, bias and penalties. What is sent to the device here, nobody waits for."""

@@ -19,6 +19,7 @@ from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, cache_l
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.speculate import open_checkpoint, settle, speculation
 from phalanx.spec import Layout
+from phalanx.spec.invariant import invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress
 
@@ -33,7 +34,7 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     config = settle(config, model_path)
     checkpoint = open_checkpoint(config, model_path)
     spec = checkpoint.spec
-    Layout(spec, max(config.tp, group.size))
+    (invariant_layout if config.invariant else Layout)(spec, max(config.tp, group.size))
     given = sum(read_adapter(Path(folder), spec).rank_bytes(spec) for folder in config.lora.values())
     config = msgspec.structs.replace(config, lora_memory=max(config.lora_memory, given))
     runner: Runner

@@ -21,8 +21,10 @@ from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
 from phalanx.runtime.messages import (
     CONNECT,
     END_TRACE,
+    FIND_BREAK,
     GO_ON,
     PING,
+    SUSPECT,
     TEND,
     TRACE,
     CacheRoom,
@@ -39,7 +41,7 @@ from phalanx.runtime.messages import (
 )
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
 from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
-from phalanx.runtime.runner import TorchRunner, digest
+from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
 
@@ -92,6 +94,12 @@ def _serve(assignment: RankAssignment) -> None:
         if frames in _ASIDE:
             _aside(frames, runner, ends.reports)
             continue
+        if frames == SUSPECT:
+            runner.suspect()
+            continue
+        if frames is not None and frames[0] == FIND_BREAK:
+            runner.find_break(*map(int, frames[1:]))
+            continue
         adapter = unpack_adapter(frames) if frames is not None else None
         if adapter is not None:
             runner.adapt(adapter)
@@ -115,7 +123,7 @@ def _serve(assignment: RankAssignment) -> None:
             result = runner.collect()
             pulse.end(busy=runner.in_flight > 0)
             totals.collected(result)
-            ends.reports.send(encode(Done(rank, result.step, digest(result.tokens))))
+            ends.reports.send(encode(Done(rank, result.step, result.marks)))
 
 
 def _aside(order: list[bytes] | None, runner: TorchRunner, reports: Sender) -> None:

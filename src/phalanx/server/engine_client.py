@@ -65,6 +65,7 @@ _STOP_WAIT_S = 5.0
 _NODES_RETURN_WITHIN_S = 120.0
 _LOOK_EVERY_S = 1.0
 _RECEIVE_SLICE_S = 0.02
+_MOST_LIVES = 2
 _TRACE_TOLD_WITHIN_S = 30.0
 
 
@@ -98,8 +99,21 @@ class RankHealth:
         return self.beat_age_s > SILENT_AFTER_S
 
 
+@dataclass
+class Pending:
+    """A request that waits or runs: where its tokens go, and what runs it again if the engine dies before the first."""
+
+    mailbox: Mailbox
+    choice: int
+    order: Submit
+    lives: int = 1
+
+
 class EngineClient:
-    """Starts the engine process, hands it requests, and puts the tokens that come back into mailboxes."""
+    """Starts the engine process, hands it requests, and puts the tokens that come back into mailboxes.
+
+    After a death, `successor` is the client of the next process; it has the requests that run again.
+    """
 
     def __init__(self, launch: EngineLaunch, on_step: Callable[[Stepped], None]) -> None:
         self.launch = launch
@@ -108,7 +122,9 @@ class EngineClient:
         self.books: Books | None = None
         self.pace = Pace()
         self._on_step = on_step
-        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}
+        self._pending: dict[int, Pending] = {}
+        self._successor: EngineClient | None = None
+        self._orders: zmq.asyncio.Socket | None = None
         self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._traced: tuple[int, asyncio.Future[StepTraces | None]] | None = None
@@ -169,13 +185,16 @@ class EngineClient:
     ) -> int:
         """Hand a request to the engine; its tokens come to the mailbox as those of this choice."""
         self._next_id += 1
-        self._mailboxes[self._next_id] = mailbox, choice
-        self._send(Submit(self._next_id, prompt, params, salt, grammar, owner, adapter))
-        return self._next_id
+        order = Submit(self._next_id, prompt, params, salt, grammar, owner, adapter)
+        self._pending[order.id] = Pending(mailbox, choice, order)
+        self._send(order)
+        return order.id
 
     def cancel(self, id: int) -> None:
         """End a request and free its blocks. One that has ended already is left alone."""
-        if self._leave(id) is not None:
+        if self._successor is not None:
+            self._successor.cancel(id)
+        elif self._leave(id) is not None:
             self._send(Cancel(id))
 
     async def trace(self, steps: int, within_s: float) -> StepTraces | None:
@@ -201,10 +220,11 @@ class EngineClient:
 
     def _leave(self, id: int) -> Mailbox | None:
         """Where its tokens went, if it was still here."""
-        mailbox, _ = self._mailboxes.pop(id, (None, 0))
-        if mailbox is not None:
-            self.pace.one_ended()
-        return mailbox
+        request = self._pending.pop(id, None)
+        if request is None:
+            return None
+        self.pace.one_ended()
+        return request.mailbox
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
         """Load an adapter, or, without a folder, unload it. ApiError says why it cannot be."""
@@ -220,13 +240,33 @@ class EngineClient:
     @property
     def live(self) -> int:
         """Requests that wait or run."""
-        return len(self._mailboxes)
+        return len(self._pending)
 
     def close_mailboxes(self, error: ApiError) -> None:
-        for mailbox, _ in self._mailboxes.values():
-            mailbox.close(error)
+        for request in self._pending.values():
+            request.mailbox.close(error)
         for id in list(self._unsettled):
             self._settle(id, error)
+
+    def succeed(self, dead: EngineClient, error: ApiError) -> int:
+        """Take over the requests of a dead engine that told nothing of their answers. The others hear the error.
+
+        So does what has seen two engines die: it may be the cause. Returns how many run again.
+        """
+        for number, request in dead._pending.items():
+            if not request.mailbox.begun and request.lives < _MOST_LIVES:
+                request.lives += 1
+                self._pending[number] = request
+        for number in self._pending:
+            del dead._pending[number]
+        dead.close_mailboxes(error)
+        self._next_id, dead._successor = dead._next_id, self
+        return len(self._pending)
+
+    def run_again(self) -> None:
+        """Hand what was taken over to the engine, once it has started."""
+        for request in self._pending.values():
+            self._send(request.order)
 
     def _settle(self, id: int, error: ApiError | None = None) -> None:
         """Who waits for it, if someone still does, hears that it is done, or why it is not."""
@@ -235,7 +275,8 @@ class EngineClient:
             settled.set_result(None) if error is None else settled.set_exception(error)
 
     def _send(self, order: Order) -> None:
-        self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
+        if self._orders is not None:
+            self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
 
     async def _receive(self, ready: asyncio.Future[Started]) -> None:
         """Reports that wait already are taken together, so that streams write many tokens at once when behind."""
@@ -277,13 +318,12 @@ class EngineClient:
 
     def _deliver(self, report: Stepped) -> None:
         for token in report.tokens:
-            entry = self._mailboxes.get(token.id)
-            if entry is None:
+            request = self._pending.get(token.id)
+            if request is None:
                 continue
-            mailbox, choice = entry
             if token.finish_reason is not None:
                 self._leave(token.id)
-            if not mailbox.put(choice, token):
+            if not request.mailbox.put(request.choice, token):
                 self.cancel(token.id)
 
     def ranks(self) -> list[RankHealth]:
@@ -368,7 +408,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process and all its ranks, and clean up behind them. There is nothing left to cancel then."""
-        self._mailboxes.clear()
+        self._pending.clear()
         try:
             if hasattr(self, "_spawning"):
                 await self._end()

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 
-_REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503}
+_REFUSALS = {"too_many_grammars": 429, "out_of_memory": 503, "not_finite": 500}
 """Requests that are refused for no fault of their own."""
 OVERFLOW = "context_length_exceeded"
 """What clients look for before they shorten a conversation, in OpenAI's word and in Anthropic's ("too long")."""
@@ -37,7 +37,8 @@ class ApiError(HTTPException):
         """What the client hears of an error of the engine or of its own request."""
         status = _REFUSALS.get(error.code, 400) if isinstance(error, RequestError) else 500
         if isinstance(error, EngineDeadError):
-            return cls(status, "The engine stopped while this request ran; the server's log says why.", error.code)
+            found = f"The engine stopped ({error.code}) while this request ran; the server's log says why."
+            return cls(status, found, error.code)
         if error.code == "prompt_too_long":
             return cls(
                 status, f"The prompt is too long: this model's maximum context length is exceeded. {error}", OVERFLOW

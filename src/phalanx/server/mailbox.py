@@ -14,10 +14,11 @@ class Mailbox:
     """Collects tokens of all choices of a request until its handler takes them, many at a time.
 
     A handler that is held up by a client who does not read leaves tokens here; with too many of them the mailbox
-    closes, and `put` says so: the engine need not go on.
+    closes, and `put` says so: the engine need not go on. Once a token has come it has `begun`.
     """
 
     def __init__(self) -> None:
+        self.begun = False
         self._tokens: list[tuple[int, NewToken]] = []
         self._closed: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -29,6 +30,7 @@ class Mailbox:
             self.close(ApiError(408, f"{MOST_UNREAD} tokens were waiting to be read.", "slow_reader"))
         if self._closed is not None:
             return False
+        self.begun = True
         self._tokens.append((choice, token))
         self._wake()
         return True

@@ -107,6 +107,13 @@ class Metrics:
         )
         self._parts = {part: parts.labels(model, part) for part in _PARTS}
         self._steps = Counter("phalanx:steps", "Steps run.", ["model_name"], registry=self._registry).labels(model)
+        self._restarts, self._run_again = (
+            Counter(f"phalanx:{name}", text, ["model_name"], registry=self._registry).labels(model)
+            for name, text in (
+                ("engine_restarts", "Engines started again after a death."),
+                ("requests_run_again", "Requests without a token that were handed to the next engine."),
+            )
+        )
         self.recent = Recent()
         self._blocks = 1
         self._last: Books | None = None
@@ -119,6 +126,10 @@ class Metrics:
         for each in self._sets:
             for gauge in (each.running, each.waiting, each.kv_usage):
                 gauge.set(0)
+
+    def engine_restarts(self, run_again: int) -> None:
+        self._restarts.inc()
+        self._run_again.inc(run_again)
 
     def stepped(self, report: Stepped) -> None:
         books, last = report.books, self._last or Books(0, 0, 0, 0, 0, 0, Totals())

@@ -89,7 +89,8 @@ class ApiServer:
         self._name = options.served_names[0] if options.served_names else default_name(config.model)
         self._metrics = Metrics(self._name, options.vllm_metrics)
         launch = EngineLaunch(config, options.step_timeout_s, engine_module)
-        self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, self._metrics.stepped)
+        heard = self._metrics.stepped, self._metrics.engine_restarts
+        self._supervisor = Supervisor(launch, options.restarts, options.max_queued_requests, *heard)
         self._preparer = Preparer()
         self._make_cockpit = make_cockpit
         self._service: Service | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from phalanx.server.messages import Started, Stepped
 log = logging.getLogger("phalanx.server")
 
 _LONGEST_PAUSE_S = 60.0
+_COUNTED_S = 600.0
 
 
 def condition(state: str, ranks: Sequence[RankHealth]) -> str:
@@ -25,22 +28,36 @@ def condition(state: str, ranks: Sequence[RankHealth]) -> str:
 
 
 class Supervisor:
-    """Starts the engine, and again after a death, at most `restarts` times, each time after a longer pause.
+    """Starts the engine, and again after a death, at most `restarts` times in ten minutes, after ever longer pauses.
 
-    An engine that dies before it ever took a request is not tried again: the same start would fail the same way. Nor is
-    one that dies while the server stops.
+    Requests that had no token yet run again on the next engine. An engine that dies before it ever took a request is
+    not tried again: the same start would fail the same way. Nor is one that dies while the server stops.
     """
 
     def __init__(
-        self, launch: EngineLaunch, restarts: int, max_queued: int, on_step: Callable[[Stepped], None]
+        self,
+        launch: EngineLaunch,
+        restarts: int,
+        max_queued: int,
+        on_step: Callable[[Stepped], None],
+        on_restart: Callable[[int], None] = lambda run_again: None,
     ) -> None:
         self.state = "starting"
-        self.restarts_left = restarts
         self.last_death: EngineDeadError | None = None
         self.launch = launch
+        self._restarts = restarts
+        self._restarted: deque[float] = deque()
         self._max_queued = max_queued
         self._on_step = on_step
+        self._on_restart = on_restart
         self.client = EngineClient(launch, on_step)
+
+    @property
+    def restarts_left(self) -> int:
+        """Before the next death is final: those of the last ten minutes count."""
+        while self._restarted and self._restarted[0] < time.monotonic() - _COUNTED_S:
+            self._restarted.popleft()
+        return self._restarts - len(self._restarted)
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -51,36 +68,47 @@ class Supervisor:
         self, on_ready: Callable[[Started], None], beside: asyncio.Future[None] | None = None
     ) -> EngineDeadError:
         """Returns when the engine is dead for good. Requests are taken when what is made `beside` it is there too."""
-        pause = 1.0
+        pause = 0.0
         while True:
-            death = await self._live(on_ready, beside)
+            death = await self._live(pause, on_ready, beside)
             if self.state == "dead":
                 return death
-            self.restarts_left -= 1
+            pause = min(2.0 ** (len(self._restarted) - 1), _LONGEST_PAUSE_S)
             log.error("%s: %s", death.code, death)
-            log.warning("starting the engine again in %.0f s, %d more times at most", pause, self.restarts_left)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self.client = EngineClient(self.launch.again(), self._on_step)
+            log.warning(
+                "starting the engine again in %.0f s with %d requests that had no token yet; %d more times at most",
+                pause,
+                self.client.live,
+                self.restarts_left,
+            )
 
-    async def _live(self, on_ready: Callable[[Started], None], beside: asyncio.Future[None] | None) -> EngineDeadError:
-        """One life of the engine. Whatever was running at its end hears of it."""
+    async def _live(
+        self, pause: float, on_ready: Callable[[Started], None], beside: asyncio.Future[None] | None
+    ) -> EngineDeadError:
+        """One life of the engine. Whatever was running at its end hears of it, or runs again in the next life."""
         client = self.client
         try:
+            await asyncio.sleep(pause)
             try:
                 started = await client.start()
                 if beside is not None:
                     await asyncio.shield(beside)
                 if self.state != "draining":
                     self.state = "ready"
+                client.run_again()
                 on_ready(started)
                 death = await client.death()
             except EngineDeadError as error:
                 death = error
             self.last_death = death
-            final = self.state in ("starting", "draining") or self.restarts_left == 0
-            self.state = "dead" if final else "restarting"
-            client.close_mailboxes(ApiError.of(death))
+            if self.state in ("starting", "draining") or self.restarts_left == 0:
+                self.state = "dead"
+                client.close_mailboxes(ApiError.of(death))
+            else:
+                self.state = "restarting"
+                self._restarted.append(time.monotonic())
+                self.client = EngineClient(self.launch.again(), self._on_step)
+                self._on_restart(self.client.succeed(client, ApiError.of(death)))
             return death
         finally:
             await client.stop()

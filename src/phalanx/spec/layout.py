@@ -56,9 +56,11 @@ class Layout:
     share its query heads. A rank may own no FFN block (6 blocks over 8 ranks), but every rank owns a query head.
     """
 
-    def __init__(self, spec: ModelSpec, tp: int) -> None:
+    def __init__(self, spec: ModelSpec, tp: int, inner_units: int | None = None) -> None:
+        """With `inner_units` the columns of FFNs are dealt in so many units (see `invariant.py`)."""
         self.spec = spec
         self.tp = tp
+        self.inner_units = inner_units
         self._check()
         heads = self._deal_heads()
         ffn = self._deal_columns(spec.intermediate)
@@ -81,7 +83,8 @@ class Layout:
         return (self.block(expert) if blocks else None) or aligned_unit(columns, self.tp)
 
     def _deal_columns(self, columns: int, expert: bool = False) -> list[range]:
-        return deal_elements(columns, self.column_unit(columns, expert=expert), self.tp)
+        unit = columns // self.inner_units if self.inner_units else self.column_unit(columns, expert=expert)
+        return deal_elements(columns, max(unit, 1), self.tp)
 
     @cached_property
     def _head_block(self) -> int | None:

@@ -128,9 +128,9 @@ def test_a_stuck_rank_is_explained_by_what_is_wrong_with_the_machine() -> None:
     [
         ((), []),
         (("rank_stuck",), []),
-        (("rank_disagrees",), [("error", "deaths")]),
+        (("fabric",), [("error", "deaths")]),
         (("rank_died", "rank_died"), [("warning", "deaths")]),
-        (("rank_disagrees", "engine_died"), [("error", "deaths"), ("warning", "deaths")]),
+        (("fabric", "engine_died"), [("error", "deaths"), ("warning", "deaths")]),
     ],
 )
 def test_how_engines_ended(deaths: tuple[str, ...], expected: list[tuple[str, str]]) -> None:

@@ -74,17 +74,17 @@ def time_outs(facts: Facts) -> Finding | None:
 def deaths(facts: Facts) -> Iterator[Finding]:
     """Other ways in which an engine ended."""
     codes = dict.fromkeys(facts.serving.deaths if facts.serving else ())
-    if "rank_disagrees" in codes:
+    if "fabric" in codes:
         yield Finding(
             "error",
             "deaths",
-            "Ranks sampled different tokens",
-            "the engine died of rank_disagrees",
+            "Ranks did not have the same bits",
+            "the engine died of fabric",
             "A rank computed something else from the same input: its memory, its link or its software is not the "
             "others'.",
             "phalanx doctor --measure compares sums rank by rank; look at ECC errors and at versions of every machine.",
         )
-    others = [code for code in codes if code not in (*_TIMED_OUT, "rank_disagrees")]
+    others = [code for code in codes if code not in (*_TIMED_OUT, "fabric")]
     if others:
         yield Finding(
             "warning",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.gemm import Gemm, Product
+from phalanx.kernels.gemm import Product
+from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, fused_experts, route
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
@@ -24,7 +25,8 @@ class Experts:
         hidden, first = place.spec.hidden, place.group.rank == 0
         router = f"{self.path}{self.names.router}."
         bias = place.empty_for(router + "bias") if record.router.bias else None
-        self.router = Gemm(place.empty_for(router + "weight"), bias)
+        self.units = place.units
+        self.router = place.gemm(place.empty_for(router + "weight"), bias)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
         self.table = place.empty_for(f"{self.path}{self.names.table}") if record.router.hashed else None
@@ -36,7 +38,7 @@ class Experts:
         shared = record.shared_expert
         self.shared = Mlp(place, shared, prefix) if shared else None
         gate = f"{self.path}{self.names.shared_gate}.weight"
-        self.shared_gate = Gemm(place.empty_for(gate)) if record.shared_gate else None
+        self.shared_gate = place.gemm(place.empty_for(gate)) if record.shared_gate else None
 
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
         names = [f"{self.path}experts.0.{name}" for name in (self.names.gate, self.names.up, self.names.down)]
@@ -84,6 +86,8 @@ class Experts:
         record = self.record
         told = self.table[step.tokens].long() if self.table is not None else None
         weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction, told)
+        if self.units is not None:
+            return invariant_experts(x, self.held, weights, experts, record.activation, self.units)
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None:
             return out

@@ -1,0 +1,98 @@
+"""WeightWatch: whether the weights are still what was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import EngineDeadError
+from phalanx.kernels.digest import plain_digest
+from phalanx.layers.decoder import Decoder
+from phalanx.layers.place import Part
+
+PASS_STEPS = 1024
+"""Steps in which a dense model is read once. A decode reads all of it anyway: this is a thousandth more."""
+
+
+class Piece(NamedTuple):
+    """A stretch of a tensor's memory."""
+
+    name: str
+    memory: Tensor
+
+
+class Reading(NamedTuple):
+    """Digests on their way to the host, and of which turn they are."""
+
+    turn: int
+    digests: Tensor
+
+
+class WeightWatch:
+    """Reads a little of this rank's weights behind every step and holds it against what it was after loading.
+
+    Who has but a share of its parameters active in a step reads as much less at a time.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        spec = model.place.spec
+        self._rank = model.place.group.rank
+        tensors = [(name, tensor) for name, part in model.parts() for tensor in _tensors(part) if tensor.numel()]
+        total = sum(tensor.nbytes for _, tensor in tensors)
+        at_once = max(1, int(total * spec.active_parameters / spec.parameters / PASS_STEPS))
+        self._turns = list(_turns(tensors, at_once))
+        self._loaded = [_digests(turn).tolist() for turn in self._turns]
+        self._next = 0
+
+    @property
+    def steps(self) -> int:
+        """After so many steps every weight has been looked at."""
+        return len(self._turns)
+
+    def read(self) -> Reading:
+        """Begin the next turn. Its digests may be checked once the device has come that far."""
+        turn, self._next = self._next, (self._next + 1) % len(self._turns)
+        return Reading(turn, _digests(self._turns[turn]).to("cpu", non_blocking=True))
+
+    def check(self, reading: Reading) -> None:
+        turn, found = self._turns[reading.turn], reading.digests.tolist()
+        for piece, before, now in zip(turn, self._loaded[reading.turn], found, strict=True):
+            if before != now:
+                raise EngineDeadError(
+                    "weight_damaged",
+                    f"{piece.name} on rank {self._rank} is not what was loaded.",
+                    "Its memory is failing: look at ECC errors (dmesg, nvidia-smi -q) before it serves again.",
+                )
+
+
+def _tensors(part: Part) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    else:
+        yield from (field for field in vars(part).values() if isinstance(field, Tensor))
+
+
+def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Piece]]:
+    """Pieces of about so many bytes together, in order."""
+    turn: list[Piece] = []
+    room = at_once
+    for name, tensor in tensors:
+        for memory in _cut(tensor, at_once):
+            turn.append(Piece(name, memory))
+            room -= memory.nbytes
+            if room <= 0:
+                yield turn
+                turn, room = [], at_once
+    if turn:
+        yield turn
+
+
+def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
+    yield from tensor.view(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
+
+
+def _digests(turn: list[Piece]) -> Tensor:
+    return torch.stack([plain_digest(piece.memory) for piece in turn])

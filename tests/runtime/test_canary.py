@@ -1,0 +1,204 @@
+"""Bits that flip, in the residual stream, in a message, in a weight, and numbers that are none: found, and named."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.agreement import disagreement
+from phalanx.errors import EngineDeadError, RequestError
+from phalanx.fabric.group import Solo
+from phalanx.kernels.digest import plain_digest, row_digest, row_digest_torch
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import load_model
+from phalanx.runtime.weight_watch import WeightWatch
+from phalanx.weights.checkpoint import Checkpoint
+from tests import faults
+from tests.conftest import Reference
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[3, 5, 8], [*range(20, 60)]]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture
+def committed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the fault committed by a rank in another process, or, if it is of rank 0, in this one."""
+
+    def commit(fault: str) -> None:
+        monkeypatch.setenv(faults.FAULT, fault)
+        if fault.split()[1].startswith("0@"):
+            for owner, name in (
+                (faults.DecoderLayer, "__call__"),
+                (faults.HostGroup, "all_reduce"),
+                (WeightWatch, "__init__"),
+            ):
+                monkeypatch.setattr(owner, name, getattr(owner, name))
+            faults.commit_fault(fault)
+
+    return commit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 144), (2, 4, 36), (5, 7)])
+def test_one_flipped_bit_changes_a_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rows, out, defined = torch.randn(shape).to(dtype), torch.zeros((), dtype=torch.int64), torch.zeros(1).long()[0]
+    row_digest(rows, out)
+    row_digest_torch(rows, defined)
+    before, sum_before = int(out), int(plain_digest(rows))
+    assert before == int(defined)
+    for bit in random.sample(range(8 * rows.nbytes), 40):
+        faults.flip_bit(rows, bit)
+        row_digest(rows, out)
+        assert int(out) != before
+        assert int(plain_digest(rows)) != sum_before
+        faults.flip_bit(rows, bit)
+    row_digest(rows.flip(-1), out)
+    assert int(out) != before
+
+
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        ({0: [7, 8, 9], 1: [7, 8, 9]}, None),
+        ({0: [7, 8, 8, 9], 1: [7, 8, 1, 2]}, "Ranks 0 and 1 differ in the residual stream behind layer 1; which"),
+        ({0: [7, 8, 9], 1: [7, 8, 9], 2: [7, 8, 1]}, "Rank 2 differs from the others in the tokens they sampled."),
+        ({0: [5, 8, 9], 1: [7, 8, 9], 2: [7, 8, 1]}, "Rank 0 differs from the others in what the embedding gave."),
+        ({0: [0, 0, 5, 9], 1: [0, 0, 6, 9]}, "somewhere up to and behind layer 1"),
+        ({rank: [rank % 2, 1] for rank in range(4)}, "Ranks 0, 1, 2 and 3 differ"),
+    ],
+)
+def test_who_disagrees_and_where_it_begins(marks: dict[int, list[int]], words: str | None) -> None:
+    found = disagreement(marks)
+    assert found is None if words is None else words in (found or "")
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("fault", "tp", "named"),
+    [
+        ("flip 1@2", 3, "Rank 1 differs from the others in the residual stream behind layer 1."),
+        ("flip 0@3", 2, "Ranks 0 and 1 differ in the residual stream behind layer 2;"),
+    ],
+)
+def test_a_bit_that_flips_once_costs_nobody_the_right_answer(
+    fault: str,
+    tp: int,
+    named: str,
+    tiny_llama: Path,
+    committed: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found in the very step, which is not answered with but computed again."""
+    with LLM(tiny_llama, progress=False) as llm:
+        wanted = answers(llm)
+    committed(fault)
+    with caplog.at_level(logging.WARNING, "phalanx.engine"), LLM(tiny_llama, tp=tp, progress=False) as llm:
+        assert answers(llm) == wanted
+        assert answers(llm) == wanted
+        assert llm.engine.scheduler.preemptions == len(PROMPTS)
+    assert f"Step 5: {named}" in caplog.text
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("fault", "tp", "named"), [("garble 2@40", 3, "Rank 2 differs"), ("garble 0@1", 2, "Ranks 0 and 1")]
+)
+def test_messages_that_keep_coming_wrong_end_the_engine(
+    fault: str, tp: int, named: str, tiny_llama: Path, committed: Callable[[str], None]
+) -> None:
+    committed(fault)
+    with LLM(tiny_llama, tp=tp, progress=False) as llm:
+        with pytest.raises(EngineDeadError, match=f"second time.*{named}") as caught:
+            answers(llm)
+        assert caught.value.code == "fabric"
+
+
+def test_a_bit_of_any_weight_is_found_in_one_pass(some_reference: Reference) -> None:
+    model = load_model(EngineConfig(), Checkpoint(some_reference.folder), Solo(), lambda done, total: None)
+    watch = WeightWatch(model)
+    parts = dict(model.parts())
+    for name in random.sample(sorted(parts), 12):
+        tensor = parts[name]
+        assert isinstance(tensor, torch.Tensor)
+        bit = random.randrange(8 * tensor.nbytes)
+        faults.flip_bit(tensor, bit)
+        with pytest.raises(EngineDeadError, match=f"{name} on rank 0"):
+            one_pass(watch)
+        faults.flip_bit(tensor, bit)
+    one_pass(watch)
+
+
+def one_pass(watch: WeightWatch) -> None:
+    for _ in range(watch.steps):
+        watch.check(watch.read())
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_damaged_weight_ends_the_engine_within_a_pass_and_names_the_rank(
+    tiny_llama: Path, committed: Callable[[str], None]
+) -> None:
+    committed("weight 1@2")
+    with LLM(tiny_llama, tp=2, progress=False) as llm:
+        with pytest.raises(EngineDeadError, match=r"layers\.2\.mlp\.down_proj\.weight on rank 1") as caught:
+            llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        assert caught.value.code == "weight_damaged"
+
+
+SAMPLED = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def breaking(tiny_llama: Path) -> Iterator[LLM]:
+    """Token 7 is embedded as infinity, and token 9 becomes NaN in layer 2."""
+    with LLM(tiny_llama, progress=False, canary=False, speculate="ngram") as llm:
+        model = llm.engine.runner.model  # type: ignore[attr-defined]
+        model.embedding.weight[7] = float("inf")
+        ffn = model.layers[2].ffn
+        given = lambda x, step: ffn(x, step).masked_fill((step.tokens == 9)[:, None], float("nan"))  # noqa: E731
+        model.layers[2].ffn = type("Broken", (), {"takes_fp8": False, "__call__": staticmethod(given)})()
+        yield llm
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, msgspec.structs.replace(SAMPLED, logprobs=2)])
+def test_a_request_whose_numbers_break_ends_with_the_layer_and_the_others_go_on(
+    breaking: LLM, params: SamplingParams
+) -> None:
+    engine, wanted = breaking.engine, breaking.generate([3, 5, 8], params).token_ids
+    prompts = [[3, 7, *range(30, 50)], [3, 5, 8], [3, *range(30, 50), 7]]
+    for _ in range(2):
+        bad, good, late = (engine.add(prompt, params) for prompt in prompts)
+        while engine.has_work:
+            engine.step()
+        for request in (bad, late):
+            assert request.error is not None
+            assert request.error.code == "not_finite"
+            assert request.error.found.endswith("in the embedding.")
+        assert (good.error, good.output) == (None, wanted)
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_blocks
+    with pytest.raises(RequestError, match=r"At token 1 .* in layer 2\."):
+        breaking.generate([9], params)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_find_the_layer_together(tiny_llama: Path) -> None:
+    """What only rank 0 holds is wrong: its part of a sum makes all of it infinite."""
+    with LLM(tiny_llama, tp=2, progress=False) as llm:
+        wanted = answers(llm)
+        mixer = llm.engine.runner.runner.model.layers[1].mixer  # type: ignore[attr-defined]
+        saved = mixer.output.product.weight.clone()
+        mixer.output.product.weight.fill_(3e38)
+        with pytest.raises(RequestError, match=r"in layer 1\."):
+            llm.generate([5, 6, 7], GREEDY)
+        mixer.output.product.weight.copy_(saved)
+        assert answers(llm) == wanted
