@@ -55,12 +55,18 @@ def run_until_death(llm: LLM) -> EngineDeadError:
 
 
 def test_a_killed_rank_is_named_and_not_waited_for(tiny_llama: Path) -> None:
-    """Rank 0 is in the middle of an answer and has no time-out: it would wait for the other's part for ever."""
-    with LLM(tiny_llama, tp=3, progress=False) as llm:
+    """Rank 0 is in the middle of an answer and has no time-out: it would wait for the other's part for ever.
+
+    The model drafts for itself, so all rows are rows of drafts.
+    """
+    with LLM(tiny_llama, tp=3, progress=False, speculate=str(tiny_llama)) as llm:
         pids = ranks_of(llm)
         llm.engine.add(PROMPT, LONG)
         for _ in range(5):
             llm.engine.step()
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        assert speculation.totals.accepted_tokens
         os.kill(pids[2], signal.SIGKILL)
         error = run_until_death(llm)
         assert error.code == "rank_died"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.engine.ngram import NgramDrafter
+from phalanx.engine.ngram import FAMILIES, MOST_REMEMBERED, NgramDrafter
 from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import Drafter, RankDrafter, Speculation
@@ -123,3 +123,26 @@ def test_what_repeats_is_found() -> None:
     assert drafter.propose(request, 2) == [4, 0], "but rather one where more of what came before agrees"
     drafter.forget(request)
     assert not drafter._indices
+
+
+def test_earlier_answers_of_the_same_family_are_found() -> None:
+    drafter, begin = NgramDrafter(), list(range(100, 140))
+
+    def ask(prompt: list[int], answer: list[int], salt: str | None = None) -> Request:
+        request = Request(1, prompt, SamplingParams(), 0, salt)
+        request.tokens += answer
+        return request
+
+    drafter.forget(ask([*begin, 1, 2, 3], [7, 8, 9, 10, 11]))
+    assert drafter.propose(ask([*begin, 50, 1, 2, 3], []), 3) == [7, 8, 9], "what followed the same end of a prompt"
+    assert drafter.propose(ask([*begin, 4, 5, 6], [60, 8, 9, 10]), 3) == [11]
+    drafter.forget(ask([*begin, 1, 2, 3], [7, 8, 20]))
+    assert drafter.propose(ask([*begin, 4, 5, 6], [3, 7, 8]), 1) == [20], "of several answers the last"
+    assert drafter.propose(ask([*begin, 4, 5, 6], [3, 7, 8], salt="other"), 1) == [], "who shares no prefix has none"
+    assert drafter.propose(ask([99, *begin, 4, 5, 6], [3, 7, 8]), 1) == [], "nor has who begins otherwise"
+    for number in range(FAMILIES):
+        drafter.forget(ask([number, 1, 2, 3], [5] * 5000))
+    assert drafter.propose(ask([*begin, 4, 5, 6], [3, 7, 8]), 1) == [], "in time it is forgotten"
+    assert len(drafter._families) == FAMILIES
+    kept = [len(each._tokens) for answers in drafter._families.values() for each in answers]
+    assert max(kept) == MOST_REMEMBERED

@@ -51,7 +51,8 @@ class Script:
     async def _tell(self, id: int, mailbox: Mailbox, choice: int) -> None:
         for index, token in enumerate(self.tokens):
             last = index == len(self.tokens) - 1
-            mailbox.put(choice, NewToken(id, token, self.finish if last else None, 16, 0.25))
+            drafted = (index // 2, index)
+            mailbox.put(choice, NewToken(id, token, self.finish if last else None, 16, 0.25, drafted=drafted))
             if (index + 1) % self.at_once == 0:
                 await asyncio.sleep(0)
 
@@ -145,7 +146,9 @@ def test_reasoning_is_told_apart_and_its_tokens_counted(tokenizer: Tokenizer) ->
     assert told(batches)[:2] == ("Forty-two.", "Let me think about it.")
     usage: Any = answer.usage()
     thought = len(tokenizer.encode("Let me think about it.</think>"))
-    assert abs(usage["completion_tokens_details"]["reasoning_tokens"] - thought) <= 1
+    details, last = usage["completion_tokens_details"], usage["completion_tokens"] - 1
+    assert abs(details["reasoning_tokens"] - thought) <= 1
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (last // 2, last)
 
 
 CALLS = (

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Totals
 from phalanx.plan.predict import Interval
 from phalanx.server import recent as recent_module
@@ -100,11 +101,12 @@ def test_percentiles_look_back_ten_samples_and_no_further(place: Place) -> None:
 
 
 def test_the_share_of_hits_is_that_of_the_window_and_none_where_nothing_was_asked(place: Place) -> None:
-    assert place.sample().hits is None
+    assert (place.sample().hits, place.sample().accepted) == (None, None)
     place.step(prefix_queries=100, prefix_hits=0)
     assert place.sample().hits == 0
-    place.step(prefix_queries=200, prefix_hits=50)
-    assert place.sample().hits == 0.25
+    place.step(prefix_queries=200, prefix_hits=50, speculation=SpeculationTotals(2, 8, 6, [2, 2, 1, 1]))
+    sample = place.sample()
+    assert (sample.hits, sample.accepted) == (0.25, 0.75)
 
 
 def test_ten_minutes_are_kept(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import random
@@ -20,9 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
+from phalanx.bench.forced import Answers, ForcedSpeculation
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import Totals
 from phalanx.engine.step_sums import StepSums
 from phalanx.errors import ConfigError
@@ -104,6 +107,19 @@ class Result:
     tpot_ms: float
     decode_tok_s: float
     decode_share: float
+    speculated: Speculated | None = None
+
+
+@dataclass(frozen=True)
+class Speculated:
+    """The same case with drafts: milliseconds between tokens, drafts that came true of those that were made, the share
+    of the time that making them took.
+    """
+
+    tpot_ms: float
+    accepted: int
+    drafts: int
+    draft_share: float
 
 
 def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> RankWork:
@@ -115,13 +131,16 @@ def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> R
     return count_work(spec, config.tp if on_gpu else 1, held, cached)
 
 
-def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None) -> list[Result]:
-    """Time every case, print a table, and write JSON if asked to."""
+def run_cases(
+    asked: EngineConfig, cases: str, repeats: int, output: Path | None, acceptance: float | None = None
+) -> list[Result]:
+    """Time every case, print a table, and write JSON if asked to. With an `acceptance`, time them with drafts too."""
+    _check_acceptance(asked, acceptance)
     parsed = [FixedBatch.parse(text) for text in cases.split(",")]
     console, path, tp = Console(), locate(asked.model), asked.tp
     config = msgspec.structs.replace(
         asked,
-        max_num_seqs=max(case.batch for case in parsed),
+        max_num_seqs=max(case.batch for case in parsed) * (1 + (asked.most_drafts if acceptance is not None else 0)),
         max_model_len=max(case.inputs + case.outputs for case in parsed),
         prefix_caching=False,
     )
@@ -138,13 +157,56 @@ def run_cases(asked: EngineConfig, cases: str, repeats: int, output: Path | None
         results = []
         for case in parsed:
             with console.status(f"Running {case}"):
-                results.append(_summarise(case, time_case(engine, case, repeats), work, ceilings))
+                results.append(_time(engine, case, repeats, work, ceilings, acceptance))
     finally:
         engine.close()
     console.print(_table(f"{model_name(path)}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
     if output is not None:
         output.write_text(json.dumps(_record(path, config, loaded, ceilings, results), indent=1) + "\n")
     return results
+
+
+def _check_acceptance(config: EngineConfig, acceptance: float | None) -> None:
+    if acceptance is None and config.speculate != "off":
+        raise ConfigError("bad_option", "speculate is given without an acceptance.", "Add --acceptance, such as 0.8.")
+    if acceptance is not None and (config.speculate == "off" or not 0 <= acceptance <= 1):
+        raise ConfigError(
+            "bad_option",
+            f"acceptance is {acceptance} with speculate {config.speculate}.",
+            "It is a share from 0 to 1, and wants --speculate mtp, ngram or a draft model.",
+        )
+
+
+def _time(
+    engine: Engine, case: FixedBatch, repeats: int, work: RankWork, ceilings: Ceilings, acceptance: float | None
+) -> Result:
+    speculation = engine.scheduler.speculation
+    engine.scheduler.speculation = None
+    result = _summarise(case, time_case(engine, case, repeats), work, ceilings)
+    if speculation is None or acceptance is None:
+        return result
+    told = [_time_with_drafts(engine, case, run, speculation, acceptance) for run in range(repeats)]
+    engine.scheduler.speculation = speculation
+    return dataclasses.replace(result, speculated=min(told, key=lambda each: each.tpot_ms))
+
+
+def _time_with_drafts(engine: Engine, case: FixedBatch, run: int, like: Speculation, acceptance: float) -> Speculated:
+    """The answers are learned without drafts, on the prompts that are then timed with them."""
+    lengths, answers = [(case.inputs, case.outputs)] * case.batch, Answers()
+    time_requests(engine, lengths, run, learned=answers)
+    forced = ForcedSpeculation(answers, like.most, acceptance, like.by_ranks)
+    engine.scheduler.speculation = forced
+    first = time_requests(engine, [(case.inputs, 1)] * case.batch, run)
+    before = engine.totals.draft_s
+    whole = time_requests(engine, lengths, run)
+    engine.scheduler.speculation = None
+    totals = forced.totals
+    return Speculated(
+        tpot_ms=(whole - first) / (case.outputs - 1) * 1e3,
+        accepted=totals.accepted_tokens,
+        drafts=totals.draft_tokens,
+        draft_share=(engine.totals.draft_s - before) / whole,
+    )
 
 
 def time_case(engine: Engine, case: FixedBatch, repeats: int, one_prompt: bool = False, warm_up: int = 0) -> Timing:
@@ -173,10 +235,17 @@ def _best_run(
     return min(runs)
 
 
-def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int, one_prompt: bool = False) -> float:
+def time_requests(
+    engine: Engine,
+    lengths: Sequence[tuple[int, int]],
+    seed: int,
+    one_prompt: bool = False,
+    learned: Answers | None = None,
+) -> float:
     """Seconds for greedy requests of these (input, output) lengths, all there from the start.
 
-    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step.
+    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step. What is
+    answered goes into `learned`.
     """
     rng = random.Random(seed)
     longest = max(inputs for inputs, _ in lengths)
@@ -186,11 +255,16 @@ def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int,
     ]
     with settled_memory():
         start = time.perf_counter()
-        for prompt, (_, outputs) in zip(prompts, lengths, strict=True):
+        requests = [
             engine.add(prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs))
+            for prompt, (_, outputs) in zip(prompts, lengths, strict=True)
+        ]
         while engine.has_work:
             engine.step()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+    if learned is not None:
+        learned.update({tuple(request.tokens[: request.prompt_length]): request.output for request in requests})
+    return seconds
 
 
 @contextmanager
@@ -224,6 +298,9 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
     table.add_column("case")
     for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit"):
         table.add_column(name, justify="right")
+    if any(result.speculated for result in results):
+        for name in ("TPOT ms, drafts", "speed-up", "came true", "making them"):
+            table.add_column(name, justify="right")
     for result in results:
         table.add_row(
             result.case,
@@ -232,8 +309,17 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
             f"{result.tpot_ms:.2f}",
             f"{result.decode_tok_s:,.1f}",
             f"{result.decode_share:.0%}",
+            *_told_of_drafts(result),
         )
     return table
+
+
+def _told_of_drafts(result: Result) -> tuple[str, ...]:
+    told = result.speculated
+    if told is None:
+        return ()
+    accepted = told.accepted / told.drafts if told.drafts else 0.0
+    return f"{told.tpot_ms:.2f}", f"{result.tpot_ms / told.tpot_ms:.2f}x", f"{accepted:.0%}", f"{told.draft_share:.0%}"
 
 
 def _record(

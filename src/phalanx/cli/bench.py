@@ -41,6 +41,11 @@ def offline(
     ] = None,
     all_reduce_us: Annotated[float | None, typer.Option(help="With --emulate-tp: what each all-reduce takes.")] = None,
     machine: Annotated[str | None, typer.Option(help="With --emulate-tp: the GPU whose fabric to model.")] = None,
+    speculate: Annotated[str, typer.Option(help="With drafts too: mtp, ngram or a draft model.")] = "off",
+    speculate_tokens: Annotated[int | None, typer.Option(min=1, help="Most drafts a request and step.")] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="With --speculate: how often a draft is made to come true, such as 0.8.")
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write results to this file.")] = None,
 ) -> None:
     """Time fixed batches: prefill, time per output token, and their share of what the machine can do."""
@@ -66,8 +71,10 @@ def offline(
             ranks_per_node=ranks_per_node,
             interface=interface,
             ray_address=ray_address,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
         )
-        run_cases(config, cases, repeats, as_json)
+        run_cases(config, cases, repeats, as_json, acceptance)
 
 
 @bench.command("serve")

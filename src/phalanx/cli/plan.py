@@ -47,6 +47,9 @@ def plan(
     residency: Annotated[float, typer.Option(help="USD a month for data that must stay in a country.")] = 0.0,
     system: Annotated[str, typer.Option("--os", help="linux, wsl2, windows or macos.")] = "linux",
     calibration: Annotated[Path | None, typer.Option(help="What phalanx doctor --measure saved of it.")] = None,
+    speculate: Annotated[str, typer.Option(help="Tokens guessed ahead: off, mtp or ngram.")] = "off",
+    speculate_tokens: Annotated[int, typer.Option(min=1, max=8, help="Most guesses a request and step.")] = 3,
+    acceptance: Annotated[float | None, typer.Option(help="Share of guesses that come true, such as 0.8.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Files to start it: shell, compose, systemd, k8s, ray.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
     evaluate: Annotated[Path | None, typer.Option(help="Predict every row of this CSV of measurements.")] = None,
@@ -95,6 +98,9 @@ def plan(
             colocation=colocation,
             staff=staff,
             residency=residency,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
+            acceptance=acceptance,
             os=system,
         )
         if model is None:

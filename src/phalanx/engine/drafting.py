@@ -94,6 +94,7 @@ class Drafting:
         """Take back what was computed behind the last draft that came true. A state is taken back as a whole."""
         request, rejected = row.request, len(row.drafts) - accepted
         request.pending -= rejected
+        request.drafted = (request.drafted[0] + accepted, request.drafted[1] + rejected)
         if request.phase is Phase.FINISHED:
             return
         self.speculation.verified(request, len(row.drafts), accepted)

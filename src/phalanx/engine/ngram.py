@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -15,6 +16,10 @@ LONGEST = 64
 """An agreement that is longer than this is as good as any."""
 MOST_INDEXED = 32_768
 """Of a sequence, the last tokens that are searched."""
+FAMILY_TOKENS = 32
+"""Prompts that begin with the same so many tokens are of one family."""
+FAMILIES, ANSWERS, MOST_REMEMBERED = 64, 4, 2_048
+"""Families that are known, answers of each, tokens of an answer: half a million tokens at most."""
 AT_ONCE = 4_096
 """Tokens that are taken in before one step: a long prompt is searched a few steps later."""
 
@@ -60,11 +65,28 @@ def _agreement(tokens: Sequence[int], end: int) -> int:
     return length
 
 
+class Earlier:
+    """The end of a prompt and its answer, and where each run of it ends last."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self._ends = {tuple(tokens[end - SHORTEST : end]): end for end in range(SHORTEST, len(tokens))}
+
+    def behind(self, run: tuple[int, ...], most: int) -> list[int]:
+        end = self._ends.get(run)
+        return [] if end is None else self._tokens[end : end + most]
+
+
 class NgramDrafter:
-    """Searches prompt and answer of each request."""
+    """Searches prompt and answer of each request, then the answers to earlier ones that began alike.
+
+    Who shares no cached prefix, by its salt, shares no answers either. Of so many families the least recently used one
+    is forgotten first, of an answer all but its first tokens.
+    """
 
     def __init__(self) -> None:
         self._indices: dict[int, Index] = {}
+        self._families: OrderedDict[tuple[object, ...], deque[Earlier]] = OrderedDict()
 
     def propose(self, request: Request, most: int) -> list[int]:
         """What may follow the tokens that are known of a request."""
@@ -74,7 +96,7 @@ class NgramDrafter:
             index = self._indices[request.id] = Index(max(0, request.prompt_length - MOST_INDEXED))
         end = index.find(tokens) if index.take_in(tokens) and len(tokens) >= SHORTEST else None
         if end is None:
-            return []
+            return self._from_earlier(request, most)
         drafts = tokens[end : end + most]
         while len(drafts) < most:
             drafts.append(drafts[len(drafts) - (len(tokens) - end)])
@@ -84,5 +106,25 @@ class NgramDrafter:
         """Whether the token on its way may be the first of some that come true."""
         return len(self.propose(request, 2)) > 1
 
+    def _from_earlier(self, request: Request, most: int) -> list[int]:
+        run = tuple(request.tokens[-SHORTEST:])
+        answers = self._families.get(_family(request), ())
+        return next((found for each in reversed(answers) if (found := each.behind(run, most))), [])
+
     def forget(self, request: Request) -> None:
+        """It has ended: its answer may be of use to others."""
         self._indices.pop(request.id, None)
+        start = max(0, request.prompt_length - SHORTEST)
+        if len(request.tokens) - start <= SHORTEST:
+            return
+        family = _family(request)
+        answers = self._families.setdefault(family, deque(maxlen=ANSWERS))
+        self._families.move_to_end(family)
+        answers.append(Earlier(request.tokens[start : start + MOST_REMEMBERED]))
+        if len(self._families) > FAMILIES:
+            self._families.popitem(last=False)
+
+
+def _family(request: Request) -> tuple[object, ...]:
+    """Whom it shares the beginning of its prompt with."""
+    return (request.salt, *request.tokens[: min(FAMILY_TOKENS, request.prompt_length)])

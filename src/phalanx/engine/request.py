@@ -66,7 +66,7 @@ class Request:
 
     Behind a row of drafts it is `untold`: the ranks do not know which token is its last. It is `rewound` if its state
     has to be taken from its twin, since some drafts did not come true. `drafts` are those that ranks have made behind
-    the last token that was read.
+    the last token that was read, `drafted` counts all that came true and all that did not.
 
     `prompt_logprobs` and `embedding` are what is known of its prompt so far, if it asked; once it is `told` it has it.
     """
@@ -117,6 +117,7 @@ class Request:
         self.untold = False
         self.rewound = False
         self.drafts: list[int] = []
+        self.drafted = (0, 0)
         self.refusal: NoRoom | None = None
         self.found: int | None = None
         asked = params.prompt_logprobs

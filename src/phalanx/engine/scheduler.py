@@ -135,7 +135,8 @@ class Scheduler(StepFiller):
             tokens.append(token)
             if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
                 reason = self._conclude(request, token)
-            outputs.append(Output(request.id, token, logprobs, reason, request.cached_tokens or 0, request.queued_s))
+            cached, queued_s = request.cached_tokens or 0, request.queued_s
+            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, drafted=request.drafted))
         return self._reports.complete(result, outputs) if self._reports.any_in_flight else outputs
 
     def abandon(self, plan: StepPlan, error: RequestError) -> Output:

@@ -136,6 +136,7 @@ class Totals(StepSums, array_like=True, kw_only=True):
     device_s: float = 0.0
     all_reduce_s: float = 0.0
     sample_s: float = 0.0
+    draft_s: float = 0.0
     prompt_steps: int = 0
     mixed_decodes: int = 0
     finished: int = 0
@@ -155,6 +156,7 @@ class Totals(StepSums, array_like=True, kw_only=True):
         self.device_s += times.device
         self.all_reduce_s += times.all_reduce
         self.sample_s += times.sample
+        self.draft_s += times.draft
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):

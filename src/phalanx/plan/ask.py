@@ -28,7 +28,10 @@ from phalanx.plan.traffic import read_trace
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
 from phalanx.spec.machine import Machine
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
+
+_DRAFTERS = ("off", "mtp", "ngram")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class PlanQuestion:
     colocation: float = 150.0
     staff: float = 0.0
     residency: float = 0.0
+    speculate: str = "off"
+    speculate_tokens: int = 3
+    acceptance: float | None = None
     os: str = "linux"
 
 
@@ -116,7 +122,7 @@ def tell_what_fits(question: PlanQuestion, as_json: bool) -> None:
 
 def ask(question: PlanQuestion) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
-    spec = catalog.model(question.model)
+    spec = _with_drafts(catalog.model(question.model), question)
     there = system(question.os)
     machine = there.on(_machine(question))
     formats = tuple(catalog.check_format(name) for name in _words(question.formats))
@@ -139,6 +145,23 @@ def ask(question: PlanQuestion) -> Plan:
         ),
         context=question.context,
     )
+
+
+def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
+    """With the head that drafts where that is asked for."""
+    if question.speculate not in _DRAFTERS or (question.speculate == "off") != (question.acceptance is None):
+        raise ConfigError(
+            "bad_option",
+            f"speculate is {question.speculate!r}, with an acceptance of {question.acceptance}.",
+            f"Use one of {', '.join(_DRAFTERS)}, with the share of drafts that come true, such as --acceptance 0.8.",
+        )
+    if question.speculate == "mtp" and spec.head is None:
+        raise ConfigError(
+            "no_draft_head",
+            f"{question.model} has no head that drafts.",
+            "Use --speculate ngram, or a model that has one (num_nextn_predict_layers in its config.json).",
+        )
+    return spec.with_drafts() if question.speculate == "mtp" else spec
 
 
 def _engines(question: PlanQuestion, there: System) -> list[EngineTraits]:
@@ -170,6 +193,8 @@ def _workload(question: PlanQuestion) -> Workload:
         trace=trace,
         shared_prefix=question.shared_prefix,
         agents=question.agents,
+        acceptance=question.acceptance,
+        drafts=question.speculate_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from phalanx.engine.step_sums import StepSums
 from phalanx.plan.flow import Flow
 from phalanx.plan.scheduled import Room
 from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
+from phalanx.plan.speculated import SpeculativePrice, drafting_part
 from phalanx.plan.steady import Watch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -131,20 +132,23 @@ def predictor(
     group = machine.take(tp)
     slowest = min(group.gpus, key=lambda gpu: (gpu.bandwidth, gpu.peak("bf16")))
     found = profile(engine, version)
-    work = count_work(spec, tp, weights, kv)
+    work = count_work(spec.without_drafts, tp, weights, kv)
     publisher = "phalanx" if engine == "phalanx" and tp == 1 else ""  # on several GPUs it was not measured
     traits = traits_of(spec.in_format(weights), found.family, version, slowest.name, tp, ep, workload, publisher)
     limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration)
-    return Predictor(limits, traits, fitted_for(engine, slowest.name))
+    drafting = drafting_part(spec)
+    made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
+    return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by)
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Prices the steps of one deployment with fitted numbers."""
+    """Prices the steps of one deployment with fitted numbers. `drafting` makes a draft; None: it costs nothing."""
 
     limits: Roofline
     traits: Traits
     fitted: Fitted
+    drafting: Roofline | None = None
 
     def cost(self, step: StepSums) -> StepCost:
         return combine(self.limits.of(step), self._rates)
@@ -204,8 +208,13 @@ class Predictor:
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
     def price(self) -> StepPrice:
-        """Seconds of a step, corrected, never less than the data sheet allows."""
-        return QuickPrice(self.limits, self._rates, self.fitted.tpot.correction(self.traits))
+        """Seconds of a step, corrected, never less than the data sheet allows. With drafts, of a token of each row."""
+        rates, factor = self._rates, self.fitted.tpot.correction(self.traits)
+        plain, workload = QuickPrice(self.limits, rates, factor), self.traits.workload
+        if workload.acceptance is None:
+            return plain
+        drafting = QuickPrice(self.drafting, rates, factor) if self.drafting else lambda step: 0.0
+        return SpeculativePrice(plain, drafting, workload.acceptance, workload.drafts)
 
     def _half_width(self, quantity: Quantity) -> float:
         return quantity.width.half(self.traits.family, self.fitted.new_of(self.traits))

@@ -64,6 +64,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         max_num_seqs=candidate.sequences,
         max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),
         expert_parallel=candidate.expert_parallel,
+        drafts=plan.workload.drafts if plan.spec.drafts else 0,
         prepare=prepare,
         note=note,
         flags=flags,
@@ -137,7 +138,8 @@ def _model_dict(name: str, spec: ModelSpec) -> dict[str, Any]:
 def _workload_dict(plan: Plan) -> dict[str, Any]:
     workload = plan.workload
     told = {
-        name: getattr(workload, name) for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate")
+        name: getattr(workload, name)
+        for name in ("input_tokens", "output_tokens", "spread", "concurrency", "rate", "acceptance")
     }
     shared = {name: getattr(workload, name) for name in ("shared_prefix", "agents")}
     counted = {"trace_requests": len(workload.trace) or None, "requests": workload.total_requests}

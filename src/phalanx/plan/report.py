@@ -97,6 +97,8 @@ def _headline(plan: Plan) -> Text:
         traffic = f"{workload.input_tokens} in, {workload.output_tokens} out, {workload.concurrency} at once"
     if workload.shared_prefix:
         traffic += f", {workload.shared_prefix} shared by {workload.agents} agents"
+    if workload.acceptance is not None:
+        traffic += f", up to {workload.drafts} drafts of which {workload.acceptance:.0%} come true"
     text = Text()
     text.append(plan.model, style="bold")
     text.append(

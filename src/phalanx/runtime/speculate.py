@@ -23,7 +23,7 @@ def settle(config: EngineConfig, model_path: Path) -> EngineConfig:
         open_checkpoint(config, model_path)
         return config
     path = locate(config.speculate)
-    settled = msgspec.structs.replace(config, speculate=str(path))
+    settled = msgspec.structs.replace(config, speculate=str(path.absolute()))
     _check_companion(settled, model_path, path)
     return settled
 

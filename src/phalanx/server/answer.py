@@ -81,6 +81,7 @@ class GrowingChoice:
         self.output_tokens = 0
         self.reasoning_tokens = 0
         self.cached_tokens = 0
+        self.drafted = (0, 0)
         self.queued_s = 0.0
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -96,7 +97,7 @@ class GrowingChoice:
 
     def add(self, token: NewToken, piece: Piece) -> None:
         """Book a token. A stop string may end the choice before the engine does."""
-        self.cached_tokens, self.queued_s = token.cached_tokens, token.queued_s
+        self.cached_tokens, self.queued_s, self.drafted = token.cached_tokens, token.queued_s, token.drafted
         if token.prompt_logprobs is not None:
             piece.prompt_logprobs = token.prompt_logprobs
         if token.token == NO_TOKEN:
@@ -223,5 +224,9 @@ class Answer:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
+                "accepted_prediction_tokens": sum(choice.drafted[0] for choice in self.choices),
+                "rejected_prediction_tokens": sum(choice.drafted[1] for choice in self.choices),
+            },
         }

@@ -312,6 +312,7 @@ class EngineLoop:
                     output.logprobs,
                     output.prompt_logprobs,
                     output.embedding,
+                    output.drafted,
                 )
             )
         return tokens

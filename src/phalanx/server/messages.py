@@ -98,6 +98,7 @@ class NewToken(msgspec.Struct, array_like=True, frozen=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None
+    drafted: tuple[int, int] = (0, 0)
 
 
 class Books(msgspec.Struct, array_like=True, frozen=True):

@@ -89,6 +89,10 @@ class ModelSpec:
         """The same model with the head that drafts."""
         return dataclasses.replace(self, drafts=self.head is not None)
 
+    @cached_property
+    def without_drafts(self) -> ModelSpec:
+        return dataclasses.replace(self, drafts=False) if self.drafts else self
+
     @property
     def draft_head(self) -> DraftHead | None:
         """Where it is a part of the model."""

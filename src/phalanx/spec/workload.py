@@ -24,7 +24,8 @@ class Workload:
 
     Lengths are uniform in [(1 - spread) x length, length]. A closed loop sends `requests` prompts, ten a client unless
     told; arrivals at a rate without a number of `requests` never end. A trace lists (arrival in seconds, input tokens,
-    output tokens). With `shared_prefix`, prompts of the same agent (of `agents`) begin with the same tokens.
+    output tokens). With `shared_prefix`, prompts of the same agent (of `agents`) begin with the same tokens. With an
+    `acceptance`, tokens are guessed ahead, up to `drafts` of them, each of which comes true with that chance.
     """
 
     input_tokens: int = 1024
@@ -37,6 +38,8 @@ class Workload:
     shared_prefix: int = 0
     agents: int = 1
     seed: int = 0
+    acceptance: float | None = None
+    drafts: int = 3
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens", "concurrency", "agents"):
@@ -46,6 +49,12 @@ class Workload:
             raise WorkloadError("bad_workload", f"requests is {self.requests}.", "It must be at least 1.")
         if self.rate is not None and self.rate <= 0:
             raise WorkloadError("bad_workload", f"The rate is {self.rate} requests/s.", "It must be above 0.")
+        if self.acceptance is not None and not (0 <= self.acceptance <= 1 and self.drafts >= 1):
+            raise WorkloadError(
+                "bad_workload",
+                f"Up to {self.drafts} drafts come true with a chance of {self.acceptance}.",
+                "There is at least one draft, and its chance is from 0 to 1, such as 0.8.",
+            )
         if not 0 <= self.spread < 1:
             raise WorkloadError("bad_workload", f"spread is {self.spread}.", "It must be in [0, 1).")
         if not 0 <= self.shared_prefix <= self.input_tokens:

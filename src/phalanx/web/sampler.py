@@ -38,7 +38,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
 
     `ttft` and `itl` are milliseconds: the 50th, 90th and 99th percentile of the last ten seconds. `expected_itl` has
     its bounds beside it. Of the prompts' tokens, `cached` were found in the prefix cache; `hits` is their share over
-    the last ten seconds. `held` and `kept` are shares of the KV blocks: held by requests, and kept for their prefix.
+    the last ten seconds, `accepted` that of drafts that came true. `held` and `kept` are shares of the KV blocks: held
+    by requests, and kept for their prefix.
     """
 
     time: float
@@ -56,6 +57,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     held: float
     kept: float
     hits: float | None
+    accepted: float | None
     preemptions: int
     steps: float
     ranks: list[RankSample | None]
@@ -76,6 +78,7 @@ class LoadSampler:
         self._first: deque[array[float]] = deque(maxlen=WINDOW)
         self._gaps: deque[array[float]] = deque(maxlen=WINDOW)
         self._prefixes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._drafts: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._requests: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
 
     def sample(self) -> Sample:
@@ -97,6 +100,8 @@ class LoadSampler:
         self._first.append(heard.first_token)
         self._gaps.append(heard.token_gap)
         self._prefixes.append((inputs, hits))
+        old, new = before.speculation, after.speculation
+        self._drafts.append((new.draft_tokens - old.draft_tokens, new.accepted_tokens - old.accepted_tokens))
         self._requests.append((len(heard.first_token), inputs, heard.output_tokens))
         gap_s = sum(heard.token_gap) / len(heard.token_gap) if heard.token_gap else None
         steps = after.totals.steps - before.totals.steps
@@ -122,6 +127,7 @@ class LoadSampler:
             held=_short(heard.held_block_s / heard.seconds / blocks),
             kept=_short(after.idle_blocks / blocks) if up else 0.0,
             hits=_share(self._prefixes),
+            accepted=_share(self._drafts),
             preemptions=after.preemptions - before.preemptions,
             steps=_short(steps / heard.seconds),
             ranks=self._rank_samples(client) if up else [],

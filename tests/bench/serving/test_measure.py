@@ -120,7 +120,9 @@ def test_cached_tokens_are_unknown_unless_told() -> None:
     told, silent = trace(10.5), trace(10.5)
     assert summarise([silent], 1.0, {}, RANKS).cached_tokens is None
     told.cached_tokens = 4
-    assert summarise([silent, told, told], 1.0, {}, RANKS).cached_tokens == 8
+    told.drafted = (3, 1)
+    summary = summarise([silent, told, told], 1.0, {}, RANKS)
+    assert (summary.cached_tokens, summary.drafted) == (8, (6, 2))
 
 
 def test_nothing_at_all() -> None:

@@ -70,6 +70,12 @@ def test_a_large_event_in_small_pieces_is_read_in_linear_time() -> None:
     assert any(seconds(400_000) < 30 * max(seconds(50_000), 0.01) for _ in range(3))
 
 
+def test_guesses_that_came_true_are_told_apart() -> None:
+    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+    counted = frame(choices=[], usage={"completion_tokens": 3, "completion_tokens_details": details})
+    assert read(text("a", "stop"), counted + DONE).drafted == (5, 2)
+
+
 def test_a_completion() -> None:
     trace = read(text("a"), text("b") + text("c", "length"), usage(11, 3, cached=8) + DONE)
     assert trace.text_at == [1.0, 2.0, 2.0]

@@ -20,6 +20,7 @@ export const outputLines = (expected: string): Shown[] => [
   { label: "output", color: "series-1", read: (s) => s.out, text: rate, big: true },
   { label: expected, color: "ink-2", read: (s) => s.expected_out, text: number, style: "dashed" },
   { label: `of ${expected}`, color: "ink-2", read: ofExpected, text: percent, style: "figure" },
+  { label: "drafts came true", color: "series-4", read: (s) => s.accepted, text: percent, style: "figure" },
 ];
 
 const ofExpected = (s: Sample) => (s.expected_out ? s.out / s.expected_out : null);

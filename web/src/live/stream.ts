@@ -21,6 +21,7 @@ export interface Sample {
   held: number;
   kept: number;
   hits: number | null;
+  accepted: number | null;
   preemptions: number;
   steps: number;
   /** Of each rank: milliseconds a step by part, and its busy share. */

@@ -29,6 +29,8 @@ class RequestTrace:
     """As the server counted; None if it did not say."""
     cached_tokens: int | None = None
     """Of the prompt, from the server's prefix cache; None if it did not say."""
+    drafted: tuple[int, int] = (0, 0)
+    """Guesses of tokens that came true and that did not, as far as the server says."""
     error: str | None = None
 
     @property
@@ -91,6 +93,8 @@ class Summary:
     output_tokens: int
     cached_tokens: int | None
     """None if the server told of no request how much of it was cached."""
+    drafted: tuple[int, int]
+    """Guesses of tokens that came true and that did not."""
     uncounted: int
     """Requests whose output tokens the server did not count: their chunks with text were counted instead."""
     good: int
@@ -132,6 +136,7 @@ def summarise(
         input_tokens=sum(trace.prompt_tokens for trace in done),
         output_tokens=sum(trace.tokens for trace in done),
         cached_tokens=sum(told) if told else None,
+        drafted=(sum(trace.drafted[0] for trace in done), sum(trace.drafted[1] for trace in done)),
         uncounted=sum(trace.output_tokens is None for trace in done),
         good=sum(trace.meets(bounds) for trace in done),
         max_client_delay=max((trace.taken - trace.due for trace in traces), default=0.0),

@@ -56,6 +56,9 @@ def _facts(options: Options, model: str, summary: Summary) -> Table:
     if summary.cached_tokens is not None:
         share = summary.cached_tokens / max(summary.input_tokens, 1)
         rows["cached"] = f"{summary.cached_tokens:,} prompt tokens ({share:.1%})"
+    if any(summary.drafted):
+        accepted, drafts = summary.drafted[0], sum(summary.drafted)
+        rows["drafts"] = f"{accepted:,} of {drafts:,} came true ({accepted / drafts:.1%})"
     rows["client"] = f"at most {summary.max_client_delay * 1e3:.1f} ms behind its schedule"
     for name, value in rows.items():
         table.add_row(name, value)
@@ -126,6 +129,8 @@ def record(options: Options, model: str, summary: Summary, notes: list[str]) -> 
         "output_throughput_per_gpu": summary.per_second(summary.output_tokens) / options.gpus,
         "gpus": options.gpus,
         "cached_tokens": summary.cached_tokens,
+        "accepted_draft_tokens": summary.drafted[0],
+        "rejected_draft_tokens": summary.drafted[1],
         "dataset": options.dataset,
         "arrival": _arrival(options),
         "goodput_bounds_ms": options.bounds,

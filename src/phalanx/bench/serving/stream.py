@@ -48,10 +48,16 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class _OutputDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -147,6 +153,9 @@ class TraceWriter:
             trace.output_tokens = usage.completion_tokens
         if usage.prompt_tokens_details is not None:
             trace.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if usage.completion_tokens_details is not None:
+            details = usage.completion_tokens_details
+            trace.drafted = (details.accepted_prediction_tokens or 0, details.rejected_prediction_tokens or 0)
 
 
 def error_message(error: Any) -> str:

@@ -31,7 +31,9 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 @dataclass(frozen=True)
 class Launch:
     """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline. `prepare`: the command that first
-    writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine is told."""
+    writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine is told. The model's
+    own head makes up to `drafts` of tokens.
+    """
 
     model: str
     engine: EngineTraits
@@ -45,6 +47,7 @@ class Launch:
     max_num_batched_tokens: int
     expert_parallel: bool = False
     stages: int = 1
+    drafts: int = 0
     prepare: tuple[str, ...] = ()
     note: str = ""
     flags: tuple[str, ...] = ()
@@ -123,10 +126,12 @@ def _phalanx(launch: Launch) -> list[str]:
         words += ["--dtype", launch.weight_format]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
+    if launch.drafts:
+        words += ["--speculate", "mtp", "--speculate-tokens", str(launch.drafts)]
     return [
         *words,
         *("--max-model-len", str(launch.max_model_len)),
-        *("--max-num-seqs", str(launch.max_num_seqs)),
+        *("--max-num-seqs", str(max(launch.max_num_seqs, 1 + launch.drafts))),
         *("--max-num-batched-tokens", str(launch.max_num_batched_tokens)),
     ]
 
@@ -139,6 +144,8 @@ def _vllm(launch: Launch) -> list[str]:
         words += ["--enable-expert-parallel"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
+    if launch.drafts:
+        words += ["--speculative-config", f'{{"method": "mtp", "num_speculative_tokens": {launch.drafts}}}']
     return [
         *words,
         *("--max-model-len", str(launch.max_model_len)),
@@ -157,6 +164,9 @@ def _sglang(launch: Launch) -> list[str]:
         words += ["--ep-size", str(launch.tp)]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8_e4m3"]
+    if launch.drafts:
+        words += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(launch.drafts)]
+        words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(launch.drafts + 1)]
     return [
         *words,
         *("--context-length", str(launch.max_model_len)),
@@ -189,4 +199,9 @@ def trtllm_options(launch: Launch) -> str:
         "kv_cache_config:\n"
         f"  free_gpu_memory_fraction: {launch.engine.share:g}\n"
         f"  dtype: {dtype}\n"
+        + (
+            f"speculative_config:\n  decoding_type: MTP\n  num_nextn_predict_layers: {launch.drafts}\n"
+            if launch.drafts
+            else ""
+        )
     )

@@ -1,0 +1,46 @@
+"""An acceptance that is forced is the one that is had, on random weights, with a head that does its work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench.ceilings import Ceilings
+from phalanx.bench.offline import FixedBatch, _table, _time, least_work, run_cases
+from phalanx.errors import ConfigError
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import pick_device
+from phalanx.runtime.start import start_engine
+from tests.conftest import tiny_config
+
+CEILINGS = Ceilings("cpu", 1e9, 1e9)
+
+
+@pytest.mark.parametrize(("speculate", "acceptance"), [("mtp", 1.0), ("mtp", 0.5), ("ngram", 0.0)])
+def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptance: float, tmp_path: Path) -> None:
+    config = tiny_config("glm4_moe", num_nextn_predict_layers=1).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = EngineConfig(
+        speculate=speculate, speculate_tokens=3, load_format="dummy", device="cpu", max_num_seqs=8, max_model_len=64
+    )
+    engine = start_engine(asked, tmp_path, lambda done, total: None)
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    work = least_work(engine.runner.model.place.spec, asked, pick_device(asked, 0))  # type: ignore[attr-defined]
+    result = _time(engine, FixedBatch(2, 5, 40), 1, work, CEILINGS, acceptance)
+    engine.close()
+    told = result.speculated
+    assert told is not None
+    assert told.drafts >= 3
+    assert told.accepted / told.drafts == pytest.approx(acceptance, abs=0.35 if acceptance == 0.5 else 0.0)
+    assert (told.draft_share > 0) == (speculate == "mtp")
+    assert engine.scheduler.speculation is speculation
+    assert "speed-up" in [column.header for column in _table("", [result], CEILINGS).columns]
+
+
+@pytest.mark.parametrize(("speculate", "acceptance"), [("off", 0.8), ("mtp", None), ("ngram", 1.5)])
+def test_an_acceptance_wants_somebody_who_drafts(speculate: str, acceptance: float | None) -> None:
+    with pytest.raises(ConfigError, match="accept"):
+        run_cases(EngineConfig(speculate=speculate), "1x2x2", 1, None, acceptance)

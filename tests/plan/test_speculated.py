@@ -1,0 +1,98 @@
+"""Drafts in a plan: what they bring, what their head takes of memory and time, and where they are refused."""
+
+from __future__ import annotations
+
+from math import isclose
+
+import pytest
+
+from phalanx.engine.step_sums import StepSums
+from phalanx.errors import ConfigError
+from phalanx.models import catalog
+from phalanx.plan.ask import PlanQuestion, ask
+from phalanx.plan.candidates import Candidate
+from phalanx.plan.recipes.launch import command
+from phalanx.plan.record import launch_of
+from phalanx.plan.speculated import SpeculativePrice, drafting_part, tokens_of_row
+
+STEP = StepSums(4, 4000.0)
+
+
+def priced(acceptance: float, per_row: float = 0.0, draft_s: float = 0.0, most: int = 3) -> SpeculativePrice:
+    return SpeculativePrice(
+        lambda step: 1.0 + per_row * step.decodes + 0.01 * step.prompt_tokens, lambda step: draft_s, acceptance, most
+    )
+
+
+def test_a_row_has_the_tokens_that_stand() -> None:
+    assert tokens_of_row(0, 0.8) == 1
+    assert isclose(tokens_of_row(3, 0.8), 1 + 0.8 + 0.64 + 0.512)
+    assert tokens_of_row(3, 1.0) == 4
+
+
+def test_a_token_takes_a_part_of_a_longer_step() -> None:
+    assert isclose(priced(0.8)(STEP), 1 / tokens_of_row(3, 0.8)), "where longer rows cost nothing"
+    assert isclose(priced(0.8, draft_s=0.1)(STEP), 1.3 / tokens_of_row(3, 0.8))
+    assert isclose(priced(1.0, per_row=0.05)(STEP), (1 + 0.05 * 16) / 4)
+    assert isclose(priced(0.0, per_row=0.05)(STEP), 1.2), "drafts that do not pay are not made"
+    assert isclose(priced(0.5, per_row=100.0)(STEP), 401.0)
+
+
+def test_prompts_take_what_they_take() -> None:
+    beside = StepSums(4, 4000.0, 200, 20000.0, 1)
+    assert isclose(priced(1.0)(beside), 3.0), "one step of one second for all rows, and two for the prompt"
+    assert isclose(priced(1.0, per_row=0.1)(beside), 3.0 + 0.1 * 16 / 4)
+    assert priced(0.9)(StepSums(0, 0, 200, 20000.0, 1)) == 3.0
+
+
+def test_a_draft_is_made_by_one_layer_between_the_models_own_ends() -> None:
+    spec = catalog.model("DeepSeek-V3")
+    part = drafting_part(spec.with_drafts())
+    assert part is not None
+    assert drafting_part(spec) is None
+    (layer,) = part.layers
+    assert layer == spec.layers[-1]
+    ends = 2 * spec.vocab * spec.hidden
+    assert isclose((part.parameters - ends) / (spec.parameters - ends), 1 / 58, rel_tol=0.05)
+
+
+def best(**asked: object) -> Candidate:
+    question = PlanQuestion("DeepSeek-V3", "8xH200-SXM", engines="vllm", tps="8", **asked)  # type: ignore[arg-type]
+    found = ask(question).best
+    assert found is not None
+    return found
+
+
+def test_a_plan_prices_the_head() -> None:
+    for concurrency, least, most in ((1, 1.6, 2.4), (8, 1.2, 2.0), (256, 1.0, 1.5)):
+        plain = best(concurrency=concurrency)
+        drafted = best(concurrency=concurrency, speculate="mtp", acceptance=0.8)
+        assert least <= plain.prediction.tpot.mid / drafted.prediction.tpot.mid <= most
+        assert drafted.fit.kv_tokens < plain.fit.kv_tokens, "the head takes its room"
+    hopeless = best(concurrency=256, speculate="mtp", acceptance=0.0)
+    assert isclose(hopeless.prediction.tpot.mid, plain.prediction.tpot.mid, rel_tol=1e-6)
+
+
+def test_a_recipe_asks_for_the_head() -> None:
+    question = PlanQuestion(
+        "DeepSeek-V3", "8xH200-SXM", engines="vllm", tps="8", speculate="mtp", speculate_tokens=2, acceptance=0.8
+    )
+    plan = ask(question)
+    assert plan.best is not None
+    words = command(launch_of(plan, plan.best))
+    assert words[words.index("--speculative-config") + 1] == '{"method": "mtp", "num_speculative_tokens": 2}'
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"model": "Llama-3.3-70B", "speculate": "mtp", "acceptance": 0.8}, "no head that drafts"),
+        ({"speculate": "mtp"}, "acceptance of None"),
+        ({"acceptance": 0.8}, "speculate is 'off'"),
+        ({"speculate": "eagle", "acceptance": 0.8}, "speculate is 'eagle'"),
+    ],
+)
+def test_what_nobody_drafts_is_refused(asked: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
+        ask(PlanQuestion(**({"model": "DeepSeek-V3", "machine": "8xH200-SXM"} | asked)))  # type: ignore[arg-type]
+    assert refused.value.fix
