@@ -236,7 +236,7 @@ def test_a_python_without_phalanx_is_told(box: Place) -> None:
     write_hosts(box.folder, NAME, python=plain, source="/nowhere")
     result = box.run("up")
     assert "error not_installed" in result.output
-    assert "-m pip install 'phalanx[cluster]'" in result.output
+    assert "-m pip install 'phalanx[cluster] @ URL'" in result.output
 
 
 def test_another_ray_version_over_ssh_is_refused(box: Place) -> None:
