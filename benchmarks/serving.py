@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.serving.measure import Summary
+from phalanx.bench.serving.measure import LoadSummary
 from phalanx.bench.serving.options import Options
 from phalanx.bench.serving.run import run as bench_serve
 
@@ -63,7 +63,7 @@ def offline(folder: Path) -> float:
     return BATCH * OUTPUTS / seconds
 
 
-def served(requests: int, concurrency: int, inputs: int, outputs: int, url: str) -> Summary:
+def served(requests: int, concurrency: int, inputs: int, outputs: int, url: str) -> LoadSummary:
     return bench_serve(
         Options(
             url=url,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from phalanx import LLM, PhalanxError, SamplingParams
 from phalanx.engine.scheduler import Output
 from phalanx.errors import CheckpointError, ConfigError, LayoutError, ModelError, RequestError
-from phalanx.server.answer import GrowingChoice, Piece, Question
+from phalanx.server.answer import AnswerPiece, GrowingChoice, Question
 from phalanx.server.messages import NewToken
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -156,7 +156,7 @@ def test_the_server_makes_the_same_answer_of_the_same_tokens(
     options, text, reason = ENDINGS[ending]
     params = msgspec.structs.replace(GREEDY, **options)
     ends = sorted(smol.engine.scheduler.eos_token_ids)
-    served, piece = GrowingChoice(0, Question([1], params), smol.tokenizer, ends), Piece(0)
+    served, piece = GrowingChoice(0, Question([1], params), smol.tokenizer, ends), AnswerPiece(0)
     step = smol.engine.step
 
     def tapped() -> list[Output]:

@@ -1,7 +1,8 @@
-"""The table of folders in docs/engine.md is the contract that import-linter holds."""
+"""The house: the table of folders in docs/engine.md is the contract that import-linter holds, and names mean one thing."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -16,3 +17,12 @@ def test_the_table_has_the_folders_of_the_contract_from_the_ground_up() -> None:
     rows = re.findall(r"^\| (`[a-z].*?) \|", (HOUSE / "docs/engine.md").read_text(), re.MULTILINE)
     table = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`(.*?)`", row)]
     assert table[: len(from_the_top)] == from_the_top[::-1]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for file in sorted((HOUSE / "src").rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(file.relative_to(HOUSE)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from phalanx.bench import offline
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.lab import experiment
-from phalanx.bench.lab.experiment import Asked, _checkpoint_of, run_lab
-from phalanx.bench.lab.point import Point
+from phalanx.bench.lab.experiment import Experiment, _checkpoint_of, run_lab
+from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.report import markdown, remarks
 from phalanx.bench.lab.verdict import verdicts
 from phalanx.cli import app
@@ -28,9 +28,9 @@ COLLECTIVE_MS = 0.5
 CALLS = 2 * 4 + 2
 
 
-def asked(model: Path, degrees: str, **options: object) -> Asked:
+def asked(model: Path, degrees: str, **options: object) -> Experiment:
     given: dict[str, object] = {"batch": 2, "inputs": 8, "outputs": 6, "iterations": 3, "warm_up": 1} | options
-    return Asked(EngineConfig(model=str(model), max_model_len=160), degrees, **given)  # type: ignore[arg-type]
+    return Experiment(EngineConfig(model=str(model), max_model_len=160), degrees, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +128,9 @@ def test_a_model_of_the_catalog_needs_no_weights() -> None:
         assert (config.model, config.load_format) == ("a/folder", "auto")
 
 
-def point(tp: int, tpot: float, context: int, waits: float = 0.1) -> Point:
+def point(tp: int, tpot: float, context: int, waits: float = 0.1) -> LabPoint:
     tok_s = 32e3 / tpot
-    return Point(
+    return LabPoint(
         tp, 400, 30, tpot, tpot, tok_s, tok_s / tp, tok_s / tp / 3200, 1e4, waits, 0.1, 0, 1, 0.5, 1, 0.5,
         tp * 0.2, 32 * context, context, "memory 50%", None, None, None, None, None, 100, 5,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost.kernels import Reach, at_reach, kernels_like, reach_of
+from phalanx.cost.kernels import CardReach, at_reach, kernels_like, reach_of
 from phalanx.cost.price import Rates
 from phalanx.cost.work import count_work
 from phalanx.models import catalog
@@ -45,14 +45,14 @@ def test_every_card_reaches_something_possible_in_every_format(model: str) -> No
 def test_experts_in_four_bits_go_by_their_own_kernels() -> None:
     spec = catalog.model("gpt-oss-20b")
     work = count_work(spec, 1, "mxfp4", "bf16")
-    assert reach_of(Gpu.named("H200-SXM"), work) == Reach(*[1.0] * 7)
+    assert reach_of(Gpu.named("H200-SXM"), work) == CardReach(*[1.0] * 7)
     there = reach_of(Gpu.named("B200"), work)
     assert there.linear_bandwidth == pytest.approx((0.80 / 0.85) ** 0.7)
     assert there.expert_bandwidth == pytest.approx((0.92 / 0.58) ** 0.7)
 
 
 def test_rates_go_over_by_what_kernels_reach() -> None:
-    reach = Reach(0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 2.0)
+    reach = CardReach(0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 2.0)
     found = at_reach(ONES, reach)
     assert found.linear_bandwidth == 0.8
     assert found.sparse_layer_us == 2.0

@@ -21,7 +21,7 @@ from phalanx.doctor.facts import (
     GpuFacts,
     GpuPath,
     GpuProcess,
-    Network,
+    NetworkFacts,
     Nic,
     NvLink,
     PathKind,
@@ -333,7 +333,7 @@ def spark(number: int = 1, second: str | None = None) -> Facts:
         software(torch_sees_gpus=1, nccl="2.28.9"),
         (gpu,),
         (),
-        network=Network(nics, environment, {f"192.168.100.{3 - number}": True}),
+        network=NetworkFacts(nics, environment, {f"192.168.100.{3 - number}": True}),
     )
 
 

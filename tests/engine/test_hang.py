@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.engine.hang import Hang, Seen, name_hang
+from phalanx.engine.hang import Hang, RankSeen, name_hang
 from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, HEAD, IN_CALL, Where
 
 INSIDE = Where(10, 5, 4, 6, ALL_REDUCE, 42, IN_CALL)
@@ -15,15 +15,15 @@ IDLE = Where(14, 4, 4, HEAD, 2, 36)
 LAUNCHED = Where(15, 5, 3, HEAD, 2, 90, FOR_DEVICE)
 
 
-def named(*ranks: Where | Seen) -> Hang | None:
-    return name_hang({n: each if isinstance(each, Seen) else Seen(each) for n, each in enumerate(ranks)})
+def named(*ranks: Where | RankSeen) -> Hang | None:
+    return name_hang({n: each if isinstance(each, RankSeen) else RankSeen(each) for n, each in enumerate(ranks)})
 
 
 @pytest.mark.parametrize(
     ("ranks", "code", "blamed", "told"),
     [
-        ((INSIDE, Seen(COMPUTES, state="T")), "rank_stopped", [1], "Rank 1 is stopped: step 5, layer 2 (FFN)"),
-        ((INSIDE, Seen(COMPUTES, silent=True, state="D")), "rank_silent", [1], "behind all-reduce 41"),
+        ((INSIDE, RankSeen(COMPUTES, state="T")), "rank_stopped", [1], "Rank 1 is stopped: step 5, layer 2 (FFN)"),
+        ((INSIDE, RankSeen(COMPUTES, silent=True, state="D")), "rank_silent", [1], "behind all-reduce 41"),
         ((INSIDE, IDLE, INSIDE), "order_lost", [1], "has not begun step 5: idle behind step 4, 36 collectives done"),
         ((INSIDE, COMPUTES, INSIDE), "rank_behind", [1], "Rank 2 waits: step 5, layer 3 (mixer), in all-reduce 42."),
         ((INSIDE, INSIDE), "message_lost", [0, 1], "Rank 0 waits though all others have arrived"),
@@ -32,7 +32,7 @@ def named(*ranks: Where | Seen) -> Hang | None:
         ((LAUNCHED, LAUNCHED), "gpus_wait", [0, 1], "the head, behind gather of the logits 90"),
     ],
 )
-def test_who_is_blamed(ranks: tuple[Where | Seen, ...], code: str, blamed: list[int], told: str) -> None:
+def test_who_is_blamed(ranks: tuple[Where | RankSeen, ...], code: str, blamed: list[int], told: str) -> None:
     hang = named(*ranks)
     assert hang is not None
     assert (hang.code, hang.ranks) == (code, blamed)

@@ -15,7 +15,7 @@ from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.engine.sharing import LONGEST_STEP_S, Pace, charge, parts_of
+from phalanx.engine.sharing import LONGEST_STEP_S, StepPace, charge, parts_of
 from phalanx.engine.speculation import Speculation
 
 from .books import Guesser, check_books, greedy, make_engine
@@ -272,7 +272,7 @@ def test_parts_are_equal_but_for_those_that_want_less(wanted: dict[str, int], mo
 
 
 def test_the_pace_is_learned_from_any_sizes_and_forgets_a_hiccup() -> None:
-    pace = Pace()
+    pace = StepPace()
     assert pace.most_tokens(1, 2) == float("inf")
     for number in range(200):
         tokens = 1 if number % 8 else 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
+from triton.language.extra import cuda
 from triton.runtime.interpreter import InterpreterBuilder
 
 assert triton.knobs.runtime.interpret
@@ -83,7 +84,7 @@ def run_without_a_gpu(rank: int, size: int) -> None:
 
     Behind each meeting one rank lingers before it reads, while the others are already in the next call.
     """
-    all_reduce.cuda.gdc_wait = all_reduce.cuda.gdc_launch_dependents = lambda: None
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     atomic = InterpreterBuilder.create_atomic_rmw
 
     def atomic_and_rest(*arguments: object) -> object:

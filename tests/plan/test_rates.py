@@ -23,7 +23,7 @@ from phalanx.plan.fit import fit
 from phalanx.plan.flow import HELD, Flow
 from phalanx.plan.predict import predictor
 from phalanx.plan.simulate import StepPrice, simulate
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 
@@ -90,7 +90,7 @@ def test_a_rate_above_what_steps_let_through_is_seen_to_grow(excess: float) -> N
     load, room, price = deployed("vllm", (1024, 256))
     rules = profile("vllm").rules
     rate = excess / HELD * Flow.of(load, rules, room, price).capacity
-    assert not simulate(replace(load, rate=rate), rules, room, price, Watch(60)).is_steady
+    assert not simulate(replace(load, rate=rate), rules, room, price, SteadyWatch(60)).is_steady
 
 
 @pytest.mark.parametrize("times", [1.0, 1.02, 2.0, 30.0])

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cost.rules import Rules
 from phalanx.models import catalog
-from phalanx.plan.goodput import Planned, Priced, Traffic
+from phalanx.plan.goodput import PlannedRun, Priced, Traffic
 from phalanx.plan.simulate import simulate
 from phalanx.plan.slo import Slo
 from phalanx.plan.tuning import Lever, Setting, Value, caching, climb, difference, scheduling
@@ -38,7 +38,7 @@ def share_gpt(requests: int) -> tuple[tuple[float, int, int], ...]:
 def test_the_published_ladder_within_15_percent_a_step() -> None:
     """All requests there from the start, 64 at once, as in an offline benchmark of the engine of that page."""
     load = Workload(1127, 338, concurrency=64, trace=share_gpt(512), shared_prefix=800)
-    judge = Planned(catalog.model("Qwen2.5-72B"), NODE, Traffic(load, Slo()), engine="vllm")
+    judge = PlannedRun(catalog.model("Qwen2.5-72B"), NODE, Traffic(load, Slo()), engine="vllm")
     static = Setting(tp=8, weights="awq", admission="static", max_num_batched_tokens=8192)
     continuous = replace(static, admission="fair")
     cached = replace(continuous, prefix_caching=True, max_num_batched_tokens=16384)
@@ -117,7 +117,7 @@ def test_levers_are_pulled_in_order_and_only_where_it_pays() -> None:
 
 def test_a_plan_of_a_node_ends_above_where_it_began() -> None:
     traffic = Traffic(Workload(1024, 128, shared_prefix=512), Slo.parse("p95-ttft:1000,tpot:50"))
-    judge = Planned(catalog.model("Llama-3.3-70B"), NODE, traffic)
+    judge = PlannedRun(catalog.model("Llama-3.3-70B"), NODE, traffic)
     start = Setting(tp=8)
     rungs = climb(start, [scheduling()[2], caching()], judge, lambda words: None)
     assert rungs[-1].value.goodput > 1.2 * rungs[0].value.goodput > 0

@@ -10,7 +10,7 @@ import threading
 import time
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.hang import Seen, name_hang
+from phalanx.engine.hang import RankSeen, name_hang
 from phalanx.engine.whereabouts import read_pages
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.executor import Executor
@@ -51,7 +51,7 @@ def stopped(model: str) -> dict[str, object]:
         assert runner.workers.pages is not None
         runner.where.look()
         pages = read_pages(runner.workers.pages)
-        hang = name_hang({rank: Seen(where, state=process_state(where.pid)) for rank, where in enumerate(pages)})
+        hang = name_hang({rank: RankSeen(where, state=process_state(where.pid)) for rank, where in enumerate(pages)})
         os.kill(pid, signal.SIGCONT)
         thread.join(60)
         assert hang is not None

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.engine.sampling import SamplingParams
 from phalanx.server import mailbox
-from phalanx.server.answer import Answer, Piece, Question
+from phalanx.server.answer import Answer, AnswerPiece, Question
 from phalanx.server.chat import ChatFormat
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
@@ -80,7 +80,7 @@ def play(
     at_once: int = 1,
     questions: int = 1,
     **options: Any,
-) -> tuple[Answer, list[list[Piece]], Script]:
+) -> tuple[Answer, list[list[AnswerPiece]], Script]:
     """The batches of pieces an answer makes of this text."""
     tokens = tokenizer.encode(text, special_tokens=False) if isinstance(text, str) else text
     most_calls = options.pop("most_calls", 128)
@@ -88,13 +88,13 @@ def play(
     question = Question([1, 2, 3], SamplingParams(**options), "salt", b"grammar", parser, most_calls)
     answer = Answer([question] * questions, tokenizer, [END], Silent())
 
-    async def run() -> list[list[Piece]]:
+    async def run() -> list[list[AnswerPiece]]:
         return [pieces async for pieces in answer.pieces(engine)]  # type: ignore[arg-type]
 
     return answer, asyncio.run(run()), engine
 
 
-def told(batches: list[list[Piece]], choice: int = 0) -> tuple[str, str, list[tuple[int, str | None, str]]]:
+def told(batches: list[list[AnswerPiece]], choice: int = 0) -> tuple[str, str, list[tuple[int, str | None, str]]]:
     pieces = [piece for batch in batches for piece in batch if piece.choice == choice]
     calls = [(call.index, call.name, call.arguments) for piece in pieces for call in piece.tool_calls]
     return "".join(piece.content for piece in pieces), "".join(piece.reasoning for piece in pieces), calls
@@ -250,7 +250,7 @@ def test_a_mailbox_tells_what_closed_it_first() -> None:
 def test_the_role_comes_once_with_the_first_piece_of_each_choice(tokenizer: Tokenizer) -> None:
     format = ChatFormat("id", 0, "model", tokenizer)
     answer = Answer([Question([1], SamplingParams(n=2))], tokenizer, [END], Silent())
-    roles = [format.chunk(Piece(choice, "x"), answer, None).choices[0].delta.role for choice in (0, 0, 1, 1)]
+    roles = [format.chunk(AnswerPiece(choice, "x"), answer, None).choices[0].delta.role for choice in (0, 0, 1, 1)]
     assert roles == ["assistant", None, "assistant", None]
 
 

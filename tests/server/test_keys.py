@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.errors import ConfigError
 from phalanx.server.errors import ApiError
 from phalanx.server.keys import KeyRing
-from phalanx.server.pace import Pace
+from phalanx.server.pace import FreeingPace
 from phalanx.server.quotas import Quotas
 
 
@@ -140,7 +140,7 @@ def test_no_key_gets_more_than_its_rate_and_one_full_minute(asked: list[tuple[fl
 
 def test_who_is_refused_comes_back_when_so_many_will_have_ended() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FreeingPace(clock)
     assert pace.seconds_until(1) == 10
     for second in range(20):
         clock.now = second * 2.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.server.errors import ApiError
-from phalanx.server.pace import Pace
+from phalanx.server.pace import FreeingPace
 from phalanx.server.places import Places
 
 
@@ -18,7 +18,7 @@ class Supervisor:
     room = 320
 
     def __init__(self) -> None:
-        self.client: Any = SimpleNamespace(pace=Pace())
+        self.client: Any = SimpleNamespace(pace=FreeingPace())
 
     def admit(self, choices: int) -> Any:
         return self.client

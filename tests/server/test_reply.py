@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from phalanx.server.answer import Piece
+from phalanx.server.answer import AnswerPiece
 from phalanx.server.chunks import Chunks
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
@@ -29,11 +29,11 @@ class Spoken:
         self.mailbox = Mailbox()
         self.left = False
 
-    async def pieces(self, engine: object) -> AsyncIterator[list[Piece]]:
+    async def pieces(self, engine: object) -> AsyncIterator[list[AnswerPiece]]:
         assert engine == "engine"
         try:
             for word in self.words:
-                yield [Piece(0, word)]
+                yield [AnswerPiece(0, word)]
             if self.then_waits:
                 await self.mailbox.take()
         finally:
@@ -46,13 +46,13 @@ class Spoken:
 class Plain(Chunks):
     """The simplest format there is."""
 
-    def chunk(self, piece: Piece, answer: object, usage: object) -> object:
+    def chunk(self, piece: AnswerPiece, answer: object, usage: object) -> object:
         return piece.content
 
     def usage_chunk(self, usage: dict[str, object]) -> object:
         return usage
 
-    def body(self, pieces: list[Piece], answer: object) -> object:
+    def body(self, pieces: list[AnswerPiece], answer: object) -> object:
         return "".join(piece.content for piece in pieces)
 
 
@@ -192,9 +192,9 @@ def test_a_mistake_of_our_own_ends_an_answer_as_an_error_too(
     stream: bool, words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Spoken):
-        async def pieces(self, engine: object) -> AsyncIterator[list[Piece]]:
+        async def pieces(self, engine: object) -> AsyncIterator[list[AnswerPiece]]:
             for word in words:
-                yield [Piece(0, word)]
+                yield [AnswerPiece(0, word)]
             raise KeyError("oops")
 
     client, end = exchange(Broken(), stream=stream)

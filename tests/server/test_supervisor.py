@@ -14,7 +14,7 @@ from phalanx.server import supervisor as module
 from phalanx.server.engine_client import EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.messages import Started
-from phalanx.server.pace import Pace
+from phalanx.server.pace import FreeingPace
 from phalanx.server.supervisor import Supervisor
 
 STARTED = Started(vocab=100, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[])
@@ -29,7 +29,7 @@ class FakeEngine:
     def __init__(self, launch: EngineLaunch, on_step: object) -> None:
         self.started: Started | None = None
         self.live = 0
-        self.pace = Pace()
+        self.pace = FreeingPace()
         self.died: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self.told: list[ApiError] = []
         self.stopped = False

@@ -19,7 +19,7 @@ from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.flow import HELD
-from phalanx.plan.goodput import Seen, Traffic
+from phalanx.plan.goodput import SeenRun, Traffic
 from phalanx.plan.predict import Interval
 from phalanx.plan.simulate import StepPrice
 from phalanx.plan.tuning import Rung, Setting, Value
@@ -149,7 +149,7 @@ class Bench:
         lengths = self._lengths(requests)
         return drive(engine, lengths, [0.0] * len(lengths), self.traffic.load.shared_prefix, seed=1).throughput.mid
 
-    def _at(self, engine: Engine, rate: float) -> Seen:
+    def _at(self, engine: Engine, rate: float) -> SeenRun:
         lengths = self._lengths(max(_FEWEST, min(1000, round(rate * self.seconds))))
         arrivals = [at for at, *_ in Workload(rate=rate, requests=len(lengths)).lengths()]
         return drive(engine, lengths, arrivals, self.traffic.load.shared_prefix, seed=2)
@@ -172,7 +172,7 @@ class _Timed:
 
 def drive(
     engine: Engine, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float], shared: int, seed: int
-) -> Seen:
+) -> SeenRun:
     """Requests of these lengths, each handed in when it is due; their prompts begin with the same `shared` tokens."""
     chance, common = random.Random(seed), [5 + place % 89 for place in range(shared)]
     coming = deque(zip(arrivals, lengths, strict=True))
@@ -197,12 +197,12 @@ def drive(
     return _seen(list(timed.values()), hits / queries if queries else 0.0)
 
 
-def _seen(requests: Sequence[_Timed], cached: float) -> Seen:
+def _seen(requests: Sequence[_Timed], cached: float) -> SeenRun:
     first = [request.first - request.due for request in requests]
     between = [(request.last - request.first) / (request.made - 1) for request in requests if request.made > 1]
     seconds = max(request.last for request in requests) - min(request.due for request in requests)
     made = sum(request.made for request in requests) / seconds
-    return Seen(
+    return SeenRun(
         Interval.around(fmean(first), 0.0),
         Interval.around(fmean(between) if between else 0.0, 0.0),
         first,

@@ -13,7 +13,7 @@ from phalanx.cli.shared import AsJson, Dtype, told_errors
 from phalanx.version import install_command
 
 if TYPE_CHECKING:
-    from phalanx.bench.quality import Report
+    from phalanx.bench.quality import QualityReport
 
 
 def compare(
@@ -26,12 +26,12 @@ def compare(
 ) -> None:
     """How far two checkpoints are apart: perplexity, likeliest tokens, KL and answers over the same prompts."""
     with told_errors():
-        from phalanx.bench.quality import Asked, compare_checkpoints, read_prompts
+        from phalanx.bench.quality import Comparison, compare_checkpoints, read_prompts
 
-        tell(compare_checkpoints(Asked(first, second, tokens, dtype=dtype), read_prompts(prompts)), as_json)
+        tell(compare_checkpoints(Comparison(first, second, tokens, dtype=dtype), read_prompts(prompts)), as_json)
 
 
-def tell(report: Report, as_json: bool) -> None:
+def tell(report: QualityReport, as_json: bool) -> None:
     from rich.console import Console
 
     from phalanx.bench.quality import table

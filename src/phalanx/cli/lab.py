@@ -38,14 +38,14 @@ def lab(
 
         from rich.console import Console
 
-        from phalanx.bench.lab.experiment import Asked, run_lab
+        from phalanx.bench.lab.experiment import Experiment, run_lab
         from phalanx.bench.lab.report import markdown, record, remarks, table
         from phalanx.bench.lab.verdict import verdicts
         from phalanx.runtime.config import EngineConfig
 
         console = Console()
         config = EngineConfig(model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format)
-        asked = Asked(
+        asked = Experiment(
             config, tp, batch, isl, osl, iterations, warm_up, emulate, machine, all_reduce_us, usd_per_hour
         )  # fmt: skip
         with console.status("Looking") as status:

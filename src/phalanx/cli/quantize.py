@@ -40,7 +40,7 @@ def quantize(
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
-        from phalanx.bench.quality import Asked, compare_checkpoints, read_text
+        from phalanx.bench.quality import Comparison, compare_checkpoints, read_text
         from phalanx.weights.checkpoint import locate
         from phalanx.weights.quantize import quantize as run
 
@@ -54,7 +54,9 @@ def quantize(
                 bar.update(task, completed=done, total=total)
 
             report = run(locate(model), output, number_format, progress, inputs)
-        checked = compare_checkpoints(Asked(model, str(output), answer_tokens=0), [text]) if text is not None else None
+        checked = (
+            compare_checkpoints(Comparison(model, str(output), answer_tokens=0), [text]) if text is not None else None
+        )
         if as_json:
             print(json.dumps(report.to_dict() | ({"check": checked.to_dict()} if checked else {})))
             return

@@ -62,14 +62,14 @@ def _plan(
 ) -> tuple[list[Rung], str]:
     from phalanx.errors import ConfigError
     from phalanx.models import catalog
-    from phalanx.plan.goodput import Planned
+    from phalanx.plan.goodput import PlannedRun
     from phalanx.plan.tuning import Setting, caching, climb, precision, scheduling, spread_out
     from phalanx.spec.machine import Machine
 
     if model is None:
         raise ConfigError("bad_option", "To plan for a machine, name a model.", "Such as Llama-3.3-70B.")
     spec, gpus = catalog.model(model), Machine.parse(machine)
-    judge = Planned(spec, gpus, traffic)
+    judge = PlannedRun(spec, gpus, traffic)
     splits = [(tp, gpus.most_replicas(tp)) for tp in (1, 2, 4, 8, 16) if tp <= len(gpus) and gpus.most_replicas(tp)]
     own = spec.number_format
     levers = [*scheduling(), *([caching()] if traffic.load.shared_prefix else [])]

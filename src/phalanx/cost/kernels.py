@@ -37,7 +37,7 @@ class Kernels(msgspec.Struct, frozen=True):
     prompt_attention: float
 
 
-class Reach(NamedTuple):
+class CardReach(NamedTuple):
     """What kernels reach on a card, of a model's formats, as shares of what they reach on an H200."""
 
     linear_bandwidth: Any
@@ -49,15 +49,15 @@ class Reach(NamedTuple):
     sparse_layer_us: Any
 
 
-def reach_of(gpu: Gpu, work: RankWork) -> Reach:
+def reach_of(gpu: Gpu, work: RankWork) -> CardReach:
     own, reference = (_reached(known, work) for known in (kernels_like(gpu), kernels_like(Gpu.named(_REFERENCE))))
     shares = (mine / its for mine, its in zip(own, reference, strict=True))
-    return Reach(*(share**_SHOWN for share in shares))
+    return CardReach(*(share**_SHOWN for share in shares))
 
 
-def _reached(known: Kernels, work: RankWork) -> Reach:
+def _reached(known: Kernels, work: RankWork) -> CardReach:
     linear, expert = _family(work.linear_format), _family(work.expert_format)
-    return Reach(
+    return CardReach(
         linear_bandwidth=_in_format(known.linear_read, linear),
         linear_compute=_in_format(known.linear_compute, linear),
         expert_bandwidth=_in_format(known.expert_read, expert),
@@ -68,7 +68,7 @@ def _reached(known: Kernels, work: RankWork) -> Reach:
     )
 
 
-def at_reach(rates: Rates, reach: Reach) -> Rates:
+def at_reach(rates: Rates, reach: CardReach) -> Rates:
     """An engine's rates, which are those on an H200, on a card where kernels reach this much of it."""
     return rates._replace(**{name: getattr(rates, name) * share for name, share in reach._asdict().items()})
 

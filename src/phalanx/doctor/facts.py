@@ -185,7 +185,7 @@ class Nic(Record, frozen=True):
     firmware: str | None = None
 
 
-class Network(Record, frozen=True):
+class NetworkFacts(Record, frozen=True):
     """Interfaces, and the variables by which NCCL, gloo and Ray choose one."""
 
     nics: tuple[Nic, ...] = ()
@@ -271,7 +271,7 @@ class Facts(Record, frozen=True):
     gpus: tuple[GpuFacts, ...] = ()
     paths: tuple[GpuPath, ...] = ()
     fabric_manager: FabricManager | None = None
-    network: Network = Network()
+    network: NetworkFacts = NetworkFacts()
     measured: Measured | None = None
     serving: Serving | None = None
     unread: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ _FIXES = {
 }
 
 
-class Seen(msgspec.Struct, frozen=True):
+class RankSeen(msgspec.Struct, frozen=True):
     """A rank as others see it. `state` is the letter that the system has for its process, empty if not known."""
 
     where: Where
@@ -44,7 +44,7 @@ class Hang(msgspec.Struct, frozen=True):
         return self.code not in ("rank_behind", "gpus_wait")
 
 
-def name_hang(ranks: Mapping[int, Seen]) -> Hang | None:
+def name_hang(ranks: Mapping[int, RankSeen]) -> Hang | None:
     """Who holds up a step in which nothing moves any more; None if nobody waits for anybody."""
     if not any(seen.where.busy for seen in ranks.values()):
         return None
@@ -60,7 +60,7 @@ def name_hang(ranks: Mapping[int, Seen]) -> Hang | None:
     return _name_hang_in_step(ranks)
 
 
-def _name_hang_in_step(ranks: Mapping[int, Seen]) -> Hang | None:
+def _name_hang_in_step(ranks: Mapping[int, RankSeen]) -> Hang | None:
     """All live and are in one step. At the collective that the least far has begun, all have arrived."""
     if not any(seen.where.waits for seen in ranks.values()):
         return None
@@ -78,7 +78,7 @@ def _name_hang_in_step(ranks: Mapping[int, Seen]) -> Hang | None:
     return _blame("rank_behind", "is behind", least_far, ranks)
 
 
-def _blame(code: str, found: str, blamed: list[int], ranks: Mapping[int, Seen]) -> Hang:
+def _blame(code: str, found: str, blamed: list[int], ranks: Mapping[int, RankSeen]) -> Hang:
     told = [f"Rank {rank} {found}: {position(ranks[rank].where)}." for rank in blamed]
     return Hang(blamed, code, " ".join([*told, *who_waits(ranks, blamed)]))
 
@@ -92,7 +92,7 @@ def position(where: Where) -> str:
     return f"step {where.begun}, {where.place_name}, {inside} {where.call_name}{device}"
 
 
-def who_waits(ranks: Mapping[int, Seen], blamed: Iterable[int]) -> list[str]:
+def who_waits(ranks: Mapping[int, RankSeen], blamed: Iterable[int]) -> list[str]:
     """Where each of the others is: those that wait have arrived at the collective that the blamed have not."""
     others = {rank: seen.where for rank, seen in ranks.items() if rank not in blamed}
     return [f"Rank {rank} {'waits' if where.waits else 'is'}: {position(where)}." for rank, where in others.items()]

@@ -11,7 +11,7 @@ from operator import attrgetter
 from phalanx.engine.agenda import Drafted
 from phalanx.engine.request import Request
 from phalanx.engine.roster import Roster
-from phalanx.engine.step_line import Line, StepLine
+from phalanx.engine.step_line import CostLine, StepLine
 
 LONGEST_STEP_S = 0.1
 """Steps of a shared engine end within this time where they can: a newcomer waits for the one that runs."""
@@ -26,14 +26,14 @@ _order = attrgetter("order")
 _owner = attrgetter("owner")
 
 
-class Pace:
+class StepPace:
     """What steps take, learned from those that ran. One that took far longer than the line through the others counts as
     no more than twice that: something else had the processor.
     """
 
     def __init__(self) -> None:
         self._steps = StepLine()
-        self._line: Line | None = None
+        self._line: CostLine | None = None
 
     def learn(self, tokens: int, seconds: float) -> None:
         if self._line is not None:
@@ -43,7 +43,7 @@ class Pace:
         self._steps.observe(tokens, seconds)
         line = self._steps.fit()
         if line is not None:
-            self._line = Line(max(0.0, line.per_step), max(0.0, line.per_token))
+            self._line = CostLine(max(0.0, line.per_step), max(0.0, line.per_token))
 
     def most_tokens(self, fewest: int, owners: int) -> float:
         """For a step of so many owners, of whom one needs the fewest tokens."""
@@ -97,7 +97,7 @@ class Sharing:
     """
 
     def __init__(self, roster: Roster, slots: int, budget: int, drafts: int) -> None:
-        self.pace = Pace()
+        self.pace = StepPace()
         self._roster = roster
         self._slots, self._budget, self._drafts = slots, budget, drafts
         self._turn = 0

@@ -8,7 +8,7 @@ STEP_MEMORY = 0.98
 _LEAST_SPREAD = 1e-3
 
 
-class Line(NamedTuple):
+class CostLine(NamedTuple):
     """Seconds of a step, and of each of its tokens."""
 
     per_step: float
@@ -36,10 +36,10 @@ class StepLine:
         """What a step took of late."""
         return self._seconds / self._weight if self._weight else 0.0
 
-    def fit(self) -> Line | None:
+    def fit(self) -> CostLine | None:
         """None as long as all steps had much the same size."""
         spread = self._weight * self._squares - self._tokens**2
         if spread <= _LEAST_SPREAD * self._tokens**2:
             return None
         slope = (self._weight * self._products - self._tokens * self._seconds) / spread
-        return Line((self._seconds - slope * self._tokens) / self._weight, slope)
+        return CostLine((self._seconds - slope * self._tokens) / self._weight, slope)

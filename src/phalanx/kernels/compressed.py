@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         return self._replace(at=self.at[:, span], positions=self.positions[:, span], end=self.end - left)
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """Queries from `first` on of the rows of this number."""
 
     number: int
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     rows: Rows
 
 
-class Seen(NamedTuple):
+class SeenEntries(NamedTuple):
     """Places in the flattened cache, [sequences, places], and who may look there, [sequences, queries, places]."""
 
     places: Tensor
@@ -83,9 +83,9 @@ def together(batch: AttentionBatch, block_size: int) -> list[Rows]:
     return found
 
 
-def tiles(rows: list[Rows]) -> list[Tile]:
+def tiles(rows: list[Rows]) -> list[QueryTile]:
     return [
-        Tile(number, first, each.tile(first, min(PROMPT_TILE, each.at.shape[1] - first)))
+        QueryTile(number, first, each.tile(first, min(PROMPT_TILE, each.at.shape[1] - first)))
         for number, each in enumerate(rows)
         for first in range(0, each.at.shape[1], PROMPT_TILE)
     ]
@@ -174,14 +174,14 @@ def near(rows: Rows, window: int) -> Tensor:
     return (keys >= 0) & (keys <= queries) & (keys > queries - window)
 
 
-def far(rows: Rows, ratio: int, block_size: int) -> Seen:
+def far(rows: Rows, ratio: int, block_size: int) -> SeenEntries:
     """The entries that were complete before, or are with, each query."""
     last = torch.arange(rows.end // ratio, device=rows.at.device) * ratio + (ratio - 1)
     places = _places(rows.tables, last.expand(len(rows.tables), -1), ratio, block_size)
-    return Seen(places, last <= rows.positions[..., None])
+    return SeenEntries(places, last <= rows.positions[..., None])
 
 
-def choose(q: Tensor, weights: Tensor, keys: Tensor, seen: Seen, top_k: int) -> Seen:
+def choose(q: Tensor, weights: Tensor, keys: Tensor, seen: SeenEntries, top_k: int) -> SeenEntries:
     """The best `top_k` entries of every query: by the sum over index heads of weight * relu(q . key).
 
     q is [sequences, queries, heads, width], `weights` [sequences, queries, heads] and `keys` those of all that is seen,
@@ -191,8 +191,8 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, seen: Seen, top_k: int) -> 
     scores = torch.einsum("sqh,sqhk->sqk", weights, scores).masked_fill_(~seen.allowed, float("-inf"))
     best = scores.topk(min(top_k, scores.shape[-1]), dim=-1).indices
     if q.shape[1] == 1:
-        return Seen(seen.places.gather(1, best[:, 0]), seen.allowed.gather(2, best))
-    return Seen(seen.places, torch.zeros_like(seen.allowed).scatter_(-1, best, True) & seen.allowed)
+        return SeenEntries(seen.places.gather(1, best[:, 0]), seen.allowed.gather(2, best))
+    return SeenEntries(seen.places, torch.zeros_like(seen.allowed).scatter_(-1, best, True) & seen.allowed)
 
 
 def attend(q: Tensor, kept: Tensor, allowed: Tensor, sinks: Tensor, scale: float) -> Tensor:

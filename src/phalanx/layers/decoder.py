@@ -25,7 +25,7 @@ from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Ends
 from phalanx.layers.vocabulary import Embedding, Head
-from phalanx.layers.watch import Watch
+from phalanx.layers.watch import LayerWatch
 
 
 class Decoder:
@@ -42,7 +42,7 @@ class Decoder:
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
-        self.watch: Watch | None = None
+        self.watch: LayerWatch | None = None
         self._laid_out: list[tuple[str, object]] | None = None
         record = place.spec.draft_head
         self.draft_head = DraftHeadPart(place, record, self.embedding, self.head, self.rotary) if record else None

@@ -12,7 +12,7 @@ from phalanx.kernels.attention import AttentionBatch, SightMasks
 from phalanx.kernels.latent import Chosen
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.rotary import Rotary
-from phalanx.layers.watch import Watch
+from phalanx.layers.watch import LayerWatch
 from phalanx.spec.rope import Rope
 
 Made = TypeVar("Made")
@@ -34,7 +34,7 @@ class StepContext:
         dtype: torch.dtype,
         rotary: Rotary,
         adapters: StepAdapters | None = None,
-        watch: Watch | None = None,
+        watch: LayerWatch | None = None,
     ) -> None:
         self.watch = watch
         self._tokens = tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.kernels.digest import row_digest
 
 
-class Watch(Protocol):
+class LayerWatch(Protocol):
     def mark(self, place: int, stream: Tensor) -> None:
         """The residual stream as layer `place` takes it; behind the last layer, as the head does."""
         ...

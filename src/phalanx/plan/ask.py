@@ -23,7 +23,7 @@ from phalanx.plan.record import launch_of, to_dict
 from phalanx.plan.report import show
 from phalanx.plan.scaling import draw_scaling
 from phalanx.plan.slo import Slo
-from phalanx.plan.systems import System, system
+from phalanx.plan.systems import OperatingSystem, system
 from phalanx.plan.traffic import read_trace
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
@@ -164,7 +164,7 @@ def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
     return spec.with_drafts() if question.speculate == "mtp" else spec
 
 
-def _engines(question: PlanQuestion, there: System) -> list[EngineTraits]:
+def _engines(question: PlanQuestion, there: OperatingSystem) -> list[EngineTraits]:
     """Those that were asked for and that run on this system."""
     asked = [engine(name) for name in _words(question.engines)] or list(ENGINES.values())
     found = [each for each in asked if each.name in there.engines]

@@ -11,7 +11,7 @@ from phalanx.plan.engines import ENGINES, GIB
 from phalanx.plan.fit import fit
 from phalanx.plan.search import predict_replica
 from phalanx.plan.shapes import MOST_RANKS, shape
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
 
@@ -130,7 +130,7 @@ def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
         if share.trace or (share.rate is None and share.concurrency == 1):
             return None
         share = _halved(share)
-        if plan.slo.excess(predict_replica(best, share, Watch(2))) > 1:
+        if plan.slo.excess(predict_replica(best, share, SteadyWatch(2))) > 1:
             continue
         if share.rate is not None:
             return f"lower the rate to {share.rate * best.copies:g} requests/s (this plan: {plan.workload.rate:g})."

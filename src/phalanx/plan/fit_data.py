@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.fitted import load_fitted
-from phalanx.cost.kernels import Reach, at_reach, reach_of
+from phalanx.cost.kernels import CardReach, at_reach, reach_of
 from phalanx.cost.price import Rates, RooflineTimes, combine, first_token_seconds
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.cases import Case
@@ -80,7 +80,7 @@ class Data:
         self.limits = RooflineTimes(*columns[1 : 1 + len(RooflineTimes._fields)])
         self.weights = {"ttft": columns[-2], "tpot": columns[-1]}
         reached = [reach_of(case.limits.gpu, case.limits.work) for case in cases]
-        self.reach = Reach(*np.array(reached, dtype=float).T)
+        self.reach = CardReach(*np.array(reached, dtype=float).T)
         self.prompt_tokens = np.array([case.workload.input_tokens for case in cases], dtype=float)
         self.measured = {
             "tpot": np.log([pace(case) or np.nan for case in cases]),
@@ -101,7 +101,7 @@ class Data:
         part.row = place[self.row[chosen]]
         part.limits = RooflineTimes(*(np.asarray(column)[chosen] for column in self.limits))
         part.weights = {name: weight[chosen] for name, weight in self.weights.items()}
-        part.reach = Reach(*(np.asarray(column)[rows] for column in self.reach))
+        part.reach = CardReach(*(np.asarray(column)[rows] for column in self.reach))
         part.prompt_tokens = self.prompt_tokens[rows]
         part.measured = {name: values[rows] for name, values in self.measured.items()}
         part.families, part.family = self.families, self.family[rows]

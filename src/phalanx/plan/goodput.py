@@ -15,7 +15,7 @@ from phalanx.plan.predict import Interval, Prediction, predictor
 from phalanx.plan.search import per_replica
 from phalanx.plan.simulate import StepPrice, simulate
 from phalanx.plan.slo import Slo
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.plan.tuning import Setting, Value
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -30,7 +30,7 @@ _KEEPS_UP = 0.9
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenRun:
     """What requests saw, as far as an SLO asks: mean seconds and those of each; tokens a second; share cached."""
 
     ttft: Interval
@@ -41,7 +41,7 @@ class Seen:
     cached_share: float
 
 
-Try = Callable[[Workload], Seen | Prediction]
+Try = Callable[[Workload], SeenRun | Prediction]
 """One replica under some traffic."""
 
 
@@ -86,12 +86,12 @@ class Traffic:
         factor = len(load.trace) / rate / span
         return replace(load, trace=tuple((arrival * factor, *lengths) for arrival, *lengths in load.trace))  # type: ignore[misc]
 
-    def _holds(self, seen: Seen | Prediction, offered: float) -> bool:
+    def _holds(self, seen: SeenRun | Prediction, offered: float) -> bool:
         return self.slo.excess(seen) <= 1 and seen.throughput.mid >= _KEEPS_UP * offered
 
 
 @dataclass
-class Planned:
+class PlannedRun:
     """Judges settings by data sheets and fitted numbers of an engine."""
 
     spec: ModelSpec
@@ -132,7 +132,7 @@ class Planned:
         made = predictor(self.spec, self.machine, setting.tp, self.engine, load, setting.weights, setting.kv)
         if load.is_endless:
             made = made.under(made.in_flight(load, rules, fitted.kv_tokens))
-        return made.predict(load, rules, fitted.kv_tokens, Watch(_GLANCE) if load.is_endless else None)
+        return made.predict(load, rules, fitted.kv_tokens, SteadyWatch(_GLANCE) if load.is_endless else None)
 
 
 def rules_of(setting: Setting, rules: Rules) -> Rules:
@@ -156,14 +156,14 @@ class Priced:
     def __call__(self, setting: Setting) -> Value:
         return self.traffic.best(lambda load: self.run(setting, load), 1, setting.max_num_seqs)
 
-    def run(self, setting: Setting, load: Workload) -> Seen:
+    def run(self, setting: Setting, load: Workload) -> SeenRun:
         load = load if setting.prefix_caching else replace(load, shared_prefix=0)
-        watch = Watch(_GLANCE) if load.is_endless else None
+        watch = SteadyWatch(_GLANCE) if load.is_endless else None
         trace = simulate(load, rules_of(setting, Rules("fair")), self.kv_tokens, self.price, watch)
         times = trace.times(self.price)
         made = times.output_tokens / times.seconds if times.seconds else 0.0
         throughput = load.rate * load.mean_output if load.is_endless and load.rate else made
-        return Seen(
+        return SeenRun(
             Interval.around(times.mean_ttft, 0.0),
             Interval.around(times.mean_tpot, 0.0),
             times.ttft,

@@ -20,7 +20,7 @@ from phalanx.plan.flow import Flow
 from phalanx.plan.scheduled import Room
 from phalanx.plan.simulate import StepPrice, Times, Trace, simulate
 from phalanx.plan.speculated import SpeculativePrice, drafting_part
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -84,7 +84,7 @@ def predict(
     ep: int = 1,
     version: str = "",
     kv_tokens: int | None = None,
-    watch: Watch | None = None,
+    watch: SteadyWatch | None = None,
 ) -> Prediction:
     """One replica of `tp` GPUs under a workload. `kv_tokens` is the room of its KV cache; None: it never runs out.
     `watch`: how long to look at arrivals without end.
@@ -172,7 +172,7 @@ class Predictor:
         return Interval.around(self.price()(step), self._half_width(self.fitted.tpot))
 
     def predict(
-        self, workload: Workload, rules: Rules, kv_tokens: int | None, watch: Watch | None = None
+        self, workload: Workload, rules: Rules, kv_tokens: int | None, watch: SteadyWatch | None = None
     ) -> Prediction:
         factor = self.fitted.tpot.correction(self.traits)
         rates = self._rates
@@ -234,7 +234,9 @@ class Predictor:
         return Interval.around(simulated * min(1.0, answer / corrected), between)
 
 
-def _trace(workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice, watch: Watch | None) -> Trace:
+def _trace(
+    workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice, watch: SteadyWatch | None
+) -> Trace:
     if not workload.is_closed_loop:
         return simulate(workload, rules, kv_tokens, price, watch)
     if kv_tokens is not None and kv_tokens >= workload.concurrency * (workload.longest + 16):

@@ -12,7 +12,7 @@ from phalanx.plan.candidates import Candidate, Excluded
 from phalanx.plan.engines import EngineTraits
 from phalanx.plan.search import Loaded, Search
 from phalanx.plan.slo import Slo
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 
 _GLANCE = 2
 """Windows that suffice to rank."""
@@ -81,7 +81,7 @@ def _glance(search: Search, held: list[tuple[Loaded, float]], slo: Slo) -> list[
     met = 0
     while queue and met < _ENOUGH and len(found) < _MOST_GLANCES:
         *_, loaded, capacity = heappop(queue)
-        candidate = _deployed(search, loaded, capacity, Watch(_GLANCE))
+        candidate = _deployed(search, loaded, capacity, SteadyWatch(_GLANCE))
         found[_key(loaded)] = loaded, candidate
         if candidate.is_held and slo.excess(candidate.prediction) <= 1:
             met += 1
@@ -99,12 +99,12 @@ def _look(search: Search, found: dict[Key, tuple[Loaded, Candidate]], slo: Slo) 
         if _key(loaded) in seen:
             return
         seen.add(_key(loaded))
-        candidate = _deployed(search, loaded, glanced.capacity or 0.0, Watch(_LOOK))
+        candidate = _deployed(search, loaded, glanced.capacity or 0.0, SteadyWatch(_LOOK))
         found[_key(loaded)] = loaded, candidate
         misses = not candidate.is_held or slo.excess(candidate.prediction) > 1
         more = _half_as_many_more(search, loaded) if misses else None
         if more is not None and _key(more) not in found:
-            found[_key(more)] = more, _deployed(search, more, more.capacity, Watch(_GLANCE))
+            found[_key(more)] = more, _deployed(search, more, more.capacity, SteadyWatch(_GLANCE))
 
 
 def _half_as_many_more(search: Search, loaded: Loaded) -> Loaded | None:
@@ -118,7 +118,7 @@ def _key(loaded: Loaded) -> Key:
     return loaded.engine.name, loaded.fit.weight_format, loaded.tp, loaded.stages, loaded.replicas
 
 
-def _deployed(search: Search, loaded: Loaded, capacity: float, watch: Watch) -> Candidate:
+def _deployed(search: Search, loaded: Loaded, capacity: float, watch: SteadyWatch) -> Candidate:
     candidate = search.deploy(loaded, watch)
     return dataclasses.replace(candidate, capacity=capacity, is_held=candidate.prediction.is_held)
 
@@ -126,7 +126,7 @@ def _deployed(search: Search, loaded: Loaded, capacity: float, watch: Watch) -> 
 def _at_most(search: Search, loaded: Loaded, capacity: float) -> Candidate:
     """At the rate that it can hold, which is not the one that was asked for."""
     share = dataclasses.replace(loaded.share, rate=capacity / loaded.replicas / loaded.stages)
-    candidate = search.deploy(dataclasses.replace(loaded, share=share), Watch(_GLANCE))
+    candidate = search.deploy(dataclasses.replace(loaded, share=share), SteadyWatch(_GLANCE))
     return dataclasses.replace(candidate, capacity=capacity, is_held=False)
 
 

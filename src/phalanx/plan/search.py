@@ -12,7 +12,7 @@ from phalanx.plan.fit import Fit, fit
 from phalanx.plan.predict import Prediction, capacity, predict
 from phalanx.plan.price import Tariff, cost
 from phalanx.plan.shapes import shape
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -136,7 +136,7 @@ class Search:
             return problem
         return Loaded(self.spec, engine, tp, replicas, expert_parallel, fitted, share, slowest, stages)
 
-    def deploy(self, loaded: Loaded, watch: Watch | None = None) -> Candidate:
+    def deploy(self, loaded: Loaded, watch: SteadyWatch | None = None) -> Candidate:
         """What it delivers and costs. `watch`: how long to look at arrivals without end."""
         share, replicas = loaded.share, loaded.replicas
         prediction = predict_replica(loaded, share, watch)
@@ -160,7 +160,7 @@ class Search:
         )
 
 
-def predict_replica(deployed: Loaded | Candidate, share: Workload, watch: Watch | None = None) -> Prediction:
+def predict_replica(deployed: Loaded | Candidate, share: Workload, watch: SteadyWatch | None = None) -> Prediction:
     """What one replica does with this traffic; of a pipeline, what it does with one of the parts that are under way in
     it at a time. A part that has passed every stage has passed all layers, as if alone on the GPUs of a stage.
     """

@@ -16,7 +16,7 @@ from phalanx.cost.rules import Rules
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.counted import CountedBatch
 from phalanx.plan.scheduled import ScheduledBatch
-from phalanx.plan.steady import Watch
+from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.workload import Workload
 
 _FOREVER = 2**31
@@ -115,7 +115,7 @@ def simulate(
     rules: Rules,
     kv_tokens: int | None = None,
     price: StepPrice | None = None,
-    watch: Watch | None = None,
+    watch: SteadyWatch | None = None,
 ) -> Trace:
     """Run the workload through the scheduler. `kv_tokens`: room of the KV cache; None means it never runs out. `watch`:
     who says when arrivals without end have been seen for long enough.
@@ -130,10 +130,10 @@ class _Simulation:
         rules: Rules,
         kv_tokens: int | None,
         price: StepPrice | None,
-        watch: Watch | None = None,
+        watch: SteadyWatch | None = None,
     ) -> None:
         assert workload.is_closed_loop or price is not None, "arrivals by the clock need a price"
-        self._watch = watch or Watch() if workload.is_endless else None
+        self._watch = watch or SteadyWatch() if workload.is_endless else None
         self.workload = workload
         self.trace = Trace(price=price)
         counted = CountedBatch.covers(workload, rules, kv_tokens)

@@ -27,7 +27,7 @@ class _Passing(Protocol):
 Passing = TypeVar("Passing", bound=_Passing)
 
 
-class Watch:
+class SteadyWatch:
     """Follows requests by windows of their order. `most`: windows after which a run ends in any case."""
 
     def __init__(self, most: int = 80) -> None:

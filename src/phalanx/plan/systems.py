@@ -12,7 +12,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class System:
+class OperatingSystem:
     """`kept`: bytes of each card that the system itself takes. `instead`: what to do where no engine runs."""
 
     name: str
@@ -35,8 +35,10 @@ _ALL = ("phalanx", "vllm", "sglang", "trtllm")
 SYSTEMS = {
     system.name: system
     for system in (
-        System("linux", "Linux", _ALL, 0, "All engines; a desktop takes up to 1 GiB of the card it draws on.", "-"),
-        System(
+        OperatingSystem(
+            "linux", "Linux", _ALL, 0, "All engines; a desktop takes up to 1 GiB of the card it draws on.", "-"
+        ),
+        OperatingSystem(
             "wsl2",
             "WSL2",
             _ALL,
@@ -45,7 +47,7 @@ SYSTEMS = {
             "side has half of the machine's memory unless .wslconfig says otherwise.",
             "NVIDIA, CUDA on WSL user guide; Microsoft, WSL settings; from memory, 2026-11",
         ),
-        System(
+        OperatingSystem(
             "windows",
             "Windows",
             (),
@@ -54,7 +56,7 @@ SYSTEMS = {
             "docs.vllm.ai and docs.sglang.ai, Installation; TensorRT-LLM release notes 0.18; from memory, 2026-11",
             "Use WSL2 on the same machine (--os wsl2).",
         ),
-        System(
+        OperatingSystem(
             "macos",
             "macOS",
             (),
@@ -68,7 +70,7 @@ SYSTEMS = {
 }
 
 
-def system(name: str) -> System:
+def system(name: str) -> OperatingSystem:
     if name not in SYSTEMS:
         raise ConfigError("unknown_system", f"No system is called {name!r}.", f"Known: {', '.join(SYSTEMS)}.")
     return SYSTEMS[name]

@@ -98,14 +98,14 @@ class ModelGuesser:
         return scores[:, : self._vocab]
 
 
-class Drafting:
+class RankDrafts:
     """What a runner does behind its steps where drafts are made on its ranks, all of which make the same."""
 
     def __init__(self, model: Decoder, batch: Batch, guesser: Guesser) -> None:
         self._model, self._batch, self._guesser = model, batch, guesser
 
     @classmethod
-    def of(cls, model: Decoder, batch: Batch) -> Drafting | None:
+    def of(cls, model: Decoder, batch: Batch) -> RankDrafts | None:
         if model.companion is not None:
             return cls(model, batch, ModelGuesser(model.companion, model.place.spec.vocab))
         return cls(model, batch, HeadGuesser(model, model.draft_head)) if model.draft_head is not None else None

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from phalanx.engine.agreement import disagreement
-from phalanx.engine.hang import Seen, position, who_waits
+from phalanx.engine.hang import RankSeen, position, who_waits
 from phalanx.engine.marks import RankTrace
 from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.engine.whereabouts import Whereabouts, read_pages
@@ -303,7 +303,7 @@ class Executor:
 
     def _positions(self, blamed: int) -> str:
         """Where the rank was that failed, and where the others wait for it, as far as that is known here."""
-        seen = {rank: Seen(where) for rank, where in enumerate(read_pages(self.workers.pages or Path()))}
+        seen = {rank: RankSeen(where) for rank, where in enumerate(read_pages(self.workers.pages or Path()))}
         if not seen or not any(each.where.busy for each in seen.values()):
             return ""
         return " ".join([f" It was at: {position(seen[blamed].where)}.", *who_waits(seen, [blamed])])

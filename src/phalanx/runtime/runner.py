@@ -21,14 +21,14 @@ from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.adapters import drop_adapter, hold_adapter
 from phalanx.runtime.batch import Batch, StepInputs, tensor_of
 from phalanx.runtime.clock import StepClock
-from phalanx.runtime.drafting import Drafting, Drafts
+from phalanx.runtime.drafting import Drafts, RankDrafts
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.reports import Found, Reporter, reports_of
 from phalanx.runtime.sampler import Sampled, Sampler, SamplingRows
 from phalanx.runtime.traced_graphs import TracedGraphs
 from phalanx.runtime.tracer import Tracer
-from phalanx.runtime.weight_watch import Reading, WeightWatch
+from phalanx.runtime.weight_watch import DigestReading, WeightWatch
 
 _SUSPICIOUS_STEPS = 256
 _MOST_TRACED = 512
@@ -60,7 +60,7 @@ class _Launched(NamedTuple):
     drafts: Drafts | None
     found: Found | None
     marks: Tensor | None
-    weights: Reading | None
+    weights: DigestReading | None
 
 
 class _Ran(NamedTuple):
@@ -99,7 +99,7 @@ class TorchRunner:
         self.prompt_graphs = None
         if self.graphs is not None and model.draft_head is None:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
-        self.drafting = Drafting.of(model, self.batch)
+        self.drafting = RankDrafts.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self.weights: WeightWatch | None = None

@@ -16,14 +16,14 @@ PASS_STEPS = 1024
 """Steps in which a dense model is read once. A decode reads all of it anyway: this is a thousandth more."""
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a tensor's memory."""
 
     name: str
     memory: Tensor
 
 
-class Reading(NamedTuple):
+class DigestReading(NamedTuple):
     """Digests on their way to the host, and of which turn they are."""
 
     turn: int
@@ -51,12 +51,12 @@ class WeightWatch:
         """After so many steps every weight has been looked at."""
         return len(self._turns)
 
-    def read(self) -> Reading:
+    def read(self) -> DigestReading:
         """Begin the next turn. Its digests may be checked once the device has come that far."""
         turn, self._next = self._next, (self._next + 1) % len(self._turns)
-        return Reading(turn, _digests(self._turns[turn]).to("cpu", non_blocking=True))
+        return DigestReading(turn, _digests(self._turns[turn]).to("cpu", non_blocking=True))
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: DigestReading) -> None:
         turn, found = self._turns[reading.turn], reading.digests.tolist()
         for piece, before, now in zip(turn, self._loaded[reading.turn], found, strict=True):
             if before != now:
@@ -74,13 +74,13 @@ def _tensors(part: object) -> Iterator[Tensor]:
         yield from (field for field in vars(part).values() if isinstance(field, Tensor))
 
 
-def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Piece]]:
+def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Stretch]]:
     """Pieces of about so many bytes together, in order."""
-    turn: list[Piece] = []
+    turn: list[Stretch] = []
     room = at_once
     for name, tensor in tensors:
         for memory in _cut(tensor, at_once):
-            turn.append(Piece(name, memory))
+            turn.append(Stretch(name, memory))
             room -= memory.nbytes
             if room <= 0:
                 yield turn
@@ -93,5 +93,5 @@ def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
     yield from tensor.view(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
 
 
-def _digests(turn: list[Piece]) -> Tensor:
+def _digests(turn: list[Stretch]) -> Tensor:
     return torch.stack([plain_digest(piece.memory) for piece in turn])

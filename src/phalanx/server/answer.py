@@ -41,7 +41,7 @@ class Question:
 
 
 @dataclass
-class Piece:
+class AnswerPiece:
     """What is new in a choice since the piece before, and by which tokens where the question asks for them.
 
     The first one has what was asked about the prompt.
@@ -95,7 +95,7 @@ class GrowingChoice:
         )
         self._called = False
 
-    def add(self, token: NewToken, piece: Piece) -> None:
+    def add(self, token: NewToken, piece: AnswerPiece) -> None:
         """Book a token. A stop string may end the choice before the engine does."""
         self.cached_tokens, self.queued_s, self.drafted = token.cached_tokens, token.queued_s, token.drafted
         if token.prompt_logprobs is not None:
@@ -117,7 +117,7 @@ class GrowingChoice:
             self.stop_reason = self._text.met or (token.token if asked_for else None)
         self._tell(text, piece)
 
-    def _tell(self, text: str, piece: Piece) -> None:
+    def _tell(self, text: str, piece: AnswerPiece) -> None:
         if self._parser is None:
             piece.content += text
         else:
@@ -159,7 +159,7 @@ class Answer:
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
         ]
 
-    async def pieces(self, engine: EngineClient) -> AsyncGenerator[list[Piece], None]:
+    async def pieces(self, engine: EngineClient) -> AsyncGenerator[list[AnswerPiece], None]:
         """Ask the engine and pass on what comes. However this ends, nothing goes on running behind it."""
         ids: list[int] = []
         self.asked = True
@@ -179,15 +179,15 @@ class Answer:
         how = question.salt, question.grammar, question.owner, question.adapter
         return engine.submit(question.prompt, params, self.mailbox, index, *how)
 
-    def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[Piece]:
-        pieces: dict[int, Piece] = {}
+    def _read(self, tokens: list[tuple[int, NewToken]], engine: EngineClient, ids: list[int]) -> list[AnswerPiece]:
+        pieces: dict[int, AnswerPiece] = {}
         now = time.perf_counter()
         for index, token in tokens:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue
             if index not in pieces:
-                pieces[index] = Piece(index)
+                pieces[index] = AnswerPiece(index)
             choice.add(token, pieces[index])
             self._time(choice, now)
             if choice.finish_reason is not None:

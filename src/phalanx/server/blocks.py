@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from phalanx.engine.logprobs import TokenLogprobs
-from phalanx.server.answer import Piece
+from phalanx.server.answer import AnswerPiece
 from phalanx.server.logprobs import SampledTokens
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -46,7 +46,7 @@ class Blocks:
         self._open: Block | None = None
         self._call = -1
 
-    def add(self, piece: Piece) -> Iterator[Change]:
+    def add(self, piece: AnswerPiece) -> Iterator[Change]:
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
         if piece.content or (piece.logprobs and self._open is not None and self._open.kind == "text"):
@@ -78,7 +78,7 @@ class Blocks:
         yield Change("begins", self._open)
 
 
-def blocks_of(pieces: list[Piece]) -> list[Block]:
+def blocks_of(pieces: list[AnswerPiece]) -> list[Block]:
     """Those of a whole answer."""
     blocks = Blocks()
     for piece in pieces:

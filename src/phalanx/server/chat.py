@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from phalanx.server import logprobs
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.chunks import Chunks, Usage
 from phalanx.server.parsers import ToolCallDelta
 from phalanx.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class ChatFormat(Chunks):
         self._tokenizer = tokenizer
         self._greeted: set[int] = set()
 
-    def chunk(self, piece: Piece, answer: Answer, usage: Usage | None) -> Chunk:
+    def chunk(self, piece: AnswerPiece, answer: Answer, usage: Usage | None) -> Chunk:
         role = None if piece.choice in self._greeted else "assistant"
         choice = answer.choices[piece.choice]
         tell_prompt = choice.question.tell_tokens and not self._greeted
@@ -97,8 +97,8 @@ class ChatFormat(Chunks):
     def usage_chunk(self, usage: dict[str, object]) -> Chunk:
         return Chunk(**self._head, choices=[], usage=usage)
 
-    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, object]:
-        by_choice: defaultdict[int, list[Piece]] = defaultdict(list)
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, object]:
+        by_choice: defaultdict[int, list[AnswerPiece]] = defaultdict(list)
         for piece in pieces:
             by_choice[piece.choice].append(piece)
         (question,) = answer.questions
@@ -121,17 +121,17 @@ class ChatFormat(Chunks):
             **self._told_of_prompt(question.prompt, pieces),
         }
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, pieces: list[AnswerPiece]) -> dict[str, Any] | None:
         tokens = [token for piece in pieces for token in piece.logprobs]
         return logprobs.for_chat(tokens, self._tokenizer) if tokens else None
 
-    def _told_of_prompt(self, prompt: list[int], pieces: list[Piece]) -> dict[str, Any]:
+    def _told_of_prompt(self, prompt: list[int], pieces: list[AnswerPiece]) -> dict[str, Any]:
         found = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
         told = logprobs.of_prompt(prompt, found, self._prompt_logprobs, self._tokenizer)
         return {} if told is None else {"prompt_logprobs": told}
 
 
-def told_tokens(pieces: list[Piece]) -> dict[str, Any]:
+def told_tokens(pieces: list[AnswerPiece]) -> dict[str, Any]:
     """A choice's tokens, where it was asked for them."""
     tokens = [token for piece in pieces for token in piece.tokens]
     return {"token_ids": tokens} if tokens else {}
@@ -142,7 +142,7 @@ def _tool_delta(call: ToolCallDelta) -> ToolDelta:
     return ToolDelta(call.index, FunctionDelta(call.name, call.arguments), call.id, kind)
 
 
-def _message(pieces: list[Piece]) -> dict[str, Any]:
+def _message(pieces: list[AnswerPiece]) -> dict[str, Any]:
     content = "".join(piece.content for piece in pieces)
     reasoning = "".join(piece.reasoning for piece in pieces)
     calls: dict[int, dict[str, Any]] = {}

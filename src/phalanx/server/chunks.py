@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.errors import ApiError
 from phalanx.server.sse import DONE, event
 
@@ -19,13 +19,13 @@ class Chunks(ABC):
         self._continuous_usage = continuous_usage
 
     @abstractmethod
-    def chunk(self, piece: Piece, answer: Answer, usage: Usage | None) -> object:
+    def chunk(self, piece: AnswerPiece, answer: Answer, usage: Usage | None) -> object:
         """A piece as the object of one event."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> object: ...
 
-    def events(self, piece: Piece, answer: Answer) -> bytes:
+    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         return event(self.chunk(piece, answer, answer.usage() if self._continuous_usage else None))
 
     def last_events(self, answer: Answer) -> bytes:

@@ -8,7 +8,7 @@ import msgspec
 
 from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.server import logprobs
-from phalanx.server.answer import Answer, GrowingChoice, Piece
+from phalanx.server.answer import Answer, AnswerPiece, GrowingChoice
 from phalanx.server.chunks import Chunks, Usage
 from phalanx.text.tokenizer import Tokenizer
 
@@ -60,17 +60,17 @@ class CompletionFormat(Chunks):
         self._echoes = dict(enumerate(echoes))
         self._lengths = [len(echo) for echo in echoes]
 
-    def chunk(self, piece: Piece, answer: Answer, usage: Usage | None) -> Completion:
+    def chunk(self, piece: AnswerPiece, answer: Answer, usage: Usage | None) -> Completion:
         return self._completion([self._choice([piece], answer.choices[piece.choice])], usage or msgspec.UNSET)
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
-    def body(self, pieces: list[Piece], answer: Answer) -> Completion:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> Completion:
         of_choice = [[piece for piece in pieces if piece.choice == choice.index] for choice in answer.choices]
         return self._completion(list(map(self._choice, of_choice, answer.choices)), answer.usage())
 
-    def _choice(self, pieces: list[Piece], choice: GrowingChoice) -> CompletionChoice:
+    def _choice(self, pieces: list[AnswerPiece], choice: GrowingChoice) -> CompletionChoice:
         index, written = choice.index, None
         is_first = index in self._echoes
         tokens: list[tuple[int, TokenLogprobs | None]] = [token for piece in pieces for token in piece.logprobs]

@@ -7,7 +7,7 @@ from base64 import b64encode
 from typing import Any
 
 from phalanx.engine.embedding import normalised
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.errors import ApiError
 from phalanx.server.prepared import EmbeddingForm
 
@@ -22,7 +22,7 @@ class EmbeddingFormat:
         self._model = model
         self._form = form
 
-    def events(self, piece: Piece, answer: Answer) -> bytes:
+    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         raise NotImplementedError
 
     def last_events(self, answer: Answer) -> bytes:
@@ -34,7 +34,7 @@ class EmbeddingFormat:
     def error(self, error: ApiError) -> object:
         return error.body
 
-    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, Any]:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, Any]:
         ordered = sorted(pieces, key=lambda piece: piece.choice)
         tokens = answer.prompt_tokens
         return {
@@ -50,7 +50,7 @@ class EmbeddingFormat:
             },
         }
 
-    def _written(self, piece: Piece) -> str | list[float]:
+    def _written(self, piece: AnswerPiece) -> str | list[float]:
         assert piece.embedding is not None
         found = normalised(piece.embedding) if self._form.normalised else piece.embedding
         return b64encode(found).decode() if self._form.base64 else array("f", found).tolist()

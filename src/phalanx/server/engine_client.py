@@ -48,7 +48,7 @@ from phalanx.server.messages import (
     Startup,
     Stepped,
     Submit,
-    Trace,
+    TraceAsked,
     Traced,
     death_file,
     decode_report,
@@ -56,7 +56,7 @@ from phalanx.server.messages import (
     orders_address,
     reports_address,
 )
-from phalanx.server.pace import Pace
+from phalanx.server.pace import FreeingPace
 
 ENGINE_MODULE = "phalanx.server.engine_process"
 SILENT_AFTER_S = 5.0
@@ -120,7 +120,7 @@ class EngineClient:
         self.loading: Loading | None = None
         self.started: Started | None = None
         self.books: Books | None = None
-        self.pace = Pace()
+        self.pace = FreeingPace()
         self._on_step = on_step
         self._pending: dict[int, Pending] = {}
         self._successor: EngineClient | None = None
@@ -204,7 +204,7 @@ class EngineClient:
         self._next_id += 1
         id, told = self._next_id, asyncio.get_running_loop().create_future()
         self._traced = id, told
-        self._send(Trace(id, steps))
+        self._send(TraceAsked(id, steps))
         try:
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(asyncio.shield(told), within_s)

@@ -51,7 +51,7 @@ from phalanx.server.messages import (
     Startup,
     Stepped,
     Submit,
-    Trace,
+    TraceAsked,
     Traced,
     death_file,
     decode_order,
@@ -233,7 +233,7 @@ class EngineLoop:
             self._tell(Stepped([], self._books()))
         elif isinstance(order, ChangeAdapter):
             self._change_adapter(order)
-        elif isinstance(order, Trace):
+        elif isinstance(order, TraceAsked):
             self._trace(order)
         elif isinstance(order, EndTrace):
             if self._traced is not None and self._traced[0] == order.id:
@@ -249,7 +249,7 @@ class EngineLoop:
         else:
             self._grammars.drop(order.id)
 
-    def _trace(self, order: Trace) -> None:
+    def _trace(self, order: TraceAsked) -> None:
         """One at a time: a trace that is not over ends here."""
         if self._traced is not None:
             self._tell_trace(self._traced[0], self._traced[1].end())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.engine.hang import Hang, Seen, name_hang
+from phalanx.engine.hang import Hang, RankSeen, name_hang
 from phalanx.engine.whereabouts import PAGES, Where, read_pages
 from phalanx.runtime.stacks import last_stacks_of, process_state, stacks_of
 
@@ -52,7 +52,7 @@ class HangWatch:
                 log.warning("the ranks go on")
             self.hang = None
             return
-        seen = {r: Seen(where, r in silent, process_state(where.pid) if here else "") for r, where in pages.items()}
+        seen = {r: RankSeen(where, r in silent, process_state(where.pid) if here else "") for r, where in pages.items()}
         hang = name_hang(seen)
         if hang is not None and (self.hang is None or self.hang.ranks != hang.ranks or self.hang.code != hang.code):
             stack = await asyncio.to_thread(self._stacks, hang, stacks_of) if here else ""

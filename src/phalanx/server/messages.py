@@ -36,7 +36,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-class Trace(msgspec.Struct, frozen=True, tag=True):
+class TraceAsked(msgspec.Struct, frozen=True, tag=True):
     """Write down the next steps, of all ranks."""
 
     id: int
@@ -61,7 +61,7 @@ class ChangeAdapter(msgspec.Struct, frozen=True, tag=True):
     folder: str | None = None
 
 
-Order = Submit | Cancel | ResetPrefixes | ChangeAdapter | Trace | EndTrace
+Order = Submit | Cancel | ResetPrefixes | ChangeAdapter | TraceAsked | EndTrace
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ _UNKNOWN_S = 10
 _LONGEST_S = 60
 
 
-class Pace:
+class FreeingPace:
     """Counts requests as they end. Whoever is refused is told the time in which so many have ended lately."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

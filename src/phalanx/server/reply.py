@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, client_gone
 
@@ -24,7 +24,7 @@ LAST_WORD_S = 5.0
 class Format(Protocol):
     """How an endpoint writes an answer."""
 
-    def events(self, piece: Piece, answer: Answer) -> bytes:
+    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         """A piece as events of a stream."""
         ...
 
@@ -36,7 +36,7 @@ class Format(Protocol):
 
     def error(self, error: ApiError) -> object: ...
 
-    def body(self, pieces: list[Piece], answer: Answer) -> object:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> object:
         """The whole answer, from all its pieces."""
         ...
 
@@ -116,7 +116,7 @@ class Reply(Response):
         await self._write(self._format.last_events(self.answer), more=False)
 
     async def _send_whole(self) -> None:
-        pieces: list[Piece] = []
+        pieces: list[AnswerPiece] = []
         async with aclosing(self.answer.pieces(self._engine())) as batches:
             async for some in batches:
                 pieces += some

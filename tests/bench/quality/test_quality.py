@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from phalanx.bench.quality import Asked, Report, compare_checkpoints, read_prompts
+from phalanx.bench.quality import Comparison, QualityReport, compare_checkpoints, read_prompts
 from phalanx.bench.quality.measures import Seen, figures, look
 from phalanx.bench.quality.overlap import overlap
 from phalanx.cli import app
@@ -43,8 +43,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def report(folders: tuple[Path, Path]) -> Report:
-    return compare_checkpoints(Asked(*map(str, folders), answer_tokens=12), list(PROMPTS))
+def report(folders: tuple[Path, Path]) -> QualityReport:
+    return compare_checkpoints(Comparison(*map(str, folders), answer_tokens=12), list(PROMPTS))
 
 
 def by_transformers(folder: Path) -> list[tuple[list[int], torch.Tensor]]:
@@ -55,7 +55,7 @@ def by_transformers(folder: Path) -> list[tuple[list[int], torch.Tensor]]:
         return [(tokens, model(torch.tensor([tokens])).logits[0]) for tokens in told]
 
 
-def test_the_numbers_are_those_of_transformers(folders: tuple[Path, Path], report: Report) -> None:
+def test_the_numbers_are_those_of_transformers(folders: tuple[Path, Path], report: QualityReport) -> None:
     ours, theirs = (by_transformers(folder) for folder in folders)
     losses = [
         torch.cat([torch.nn.functional.cross_entropy(s[:-1], torch.tensor(t[1:]), reduction="none") for t, s in each])
@@ -81,7 +81,7 @@ def test_the_numbers_are_those_of_transformers(folders: tuple[Path, Path], repor
 
 
 def test_a_model_is_itself(folders: tuple[Path, Path]) -> None:
-    same = compare_checkpoints(Asked(str(folders[0]), str(folders[0]), answer_tokens=8), list(PROMPTS))
+    same = compare_checkpoints(Comparison(str(folders[0]), str(folders[0]), answer_tokens=8), list(PROMPTS))
     found = {name: figure.value for name, figure in same.figures.items()}
     assert found["top_1_agreement"] == found["perplexity_ratio"] == pytest.approx(1)
     assert found["kl_nats"] == pytest.approx(0, abs=1e-9)
@@ -163,4 +163,4 @@ def test_models_with_other_tokens_are_refused(folders: tuple[Path, Path], tmp_pa
     told["model"]["merges"] = []
     (other / "tokenizer.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match="the same tokens"):
-        compare_checkpoints(Asked(str(folders[0]), str(other), answer_tokens=0), list(PROMPTS))
+        compare_checkpoints(Comparison(str(folders[0]), str(other), answer_tokens=0), list(PROMPTS))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.doctor.checks import across, network
-from phalanx.doctor.facts import Facts, Network, Nic
+from phalanx.doctor.facts import Facts, NetworkFacts, Nic
 from tests.doctor.build_machines import change, hgx, spark
 from tests.doctor.checks.test_gpus import machine, said
 
@@ -52,7 +52,7 @@ def test_a_fast_port_and_its_finding(check: Any, facts: Facts, expected: list[tu
 
 
 def test_a_spark_without_cables_is_left_alone() -> None:
-    alone = change(spark(), network=Network((Nic("enP7s7", True, 10_000, 1500, ("10.0.0.1/24",)),)))
+    alone = change(spark(), network=NetworkFacts((Nic("enP7s7", True, 10_000, 1500, ("10.0.0.1/24",)),)))
     for check in (network.roce_functions, network.socket_interface, network.rdma_devices, network.mtu):
         assert said(check(alone)) == []
 
@@ -60,7 +60,7 @@ def test_a_spark_without_cables_is_left_alone() -> None:
 def test_large_frames_that_are_lost_break_what_was_set_to_send_them() -> None:
     lost = change(spark(), network=change(spark().network, jumbo_to={"10.0.0.2": False}))
     assert said(network.jumbo(lost)) == [("error", "jumbo")]
-    small = change(hgx(), network=Network((Nic("eth0", True, 25_000, 1500),), {}, {"10.0.0.2": False}))
+    small = change(hgx(), network=NetworkFacts((Nic("eth0", True, 25_000, 1500),), {}, {"10.0.0.2": False}))
     assert said(network.jumbo(small)) == [("warning", "jumbo")]
     assert said(network.jumbo(change(spark(), network=change(spark().network, jumbo_to={})))) == []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.doctor.facts import Facts, GpuFacts, GpuPath, Network, Nic, NvLink, Software, System
+from phalanx.doctor.facts import Facts, GpuFacts, GpuPath, NetworkFacts, Nic, NvLink, Software, System
 from phalanx.doctor.gather import FactsError, read_facts, write_facts
 
 FACTS = Facts(
@@ -17,7 +17,7 @@ FACTS = Facts(
     software=Software("3.11.7", "0.1.0"),
     gpus=(GpuFacts(0, "NVIDIA H200", links=(NvLink(0, True, 26.562, 0),), throttle=()), GpuFacts(1, "NVIDIA H200")),
     paths=(GpuPath(0, 1, "nvlink", 18, "ok"),),
-    network=Network((Nic("eth0", True, addresses=("10.0.0.1/8",)),), {"NCCL_DEBUG": "INFO"}, {"10.0.0.2": False}),
+    network=NetworkFacts((Nic("eth0", True, addresses=("10.0.0.1/8",)),), {"NCCL_DEBUG": "INFO"}, {"10.0.0.2": False}),
     unread=("NVML said no.",),
 )
 

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.emulate import SecondsOf, fabric_of, free_memory, parse_degrees, step_collectives
-from phalanx.bench.lab.point import Planned, Point, Waiting, point_of
+from phalanx.bench.lab.point import LabPoint, PlannedPoint, Waiting, point_of
 from phalanx.bench.offline import FixedBatch, Timing, least_work, time_case, time_requests
 from phalanx.engine.core import Engine
 from phalanx.errors import ConfigError, PhalanxError
@@ -37,7 +37,7 @@ _REPEATS = 2
 
 
 @dataclass(frozen=True)
-class Asked:
+class Experiment:
     """What to try. What is None is chosen by where it runs: much on a GPU, little on CPUs."""
 
     config: EngineConfig
@@ -63,11 +63,11 @@ class Lab:
     fabric: str
     random_weights: bool
     ceilings: Ceilings
-    points: list[Point]
+    points: list[LabPoint]
     on_gpus: bool
 
 
-def run_lab(asked: Asked, tell: Tell) -> Lab:
+def run_lab(asked: Experiment, tell: Tell) -> Lab:
     """Measure every degree. Those that the model cannot be dealt to are refused before anything loads."""
     with _checkpoint_of(asked.config) as config:
         path = locate(config.model)
@@ -89,7 +89,7 @@ def run_lab(asked: Asked, tell: Tell) -> Lab:
             measure_ceilings(device, pick_dtype(config, spec, device)),
             tell,
         )
-        points: list[Point] = []
+        points: list[LabPoint] = []
         for tp in degrees:
             points.append(bench.point(tp, points[0] if points else None))
         name = asked.config.model if asked.config.model in entries() else model_name(path)
@@ -117,7 +117,7 @@ def _checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
         yield msgspec.structs.replace(config, model=folder, load_format="dummy")
 
 
-def _case(asked: Asked, on_gpu: bool) -> tuple[FixedBatch, int]:
+def _case(asked: Experiment, on_gpu: bool) -> tuple[FixedBatch, int]:
     """Of the answers, only as many tokens as there are iterations are made."""
     batch, inputs, outputs, iterations, warm_up = (32, 1024, 256, 100, 20) if on_gpu else (4, 64, 16, 12, 2)
     wanted = min(asked.outputs or outputs, (asked.iterations or iterations) + 1)
@@ -125,7 +125,7 @@ def _case(asked: Asked, on_gpu: bool) -> tuple[FixedBatch, int]:
     return case, asked.warm_up if asked.warm_up is not None else warm_up
 
 
-def _degrees(asked: Asked, device: torch.device) -> list[int]:
+def _degrees(asked: Experiment, device: torch.device) -> list[int]:
     most = 8 if asked.emulate else torch.cuda.device_count() if device.type == "cuda" else 2
     default = [degree for degree in (1, 2, 4, 8) if degree <= most]
     degrees = parse_degrees(asked.degrees, "--tp") if asked.degrees is not None else default
@@ -142,7 +142,7 @@ def _degrees(asked: Asked, device: torch.device) -> list[int]:
 class _Bench:
     """What all degrees have in common."""
 
-    asked: Asked
+    asked: Experiment
     config: EngineConfig
     path: Path
     spec: ModelSpec
@@ -153,7 +153,7 @@ class _Bench:
     tell: Tell
     fabric: str = "no ranks wait for each other"
 
-    def point(self, tp: int, base: Point | None) -> Point:
+    def point(self, tp: int, base: LabPoint | None) -> LabPoint:
         seconds_of = self._seconds_of(tp)
         group: Group = SOLO
         config = msgspec.structs.replace(self.config, tp=tp)
@@ -215,7 +215,7 @@ class _Bench:
         except PhalanxError:
             return None
 
-    def _planned(self, tp: int) -> Planned | None:
+    def _planned(self, tp: int) -> PlannedPoint | None:
         """By the planner's model of these GPUs. Of CPUs it has none: there the measured limits stand alone."""
         gpu = self._gpu()
         if gpu is None:
@@ -224,4 +224,4 @@ class _Bench:
         load = Workload(case.inputs, case.outputs, case.batch, requests=case.batch)
         made: Predictor = predictor(self.spec, machine, tp, "phalanx", load)
         decode, prompts = made.seconds(case.decode_step), made.seconds(case.prompts)
-        return Planned(prompts.mid, decode.mid, decode.low, decode.high, made.cost(case.decode_step).all_reduce)
+        return PlannedPoint(prompts.mid, decode.mid, decode.low, decode.high, made.cost(case.decode_step).all_reduce)

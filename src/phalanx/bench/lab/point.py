@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
     prompts: float
 
 
-class Planned(NamedTuple):
+class PlannedPoint(NamedTuple):
     """What the planner expects: seconds of all prompts, and of a decode step with its interval and its collectives."""
 
     prompts: float
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point:
+class LabPoint:
     """TTFT is until the whole batch has its first token; `ttft_alone_ms` is that of one prompt on an idle engine.
 
     `clocks_ms` is a decode step by the steps' own clocks. Shares are of a decode step; those of limits hold what was
@@ -80,10 +80,10 @@ def point_of(
     waiting: Waiting,
     room: tuple[int, int],
     usd_per_hour: float | None,
-    base: Point | None,
-    planned: Planned | None,
+    base: LabPoint | None,
+    planned: PlannedPoint | None,
     on_gpu: bool,
-) -> Point:
+) -> LabPoint:
     decodes = case.outputs - 1
     tpot = (timing.whole - timing.first) / decodes
     if tpot <= 0:
@@ -101,7 +101,7 @@ def point_of(
         "host": host / tpot,
     }
     worst = max(shares, key=lambda name: shares[name])
-    return Point(
+    return LabPoint(
         tp=tp,
         ttft_ms=timing.first * 1e3,
         ttft_alone_ms=alone * 1e3,

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from phalanx.bench.lab.experiment import Lab
-from phalanx.bench.lab.point import Point
+from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.verdict import verdicts
 from phalanx.version import __version__
 
 _CLOCKS_AGREE = 0.03
 
-_ROWS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+_ROWS: tuple[tuple[str, Callable[[LabPoint], str]], ...] = (
     ("TTFT ms, whole batch", lambda p: _beside(p.ttft_ms, p.planned_ttft_ms, p.least_ttft_ms)),
     ("TTFT ms, one prompt", lambda p: f"{p.ttft_alone_ms:,.1f}"),
     ("TPOT ms", lambda p: _beside(p.tpot_ms, p.planned_tpot_ms, p.least_tpot_ms)),

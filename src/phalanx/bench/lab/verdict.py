@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from phalanx.bench.lab.point import Point
+from phalanx.bench.lab.point import LabPoint
 
 _WORTH = 0.05
 """Twice the ranks have to gain more than this: less is noise, or not worth a GPU."""
 
 
-def verdicts(points: Sequence[Point], on_gpus: bool) -> dict[str, str]:
+def verdicts(points: Sequence[LabPoint], on_gpus: bool) -> dict[str, str]:
     """By use: chat wants the least time between tokens, long context the most room, offline work the most for a GPU.
 
     Ranks on CPUs share their cores: there the most is simply the most, and replicas would share them too.
@@ -19,13 +19,13 @@ def verdicts(points: Sequence[Point], on_gpus: bool) -> dict[str, str]:
     return {"chat": _chat(points), "long context": _long_context(points), "offline": offline}
 
 
-def _first_near_best(points: Sequence[Point], value: Callable[[Point], float]) -> Point:
+def _first_near_best(points: Sequence[LabPoint], value: Callable[[LabPoint], float]) -> LabPoint:
     """The fewest ranks whose value is not worth raising any more."""
     best = max(map(value, points))
     return next(point for point in points if value(point) >= best * (1 - _WORTH))
 
 
-def _chat(points: Sequence[Point]) -> str:
+def _chat(points: Sequence[LabPoint]) -> str:
     chosen = _first_near_best(points, lambda point: 1 / point.tpot_ms)
     told = f"TP={chosen.tp}: {chosen.tpot_ms:.2f} ms a token, {chosen.ttft_alone_ms:.0f} ms to the first of one prompt"
     larger = [point for point in points if point.tp > chosen.tp]
@@ -37,7 +37,7 @@ def _chat(points: Sequence[Point]) -> str:
     return told + "."
 
 
-def _long_context(points: Sequence[Point]) -> str:
+def _long_context(points: Sequence[LabPoint]) -> str:
     chosen = _first_near_best(points, lambda point: point.longest_context)
     told = f"TP={chosen.tp}: {chosen.longest_context:,} tokens for each request of this batch"
     smaller = [point for point in points if point.tp < chosen.tp]
@@ -48,7 +48,7 @@ def _long_context(points: Sequence[Point]) -> str:
     return told + "."
 
 
-def _offline(points: Sequence[Point]) -> str:
+def _offline(points: Sequence[LabPoint]) -> str:
     chosen = _first_near_best(points, lambda point: point.tok_s_per_gpu)
     told = f"TP={chosen.tp}: {chosen.tok_s_per_gpu:,.1f} tokens/s a GPU"
     if chosen.usd_per_million is not None:
@@ -63,7 +63,7 @@ def _offline(points: Sequence[Point]) -> str:
     return told + "."
 
 
-def _offline_on_cpus(points: Sequence[Point]) -> str:
+def _offline_on_cpus(points: Sequence[LabPoint]) -> str:
     chosen = _first_near_best(points, lambda point: point.tok_s)
     others = (f"TP={point.tp} makes {point.tok_s:,.1f}" for point in points if point is not chosen)
     return "; ".join([f"TP={chosen.tp}: {chosen.tok_s:,.1f} tokens/s", *others]) + ", on the same cores."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.bench.quality.measures import Seen, figures, look
 from phalanx.bench.quality.overlap import overlap
-from phalanx.bench.quality.report import Prompt, Report
+from phalanx.bench.quality.report import Prompt, QualityReport
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.errors import ConfigError
@@ -26,7 +26,7 @@ _SEATS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """Which two, with how many tokens of each answer (0: none), at most so many windows of text."""
 
     first: str
@@ -36,7 +36,7 @@ class Asked:
     dtype: str = "auto"
 
 
-def compare_checkpoints(asked: Asked, prompts: Sequence[Prompt]) -> Report:
+def compare_checkpoints(asked: Comparison, prompts: Sequence[Prompt]) -> QualityReport:
     """Both over the prompts: perplexity, agreement and KL of the prompts' tokens, overlap of the greedy answers."""
     with _open(asked, asked.first) as first, _open(asked, asked.second) as second:
         tokens = _same_tokens(first, second, prompts)
@@ -47,10 +47,12 @@ def compare_checkpoints(asked: Asked, prompts: Sequence[Prompt]) -> Report:
     found = figures(seen) | (overlap(*answers) if answers and has_tools else {})
     alike = sum(one == other for one, other in zip(*answers, strict=True)) if answers else None
     lacks = bool(answers) and not has_tools
-    return Report(asked.first, asked.second, len(prompts), sum(int(each.tokens) for each in seen), found, alike, lacks)
+    return QualityReport(
+        asked.first, asked.second, len(prompts), sum(int(each.tokens) for each in seen), found, alike, lacks
+    )
 
 
-def _open(asked: Asked, model: str) -> LLM:
+def _open(asked: Comparison, model: str) -> LLM:
     return LLM(
         model,
         progress=False,

@@ -28,7 +28,7 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
-class Report:
+class QualityReport:
     """`same_answers`: how many are the same to the letter; None where no answers were asked for. `lacks_tools`: whether
     their overlap could not be told.
     """
@@ -47,7 +47,7 @@ class Report:
         return about | {"same_answers": self.same_answers} | told
 
 
-def table(report: Report) -> Table:
+def table(report: QualityReport) -> Table:
     from rich.table import Table
 
     shown = Table("", "", "95 % interval", box=None, title=f"{report.tokens:,} tokens of {report.texts} texts")

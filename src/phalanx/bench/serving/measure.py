@@ -82,7 +82,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LoadSummary:
     """What a run delivered. Only requests answered to the end count, except in `failures`."""
 
     duration: float
@@ -119,7 +119,7 @@ def gaps(traces: Iterable[RequestTrace]) -> np.ndarray:
 
 def summarise(
     traces: Sequence[RequestTrace], duration: float, bounds: Mapping[str, float], ranks: Sequence[float]
-) -> Summary:
+) -> LoadSummary:
     done = [trace for trace in traces if trace.error is None]
     told = [trace.cached_tokens for trace in done if trace.cached_tokens is not None]
     seconds: dict[str, Sequence[float] | np.ndarray] = {
@@ -129,7 +129,7 @@ def summarise(
         "e2el": [trace.e2el for trace in done],
         "client_queue_time": [trace.sent - trace.taken for trace in done],
     }
-    return Summary(
+    return LoadSummary(
         duration=duration,
         completed=len(done),
         failures=dict(Counter(trace.error for trace in traces if trace.error is not None).most_common()),

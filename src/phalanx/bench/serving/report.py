@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.bench.serving.measure import Spread, Summary
+from phalanx.bench.serving.measure import LoadSummary, Spread
 from phalanx.bench.serving.options import Options
 from phalanx.version import __version__
 
@@ -24,7 +24,7 @@ _FORMULAS = {
 _SENT = "In ms. Sent: the client has a slot (--max-concurrency) and begins to send. Tokens are the server's count."
 
 
-def tables(options: Options, model: str, summary: Summary, notes: list[str]) -> Group:
+def tables(options: Options, model: str, summary: LoadSummary, notes: list[str]) -> Group:
     """All of it, ready to print."""
     parts: list[Any] = [_facts(options, model, summary), _latencies(options, summary)]
     if summary.failures:
@@ -32,7 +32,7 @@ def tables(options: Options, model: str, summary: Summary, notes: list[str]) -> 
     return Group(*parts, *(f"[dim]{escape(note)}[/]" for note in notes))
 
 
-def _facts(options: Options, model: str, summary: Summary) -> Table:
+def _facts(options: Options, model: str, summary: LoadSummary) -> Table:
     table = Table(title=escape(f"{model} at {options.root}"), show_header=False, box=None, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
@@ -71,7 +71,7 @@ def _arrival(options: Options) -> str:
     return options.arrival or "poisson"
 
 
-def _latencies(options: Options, summary: Summary) -> Table:
+def _latencies(options: Options, summary: LoadSummary) -> Table:
     table = Table(caption=_SENT, caption_justify="left")
     table.add_column()
     for name in ("mean", *(f"p{rank:g}" for rank in options.ranks)):
@@ -93,7 +93,7 @@ def _shown(options: Options) -> list[str]:
     return [key for key in _FORMULAS if waits or key != "client_queue_time"]
 
 
-def _failures(summary: Summary) -> Table:
+def _failures(summary: LoadSummary) -> Table:
     table = Table(title=f"{summary.failed} failed", title_justify="left")
     table.add_column("count", justify="right")
     table.add_column("message")
@@ -102,7 +102,7 @@ def _failures(summary: Summary) -> Table:
     return table
 
 
-def record(options: Options, model: str, summary: Summary, notes: list[str]) -> dict[str, Any]:
+def record(options: Options, model: str, summary: LoadSummary, notes: list[str]) -> dict[str, Any]:
     """The keys vLLM's benchmark writes, so that what reads those reads this, and some of Phalanx's own."""
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

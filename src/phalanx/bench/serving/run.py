@@ -14,7 +14,7 @@ from phalanx.bench.serving.arrivals import arrival_times
 from phalanx.bench.serving.client import Client, connect
 from phalanx.bench.serving.datasets import make_workload
 from phalanx.bench.serving.load import LoadRun
-from phalanx.bench.serving.measure import RequestTrace, Summary, summarise
+from phalanx.bench.serving.measure import LoadSummary, RequestTrace, summarise
 from phalanx.bench.serving.options import Options
 from phalanx.bench.serving.progress import progress_of
 from phalanx.bench.serving.report import record, tables
@@ -33,7 +33,7 @@ class LoadOutcome:
     notes: list[str]
 
 
-def run(options: Options) -> Summary:
+def run(options: Options) -> LoadSummary:
     """Measure, print, and write the files asked for. Ctrl-C ends the run with the results so far."""
     console = Console(highlight=False)
     _allow_sockets(options.max_concurrency or options.requests)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec import Struct
 
-from phalanx.doctor.facts import Network, Nic
+from phalanx.doctor.facts import NetworkFacts, Nic
 from phalanx.doctor.gather.host import CommandError, Host
 from phalanx.doctor.gather.smi.text import ParseError
 
@@ -35,9 +35,9 @@ _JUMBO_PAYLOAD, _JUMBO_PAYLOAD_IPV6 = 8972, 8952
 _PING_SECONDS = 5.0
 
 
-def read_network(host: Host, peers: Iterable[str] = ()) -> Network:
+def read_network(host: Host, peers: Iterable[str] = ()) -> NetworkFacts:
     """`peers` are tried with frames of 9000 bytes."""
-    return Network(_nics(host), recorded_environment(host.environ), _jumbo(host, peers))
+    return NetworkFacts(_nics(host), recorded_environment(host.environ), _jumbo(host, peers))
 
 
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:

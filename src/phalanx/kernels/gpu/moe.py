@@ -239,7 +239,7 @@ def fused_experts(
     (rows, width), top, experts = x.shape, chosen.shape[1], gate_up[0].shape[0]
     way = _way(gate_up[0])
     tile = way.tile(rows * top, experts)
-    pairs = Pairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, x.dtype)
+    pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, x.dtype)
     if weighs_input:
         taken, pairs_a_row, pair_weights = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), 1, None
     else:
@@ -252,7 +252,7 @@ def fused_experts(
     return out
 
 
-class Pairs(NamedTuple):
+class ExpertPairs(NamedTuple):
     """Pairs of token and expert, sorted by expert into tiles."""
 
     order: Tensor
@@ -284,14 +284,19 @@ def _way(weight: Tensor | Fp8Weight | FourBitWeight) -> _Way:
 
 
 def _four_bit_grouped(
-    x: Tensor, weight: FourBitWeight, bias: Tensor | None, pairs: Pairs, pairs_a_row: int, pair_weights: Tensor | None
+    x: Tensor,
+    weight: FourBitWeight,
+    bias: Tensor | None,
+    pairs: ExpertPairs,
+    pairs_a_row: int,
+    pair_weights: Tensor | None,
 ) -> Tensor:
     order, owner, count, tile, _ = pairs
     return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile)
 
 
 def _grouped(
-    x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: Pairs, pairs_a_row: int,
+    x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: ExpertPairs, pairs_a_row: int,
     pair_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
     order, owner, count, tile, dtype = pairs

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.kernels.compressed import (
+    QueryTile,
     Rows,
-    Seen,
-    Tile,
+    SeenEntries,
     attend,
     choose,
     closing,
@@ -193,7 +193,7 @@ class EntryIndexer:
         q = self.query(low).view(-1, self.indexer.heads, self.indexer.head_dim)
         return turn(q, *step.turns(self.record.rope)), self.weigh(x).float() * self.scale
 
-    def choose(self, rows: Rows, entries: Seen, q: Tensor, weights: Tensor) -> Seen:
+    def choose(self, rows: Rows, entries: SeenEntries, q: Tensor, weights: Tensor) -> SeenEntries:
         keys = self.compressor.entries.flatten(0, 1)[entries.places]
         return choose(q[rows.at], weights[rows.at], keys, entries, self.indexer.top_k)
 
@@ -202,11 +202,11 @@ def _together(step: StepContext, block_size: int) -> list[Rows]:
     return step.once("together", lambda: together(step.batch, block_size))
 
 
-def _tiles(step: StepContext, block_size: int) -> list[Tile]:
+def _tiles(step: StepContext, block_size: int) -> list[QueryTile]:
     return step.once("tiles", lambda: tiles(_together(step, block_size)))
 
 
-def _entries(step: StepContext, ratio: int, block_size: int) -> list[Seen]:
+def _entries(step: StepContext, ratio: int, block_size: int) -> list[SeenEntries]:
     cut = _tiles(step, block_size)
     return step.once(("far", ratio), lambda: [far(tile.rows, ratio, block_size) for tile in cut])
 

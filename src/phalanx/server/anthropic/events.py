@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.blocks import Block, Blocks, Change, blocks_of
 from phalanx.server.errors import ApiError, anthropic_error
 from phalanx.server.sse import named_event
@@ -23,7 +23,7 @@ class MessageFormat:
         self._blocks = Blocks()
         self._begun = False
 
-    def events(self, piece: Piece, answer: Answer) -> bytes:
+    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         changes = b"".join(map(_event, self._blocks.add(piece)))
         return self._start(answer) + changes
 
@@ -38,7 +38,7 @@ class MessageFormat:
     def error(self, error: ApiError) -> dict[str, Any]:
         return anthropic_error(error)
 
-    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, Any]:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, Any]:
         content = [_whole(block) for block in blocks_of(pieces)]
         return self._message(content, _usage(answer)) | _end(answer)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from phalanx.server import logprobs
-from phalanx.server.answer import Answer, Piece
+from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.blocks import Block, Blocks, Change, blocks_of
 from phalanx.server.errors import ApiError
 from phalanx.server.prepared import ResponseRecord
@@ -36,7 +36,7 @@ class ResponsesFormat:
         self._blocks = Blocks()
         self._sent = 0
 
-    def events(self, piece: Piece, answer: Answer) -> bytes:
+    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         return self._start() + self._written(
             event for change in self._blocks.add(piece) for event in self._told(change, "completed")
         )
@@ -56,7 +56,7 @@ class ResponsesFormat:
     def error(self, error: ApiError) -> object:
         return error.body
 
-    def body(self, pieces: list[Piece], answer: Answer) -> dict[str, Any]:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, Any]:
         return self._whole(blocks_of(pieces), answer)
 
     def _whole(self, blocks: list[Block], answer: Answer) -> dict[str, Any]:
