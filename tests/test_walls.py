@@ -1,4 +1,4 @@
-"""The house: the table of folders in docs/engine.md is the contract that import-linter holds, and names mean one thing."""
+"""The house: the table of folders in docs/engine.md is import-linter's contract, and a name means one thing."""
 
 from __future__ import annotations
 
