@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -9,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.server.running import Server
+from tests.server.running import Server, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
@@ -180,4 +181,5 @@ def test_the_request_id_of_the_client_comes_back(server: Server) -> None:
         server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine-1"}
     )
     assert answer.headers["x-request-id"] == "mine-1"
-    assert "mine-1 prompt=1 cached=0 output=1" in server.text
+    line = r"mine-1 POST /v1/completions status=200 ms=\S+ prompt=1 cached=0 output=1"
+    assert eventually(lambda: re.search(line, server.text))
