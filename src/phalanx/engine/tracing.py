@@ -95,9 +95,9 @@ class EngineTracer:
 
         return traced
 
-    def _apply(self, apply: Callable[[StepResult], Any]) -> Callable[[StepResult], Any]:
-        def traced(result: StepResult) -> Any:
-            outputs = apply(result)
+    def _apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(result: StepResult, *more: Any) -> Any:
+            outputs = apply(result, *more)
             host = self._by_step.pop(result.step, None)
             if host is not None:
                 host.applied = time.monotonic_ns()
