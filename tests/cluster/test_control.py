@@ -111,7 +111,7 @@ def test_nodes_that_do_not_join_are_a_failure(made: Made) -> None:
         ({"ray": "2.59.0"}, "versions_differ", "ray differs: local (10.0.0.1) 2.60.0, local (10.0.0.2) 2.59.0"),
         ({"python": "3.12.4"}, "versions_differ", "Install python 3.12.3 on every node"),
         ({"phalanx": "0.2.0"}, "versions_differ", "phalanx differs"),
-        ({"ray": None}, "versions_differ", "pip install 'phalanx[cluster]'"),
+        ({"ray": None}, "versions_differ", "pip install 'phalanx[cluster] @ URL'"),
         ({"gpus": []}, "too_few_gpus", "has 0 GPUs, hosts.toml says 1"),
         ({"nic": None}, "bad_interface", "interface cx0 does not exist"),
         ({"nic": {"name": "cx0", "up": False}}, "bad_interface", "interface cx0 is down"),

@@ -127,7 +127,8 @@ def sample(*ranks: list[float], busy: float = 0.98, preemptions: int = 0) -> Sam
     """A second of an engine with ranks of these parts of a step."""
     return Sample(
         time=0.0, up=True, inputs=0.0, cached=0.0, outputs=100.0, expected_out=None, ttft=None, itl=None, itl_mean=None,
-        expected_itl=None, running=4.0, waiting=0.0, held=0.5, kept=0.1, hits=None, preemptions=preemptions, steps=20.0,
+        expected_itl=None, running=4.0, waiting=0.0, held=0.5, kept=0.1, hits=None, preemptions=preemptions,
+        accepted=None, steps=20.0,
         ranks=[RankSample(parts, busy) for parts in ranks],
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ def test_the_budgets_of_the_engines_by_hand() -> None:
     layer, context, graphs = 8192 * 2 * (2 * 4096 + 3 * 14336), int(0.4 * GIB), int(1.1 * GIB)
     expected = {
         "vllm": 0.9 * usable - weights - layer - context,
-        "phalanx": usable - 0.01 * card - weights - context - graphs - 2048 * 2 * (5 * 4096 + 3 * 14336),
+        "phalanx": usable - 0.01 * card - weights - context - graphs - 104 * 128_256 * 20,  # prompts reported on
         "sglang": usable - (512 + 1.5 * 8192 + 2 * 256 + 128) * 2**20 - weights,
         "trtllm": 0.9 * (usable - weights - layer - context - graphs),
     }

@@ -175,7 +175,7 @@ def test_without_ray_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError) as caught:
         RayCluster(None, 0.0)
     assert caught.value.code == "no_ray"
-    assert "pip install 'phalanx[cluster]'" in caught.value.fix
+    assert "pip install 'phalanx[cluster] @ URL'" in caught.value.fix
 
 
 def test_an_assignment_that_travels_holds_no_secret_key() -> None:
