@@ -29,6 +29,7 @@ WRITES_A_DATE = {
     "doctor/gather/__init__.py",
     "doctor/preflight.py",
     "plan/held_out.py",
+    "plan/own_profile.py",
     "server/app.py",
     "server/service.py",
     "server/traces.py",

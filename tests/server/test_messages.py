@@ -283,7 +283,7 @@ def test_an_error_in_a_stream_is_told_in_the_stream(place: Scripted) -> None:
     """A server that stops, say: what has been said stays said."""
     from phalanx.server.errors import ApiError
 
-    def broken(prompt, params, mailbox, choice, salt=None, grammar=None) -> int:  # type: ignore[no-untyped-def]
+    def broken(prompt, params, mailbox, choice, *more, **named) -> int:  # type: ignore[no-untyped-def]
         from phalanx.server.messages import NewToken
 
         mailbox.put(choice, NewToken(0, 28, None, 0, 0.0))
