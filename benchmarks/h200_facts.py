@@ -52,6 +52,28 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+_QWEN3_5 = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "quantization_config": _FP8,
+}
+
+
+def _qwen3_5(layers: int, hidden: int, ffn: int, heads: tuple[int, int], value_heads: int, **more: Any) -> Any:
+    nets = {"head_dim": 256, "linear_num_value_heads": value_heads}
+    return _model(_QWEN3_5, layers, hidden, ffn, heads) | nets | more
+
+
+_SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _model(_QWEN3, 28, 1024, 3072, (16, 8), vocab_size=151936, tie_word_embeddings=True),
     "llama-3.1-8b": _LLAMA_8B,
@@ -62,6 +84,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.3-70b-awq": _model(_LLAMA, 80, 8192, 28672, (64, 8), vocab_size=128256, quantization_config=_AWQ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3.5-35b-a3b-fp8": _qwen3_5(40, 2048, 512, (16, 2), 32, model_type="qwen3_5_moe_text", **_SHARED_EXPERT)
+    | {"num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3.5-27b-fp8": _qwen3_5(64, 5120, 17408, (24, 4), 48, model_type="qwen3_5_text"),
 }
 """`tp4-shard` is what one rank of four computes of Llama-3.3-70B, written as a model of its own."""
 
@@ -112,5 +137,11 @@ GOALS = {
     ("gpt-oss-120b", "1x128x256"): 2.0,
     ("gpt-oss-120b", "32x1024x256"): 12.3,
     ("gpt-oss-120b", "128x1024x256"): 19.8,
+    ("qwen3.5-35b-a3b-fp8", "1x128x256"): 1.9,
+    ("qwen3.5-35b-a3b-fp8", "32x1024x256"): 7.4,
+    ("qwen3.5-35b-a3b-fp8", "128x1024x256"): 13.2,
+    ("qwen3.5-27b-fp8", "1x128x256"): 7.1,
+    ("qwen3.5-27b-fp8", "32x1024x256"): 9.4,
+    ("qwen3.5-27b-fp8", "128x1024x256"): 15.8,
 }
 """TPOT in ms at most, or output tokens a second at least."""
