@@ -74,11 +74,22 @@ def check_kept(tokens: int, rank: int, rope: int) -> None:
     torch.testing.assert_close(*caches)
 
 
+def check_tall_tiles() -> None:
+    """Cut as for tensor cores: more cached tokens at once, and heads that fill the columns or do not."""
+    usual = latent._shape
+    for columns in (16, 32):
+        latent._shape = lambda *_, columns=columns: latent._Shape(columns, 64, 4, 3)
+        check_attention(20, 12, 16, Step([64, 1, 65, 129], []))
+        check_attention(5, 12, 16, Step([63], [(60, 10), (0, 7)]))
+    latent._shape = usual
+
+
 def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     torch.manual_seed(0)
     check_kept(3, 40, 8)
     latent.READERS = 12
+    check_tall_tiles()
     check_attention(5, 12, 20, Step([1, 16, 17, 33, 70, 2], []))
     check_attention(20, 24, 16, Step([65, 1], []))
     check_attention(5, 24, 16, Step([1] * 13, []))

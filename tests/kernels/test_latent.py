@@ -22,11 +22,11 @@ def test_the_kernels_attend_as_defined() -> None:
 
 
 def test_every_token_of_a_step_is_a_row_of_its_own() -> None:
-    """Two rows of one token, then two prompts, with a tile of no rows between."""
+    """Two rows of one token and room for a third, then two prompts, with a tile of no rows between."""
     tables = torch.zeros(9, 4, dtype=torch.int32)
     tiles = [*tile_prompt(4, 2, 130, 7), (0, 0, 0, 0, 0), *tile_prompt(1, 132, 3, 0)]
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), True)
-    decode = DecodeRows(tables, torch.tensor([8, 3]), torch.tensor([70, 0]))
+    decode = DecodeRows(tables, torch.tensor([8, 3, 5]), torch.tensor([70, 0, 9]))
     rows = rows_of(AttentionBatch(tables, decode, [], cut), 135)
     assert rows.slots.tolist() == [8, 3] + [4] * 130 + [1] * 3
     assert rows.positions.tolist() == [70, 0, *range(7, 137), 0, 1, 2]

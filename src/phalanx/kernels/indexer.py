@@ -45,7 +45,10 @@ def choose(
 
 
 def rows_of(batch: AttentionBatch, tokens: int) -> DecodeRows:
-    """All tokens of a step as rows of one token each, laid out on the device."""
+    """All tokens of a step as rows of one token each, laid out on the device.
+
+    Where there is room for more rows of one token than there are, tiles say what the others are.
+    """
     decode, cut = batch.decode, batch.tiles
     if cut is None:
         assert decode is not None
@@ -54,11 +57,11 @@ def rows_of(batch: AttentionBatch, tokens: int) -> DecodeRows:
     within = torch.arange(PROMPT_TILE, device=sequence.device)
     row = torch.where(within < count, first + within, tokens).flatten()
     slots, positions = sequence.new_zeros(2, tokens + 1).unbind()
-    slots.scatter_(0, row, sequence.expand(-1, PROMPT_TILE).flatten())
-    positions.scatter_(0, row, (start + within).flatten())
     if decode is not None:
         slots[: len(decode.slots)] = decode.slots
         positions[: len(decode.slots)] = decode.positions
+    slots.scatter_(0, row, sequence.expand(-1, PROMPT_TILE).flatten())
+    positions.scatter_(0, row, (start + within).flatten())
     return DecodeRows(cut.tables, slots[:tokens], positions[:tokens])
 
 

@@ -98,7 +98,7 @@ def prefill_wide(
     widths = {
         "LOW_WIDE": _wide(low), "REST_WIDE": _wide(nope - low), "ROPE_WIDE": _wide(rope), "V_WIDE": _wide(v),
     }  # fmt: skip
-    rows, keys, warps, stages = _shape(q.dtype, v)
+    rows, keys, warps, stages = _shape(q.dtype)
     flat = wide.view(tokens, -1)
     low_keys, rest_keys, values = (
         TensorDescriptor.from_tensor(flat, [keys, widths[name]]) for name in ("LOW_WIDE", "REST_WIDE", "V_WIDE")
@@ -115,8 +115,8 @@ def _wide(dimensions: int) -> int:
     return max(16, triton.next_power_of_2(dimensions))
 
 
-def _shape(dtype: torch.dtype, v: int) -> tuple[int, int, int, int]:
+def _shape(dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys at once, warps, stages."""
     if dtype == torch.float32:
         return 32, 16, 4, 1
-    return (128, 64, 8 if v > 128 else 4, 2) if is_roomy() else (64, 32, 4, 1)
+    return (128, 64, 8, 2) if is_roomy() else (64, 32, 4, 1)

@@ -8,6 +8,7 @@ from itertools import chain
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.indexer import choose
@@ -28,6 +29,12 @@ class LatentAttention(Stateless):
     in_graphs = True
 
     def __init__(self, place: Place, record: Mla, prefix: str) -> None:
+        if place.fp8_cache:
+            raise ConfigError(
+                "unsupported_cache",
+                f"kv_cache_dtype is 'fp8', which Phalanx does not keep {place.spec.model_type}'s latents in.",
+                "Use kv_cache_dtype auto.",
+            )
         self.record, self.path = record, f"{prefix}{record.module}."
         self.heads = len(place.shard.query_heads)
         entering = ["q_a_proj"] if record.q_rank else []
