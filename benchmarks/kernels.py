@@ -20,11 +20,13 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.delta_weights import DeltaWeights
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    delta,
     early,
     four_bit,
     gemm,
@@ -138,6 +140,22 @@ def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: tor
     return latent.Asked(some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn)
 
 
+def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64)):
+        channels = (2 * k_heads + v_heads) * dim
+        heads = some(2, v_heads, dtype=torch.float32)
+        net = DeltaWeights(
+            k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
+        )
+        decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
+        tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
+        qkvz = some(9, channels + v_heads * dim, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 4, channels, dtype=dtype)
+        yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns: delta.delta_net(
+            x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128
+        )
+
+
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
     x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
     yield lambda: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, quantised)
@@ -248,11 +266,14 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
     yield from attending(torch.float32, torch.float32)
     yield from latents(torch.float32)
     yield from by_rows(False, torch.float32, torch.float32)
+    yield from delta_nets(False)
+    yield from delta_nets(False, torch.float32)
     yield from products()
     yield from experts([None, *FOUR_BITS])
     yield from sums(False)
     if capability >= HAS_FP8:
         yield from by_rows(True, E4M3)
+        yield from delta_nets(True)
         yield from attending(E4M3)
         yield from fp8_products()
         yield from four_bit_products([NVFP4])
