@@ -78,9 +78,10 @@ class Batch:
         device: torch.device,
         groups: int = 1,
         states: bool = False,
+        token_by_token: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.token_by_token = False
+        self.token_by_token = token_by_token
         self.states = states
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
