@@ -67,20 +67,21 @@ class Tracer(Whereabouts):
 
     def _call_of(self, kind: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Around a collective. One that is made of others counts once; among a single rank there are none."""
+        now = self._now
 
         def make(call: Callable[..., Any]) -> Callable[..., Any]:
             def traced(tensor: Tensor, *more: Any) -> Any:
-                if self._in_call or self._group.size == 1:
+                if self._in_call:
                     return call(tensor, *more)
                 self._in_call = True
-                self._mark(kind, tensor.nbytes)
+                self.marks.append((kind, tensor.nbytes, now()))
                 try:
                     return call(tensor, *more)
                 finally:
                     self._in_call = False
-                    self._mark(CALL_ENDS, 0)
+                    self.marks.append((CALL_ENDS, 0, now()))
 
-            return traced
+            return call if self._group.size == 1 else traced
 
         return make
 
@@ -90,15 +91,12 @@ class Tracer(Whereabouts):
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
             def traced(*given: Any) -> Any:
                 found = function(*given)
-                self._mark(PLACE, place)
+                self.marks.append((PLACE, place, self._now()))
                 return found
 
             return traced
 
         return make
-
-    def _mark(self, what: int, value: int) -> None:
-        self.marks.append((what, value, self._now()))
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
