@@ -31,6 +31,7 @@ from phalanx.kernels.gpu import (
     four_bit,
     gemm,
     indexer,
+    invariant,
     latent,
     latent_prompts,
     latent_rows,
@@ -242,6 +243,26 @@ def sums(quantised: bool) -> Iterator[Case]:
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
 
+def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
+    for outputs, inputs, leaves in ((4096, 4096, 8), (6144, 4096, 4), (128256, 4096, 1), (96, 320, 2)):
+        weight, bias = some(outputs, inputs, dtype=dtype), some(outputs, dtype=dtype)
+        for count, given in ((1, dtype), (64, torch.float32)):
+            yield lambda w=weight, b=bias, m=count, n=leaves, g=given: invariant.product(
+                some(m, w.shape[1], dtype=dtype), w, b, n, g
+            )
+    for ranks in (2, 4, 8):
+        yield lambda r=ranks: invariant.join_ranks(some(4, 4096 * r, dtype=torch.float32), r, dtype)
+    gate_up, down = some(32, 1024, 1024, dtype=dtype), some(32, 1024, 512, dtype=dtype)
+    weights, chosen = some(40, 4, dtype=torch.float32), (torch.arange(160) % 32).view(40, 4).int()
+    yield lambda: invariant.experts(some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype)
+    for heads, kv_heads, dim, window in ((32, 8, 128, None), (9, 3, 64, 100)):
+        cache, sinks = some(8, 16, 2, kv_heads, dim, dtype=dtype), some(heads, dtype=torch.float32)
+        queries = some(40, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+        places = DecodeRows(whole(40, 4), torch.arange(40), torch.arange(40))
+        for sunk in (None, sinks):
+            yield lambda q=queries, c=cache, p=places, w=window, s=sunk: invariant.attention(q, c, p, w, False, 0.1, s)
+
+
 def choosing() -> Iterator[Case]:
     for dtype in (HALF, torch.float32):
         yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
@@ -271,6 +292,8 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
     yield from products()
     yield from experts([None, *FOUR_BITS])
     yield from sums(False)
+    yield from in_one_order(HALF)
+    yield from in_one_order(torch.float32)
     if capability >= HAS_FP8:
         yield from by_rows(True, E4M3)
         yield from delta_nets(True)

@@ -79,9 +79,10 @@ class Batch:
         groups: int = 1,
         states: bool = False,
         whole_prompts: bool = False,
+        token_by_token: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.token_by_token = False
+        self.token_by_token = token_by_token
         self.states = states
         self._whole_prompts = whole_prompts or device.type == "cpu"
         self.device = device
