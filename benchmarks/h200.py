@@ -38,6 +38,8 @@ CASES = {
     "gpt-oss-120b": ALL[:3],
     "glm-4.7-flash": ALL[:3],
     "deepseek-v3-fp8-tp8-rank": ALL[:3],
+    "qwen3.5-35b-a3b-fp8": ALL[:3],
+    "qwen3.5-27b-fp8": ALL[:3],
 }
 
 

@@ -72,6 +72,27 @@ _DEEPSEEK_V3_RANK = _latent(
     rope_theta=10000, rope_scaling=_DEEPSEEK_ROPE | {"original_max_position_embeddings": 4096},
     quantization_config=_FP8,
 )  # fmt: skip
+_QWEN3_5 = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "quantization_config": _FP8,
+}
+
+
+def _qwen3_5(layers: int, hidden: int, ffn: int, heads: tuple[int, int], value_heads: int, **more: Any) -> Any:
+    nets = {"head_dim": 256, "linear_num_value_heads": value_heads}
+    return _model(_QWEN3_5, layers, hidden, ffn, heads) | nets | more
+
+
+_SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _model(_QWEN3, 28, 1024, 3072, (16, 8), vocab_size=151936, tie_word_embeddings=True),
@@ -85,6 +106,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "glm-4.7-flash": _GLM_4_7_FLASH,
     "deepseek-v3-fp8-tp8-rank": _DEEPSEEK_V3_RANK,
+    "qwen3.5-35b-a3b-fp8": _qwen3_5(40, 2048, 512, (16, 2), 32, model_type="qwen3_5_moe_text", **_SHARED_EXPERT)
+    | {"num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3.5-27b-fp8": _qwen3_5(64, 5120, 17408, (24, 4), 48, model_type="qwen3_5_text"),
 }
 """`tp4-shard` and `tp8-rank` are what one rank of four, or eight, computes, written as a model of its own."""
 
@@ -138,5 +162,11 @@ GOALS = {
     ("glm-4.7-flash", "1x128x256"): 2.8,
     ("glm-4.7-flash", "32x1024x256"): 15.6,
     ("glm-4.7-flash", "128x1024x256"): 19.5,
+    ("qwen3.5-35b-a3b-fp8", "1x128x256"): 1.9,
+    ("qwen3.5-35b-a3b-fp8", "32x1024x256"): 7.4,
+    ("qwen3.5-35b-a3b-fp8", "128x1024x256"): 13.2,
+    ("qwen3.5-27b-fp8", "1x128x256"): 7.1,
+    ("qwen3.5-27b-fp8", "32x1024x256"): 9.4,
+    ("qwen3.5-27b-fp8", "128x1024x256"): 15.8,
 }
 """TPOT in ms at most, or output tokens a second at least."""

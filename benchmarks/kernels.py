@@ -20,15 +20,18 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.delta_weights import DeltaWeights
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    delta,
     early,
     four_bit,
     gemm,
     indexer,
+    invariant,
     latent,
     latent_prompts,
     latent_rows,
@@ -138,9 +141,27 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.Asked:
+def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.LatentQueries:
     turn = some(count, 1, rope, dtype=dtype)
-    return latent.Asked(some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn)
+    return latent.LatentQueries(
+        some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn
+    )
+
+
+def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64)):
+        channels = (2 * k_heads + v_heads) * dim
+        heads = some(2, v_heads, dtype=torch.float32)
+        net = DeltaWeights(
+            k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
+        )
+        decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
+        tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
+        qkvz = some(9, channels + v_heads * dim, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 4, channels, dtype=dtype)
+        yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns: delta.delta_net(
+            x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128
+        )
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -229,6 +250,26 @@ def sums(quantised: bool) -> Iterator[Case]:
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
 
+def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
+    for outputs, inputs, leaves in ((4096, 4096, 8), (6144, 4096, 4), (128256, 4096, 1), (96, 320, 2)):
+        weight, bias = some(outputs, inputs, dtype=dtype), some(outputs, dtype=dtype)
+        for count, given in ((1, dtype), (64, torch.float32)):
+            yield lambda w=weight, b=bias, m=count, n=leaves, g=given: invariant.product(
+                some(m, w.shape[1], dtype=dtype), w, b, n, g
+            )
+    for ranks in (2, 4, 8):
+        yield lambda r=ranks: invariant.join_ranks(some(4, 4096 * r, dtype=torch.float32), r, dtype)
+    gate_up, down = some(32, 1024, 1024, dtype=dtype), some(32, 1024, 512, dtype=dtype)
+    weights, chosen = some(40, 4, dtype=torch.float32), (torch.arange(160) % 32).view(40, 4).int()
+    yield lambda: invariant.experts(some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype)
+    for heads, kv_heads, dim, window in ((32, 8, 128, None), (9, 3, 64, 100)):
+        cache, sinks = some(8, 16, 2, kv_heads, dim, dtype=dtype), some(heads, dtype=torch.float32)
+        queries = some(40, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+        places = DecodeRows(whole(40, 4), torch.arange(40), torch.arange(40))
+        for sunk in (None, sinks):
+            yield lambda q=queries, c=cache, p=places, w=window, s=sunk: invariant.attention(q, c, p, w, False, 0.1, s)
+
+
 def choosing() -> Iterator[Case]:
     for dtype in (HALF, torch.float32):
         yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
@@ -253,11 +294,16 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
     yield from attending(torch.float32, torch.float32)
     yield from latents(torch.float32)
     yield from by_rows(False, torch.float32, torch.float32)
+    yield from delta_nets(False)
+    yield from delta_nets(False, torch.float32)
     yield from products()
     yield from experts([None, *FOUR_BITS])
     yield from sums(False)
+    yield from in_one_order(HALF)
+    yield from in_one_order(torch.float32)
     if capability >= HAS_FP8:
         yield from by_rows(True, E4M3)
+        yield from delta_nets(True)
         yield from attending(E4M3)
         yield from fp8_products()
         yield from four_bit_products([NVFP4])
