@@ -26,7 +26,7 @@ class Experts:
         hidden, first = place.spec.hidden, place.group.rank == 0
         router = f"{self.path}{self.names.router}."
         bias = place.empty_for(router + "bias") if record.router.bias else None
-        self.units = place.units
+        self.units, self.alone = place.units, place.group.size == 1
         self.router = place.gemm(place.empty_for(router + "weight"), bias)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
@@ -96,7 +96,7 @@ class Experts:
         told = self.table[step.tokens].long() if self.table is not None else None
         weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction, told)
         if self.units is not None:
-            return invariant_experts(x, self.held, weights, experts, record.activation, self.units)
+            return invariant_experts(x, self.held, weights, experts, record.activation, self.units, wide=not self.alone)
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None:
             return out
