@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.web.browser import browser, new_page
+from tests.web.browser import browser, context, new_page
 
-__all__ = ["browser", "new_page", "studio"]
+__all__ = ["browser", "context", "new_page", "studio"]
 
 
 @pytest.fixture(scope="package")
