@@ -65,8 +65,8 @@ SLOW_DECAY = -4.0
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
-SCORE_NOISE = 1e-4
-"""How far apart they may be where nothing is chosen by them."""
+SCORE_NOISE = LOGIT_NOISE / 2
+"""How far apart they may be where nothing is chosen by them: five times what was seen."""
 PROMPTS = {
     "llama3_rope": 8,
     "qwen2": 14,
