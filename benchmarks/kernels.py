@@ -20,15 +20,21 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.delta_weights import DeltaWeights
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    delta,
     early,
     four_bit,
     gemm,
+    indexer,
     invariant,
+    latent,
+    latent_prompts,
+    latent_rows,
     lookup,
     moe,
     rows,
@@ -101,6 +107,54 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[C
             yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
                 q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
             )
+
+
+def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
+    rank, rope = (512, 64) if dtype == HALF else (32, 16)
+    cache = some(8, 16, rank + rope, dtype=dtype)
+    tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
+    for heads, nope, v in ((20, 192, 256), (16, 128, 128), (128, 128, 128)):
+        for count in (1, 128):
+            asked = _queries(count, heads, nope, rank, rope, dtype)
+            places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
+            for best in (None, whole(count, 64, dtype=torch.int64)):
+                yield lambda a=asked, p=places, b=best: latent.decode_latents(a, cache, p, 0.1, a.brought, b)
+        asked = _queries(200, heads, nope, rank, rope, dtype)
+        yield lambda a=asked: latent.prefill_latents(a, cache, tiles, 0.1, a.brought)
+        wide, kept = some(200, heads, nope + v, dtype=dtype), some(200, rank + rope, dtype=dtype)
+        yield lambda a=asked, w=wide, k=kept, v=v: latent_prompts.prefill_wide(
+            *a[1:], w, k, tiles, 0.1, some(*a.q.shape[:2], v, dtype=dtype)
+        )
+    turn = some(4, 1, rope, dtype=dtype)
+    yield lambda: latent_rows.keep_latents(
+        some(4, 1536 + rank + rope, dtype=dtype)[:, 1536:], some(rank, dtype=dtype), 1e-6, turn, turn,
+        whole(4, dtype=torch.int64), cache,
+    )  # fmt: skip
+    yield lambda: indexer.index_scores(
+        some(4, 64, 128, dtype=dtype), some(4, 64, dtype=torch.float32), some(8, 16, 128, dtype=dtype), whole(4, 4),
+        torch.arange(4), torch.arange(4), 64,
+    )  # fmt: skip
+
+
+def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.Asked:
+    turn = some(count, 1, rope, dtype=dtype)
+    return latent.Asked(some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn)
+
+
+def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64)):
+        channels = (2 * k_heads + v_heads) * dim
+        heads = some(2, v_heads, dtype=torch.float32)
+        net = DeltaWeights(
+            k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
+        )
+        decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
+        tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
+        qkvz = some(9, channels + v_heads * dim, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 4, channels, dtype=dtype)
+        yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns: delta.delta_net(
+            x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128
+        )
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -232,9 +286,13 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
         return
     yield from choosing()
     yield from attending(HALF)
+    yield from latents()
     yield from four_bit_products(FOUR_BITS)
     yield from attending(torch.float32, torch.float32)
+    yield from latents(torch.float32)
     yield from by_rows(False, torch.float32, torch.float32)
+    yield from delta_nets(False)
+    yield from delta_nets(False, torch.float32)
     yield from products()
     yield from experts([None, *FOUR_BITS])
     yield from sums(False)
@@ -242,6 +300,7 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
     yield from in_one_order(torch.float32)
     if capability >= HAS_FP8:
         yield from by_rows(True, E4M3)
+        yield from delta_nets(True)
         yield from attending(E4M3)
         yield from fp8_products()
         yield from four_bit_products([NVFP4])

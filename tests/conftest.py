@@ -417,11 +417,11 @@ def _lead(model: Any, prompt: list[int], continuation: list[int]) -> float:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of engines in this process start at once: see `tests/forked_ranks.py`."""
+    """Ranks of engines in this process start at once: see `tests/forked.py`."""
     from phalanx.runtime import child
-    from tests.forked_ranks import ForkedRank
+    from tests.forked import forked_rank
 
-    monkeypatch.setattr(child, "start", ForkedRank)
+    monkeypatch.setattr(child, "start", forked_rank)
 
 
 @pytest.fixture(scope="session")

@@ -70,11 +70,11 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="package")
 def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server with keys and TLS, and its certificate."""
+    """A server with keys and TLS, started as a user would, and its certificate."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "keys").write_text("from-file\n\nanother\n")
     certificate, key = make_certificate(folder)
     options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
     tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
-    with running(tiny_chat, folder, *options, *tls) as server:
+    with running(tiny_chat, folder, *options, *tls, fresh=True) as server:
         yield server, certificate

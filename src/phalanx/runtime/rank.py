@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import psutil
 import torch
@@ -71,16 +69,6 @@ def make_group(config: EngineConfig, rank: int, spot: Spot) -> ProcessGroup:
     """The group this rank talks in, not connected yet."""
     gpus = [each.gpu for each in local_spots(config)] if config.executor == "local" else None
     return choose_group(rank, config.tp, pick_device(config, spot.gpu), gpus)
-
-
-def use_cores(spot: Spot) -> None:
-    """Threads as OMP_NUM_THREADS says, or this rank's share of the machine's cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(given) if given.isdigit() and int(given) else _share_of_cores(spot.ranks_here))
-
-
-def _share_of_cores(ranks: int) -> int:
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def on_gpus(config: EngineConfig) -> bool:

@@ -94,6 +94,7 @@ class TorchRunner:
             model.place.device,
             groups=1 + len(spec.window_groups),
             states=spec.has_states,
+            whole_prompts=spec.has_states and not model.in_graphs,
             token_by_token=model.place.units is not None,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
