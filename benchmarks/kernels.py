@@ -136,9 +136,11 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.Asked:
+def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.LatentQueries:
     turn = some(count, 1, rope, dtype=dtype)
-    return latent.Asked(some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn)
+    return latent.LatentQueries(
+        some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn
+    )
 
 
 def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:

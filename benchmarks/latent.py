@@ -75,7 +75,7 @@ class Layer:
             tables, torch.arange(rows, device="cuda"), torch.full((rows,), context - 1, device="cuda")
         )
         q, turn = randn(rows, size.heads, size.nope + ROPE), randn(rows, 1, ROPE)
-        self.asked = latent.Asked(randn(rows, size.heads, RANK), q, turn, turn)
+        self.asked = latent.LatentQueries(randn(rows, size.heads, RANK), q, turn, turn)
         self.attended, self.out = randn(rows, size.heads, RANK), randn(rows, size.heads, size.v)
         self.entered, self.norm, self.write_to = randn(rows, RANK + ROPE), randn(RANK), self.decode.slots
 
@@ -138,7 +138,10 @@ def prompts(size: Size, count: int, length: int, start: int) -> None:
         found = microseconds([run])
         flops = 2 * pairs * (size.nope + ROPE + size.v)
         tell(size, count, length, "attend wide", found, tflop_s=round(flops / found / 1e6, 1))
-    asked, attended = latent.Asked(randn(tokens, size.heads, RANK), q, turn, turn), randn(tokens, size.heads, RANK)
+    asked, attended = (
+        latent.LatentQueries(randn(tokens, size.heads, RANK), q, turn, turn),
+        randn(tokens, size.heads, RANK),
+    )
     found = microseconds([lambda: latent.prefill_latents(asked, layer.cache, cut, 0.1, attended)])
     flops = 2 * pairs * (2 * RANK + ROPE)
     tell(size, count, length, f"attend latents from {start}", found, tflop_s=round(flops / found / 1e6, 1))

@@ -65,6 +65,8 @@ SLOW_DECAY = -4.0
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
+SCORE_NOISE = 1e-4
+"""How far apart they may be where nothing is chosen by them."""
 PROMPTS = {
     "llama3_rope": 8,
     "qwen2": 14,
@@ -128,7 +130,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 80,
     },
     "mistral": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
-    "phi3": {"num_attention_heads": 8, "num_key_value_heads": 4, "rope_parameters": {"partial_rotary_factor": 0.75}},
+    "phi3": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 20,
+        "rope_parameters": {"partial_rotary_factor": 0.75},
+    },
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from phalanx.kernels.four_bit import STEP
 from phalanx.kernels.gpu.four_bit import GROUPED_TILES, TILES, _grouped_product, _product
-from phalanx.kernels.gpu.four_bit_stream import GROUPED_TOGETHER, TOGETHER, Shape, shape_of, stream_four_bit
+from phalanx.kernels.gpu.four_bit_stream import GROUPED_TOGETHER, TOGETHER, TileCut, cut_of, stream_four_bit
 from phalanx.kernels.gpu.gemm import HAS_GLUON
 
 SCALES = {"awq": "*fp16", "mxfp4": "*u8", "nvfp4": "*fp8e4nv"}
@@ -50,8 +50,8 @@ def build(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build_stream(kind: str, rows: int, grouped: bool, splits: int) -> tuple[Shape, triton.compiler.CompiledKernel]:
-    shape, each = shape_of(rows, 4096, 4096, 1, 132, grouped), STEP // GROUPS[kind]
+def build_stream(kind: str, rows: int, grouped: bool, splits: int) -> tuple[TileCut, triton.compiler.CompiledKernel]:
+    shape, each = cut_of(rows, 4096, 4096, 1, 132, grouped), STEP // GROUPS[kind]
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     words = shape.outputs * each // 4

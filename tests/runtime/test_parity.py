@@ -16,7 +16,7 @@ from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import Compressed, DeltaNet, Gqa, Mla, ModelSpec, Moe
 from phalanx.weights.checkpoint import Checkpoint
-from tests.conftest import LOGIT_NOISE, NEW_TOKENS, Reference
+from tests.conftest import LOGIT_NOISE, NEW_TOKENS, SCORE_NOISE, Reference
 from tests.threaded_ranks import ThreadedEngine
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(reference: Reference, chunks: list[int
             inputs = runner.batch.prepare(plan)
             rows.append(runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention)))
         start += count
-    torch.testing.assert_close(torch.cat(rows), reference.logits, atol=LOGIT_NOISE, rtol=0)
+    torch.testing.assert_close(torch.cat(rows), reference.logits, atol=SCORE_NOISE, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [[56], [3, 0, 56]])
@@ -98,7 +98,7 @@ def test_ranks_together_give_the_scores_of_transformers(reference: Reference, tp
         for row, output in zip(scores, engine.outputs[-len(request.output) :], strict=True):
             assert output.logprobs is not None
             top, told = zip(*output.logprobs.top, strict=True)
-            torch.testing.assert_close(torch.tensor(told), row[list(top)], atol=LOGIT_NOISE, rtol=0)
+            torch.testing.assert_close(torch.tensor(told), row[list(top)], atol=SCORE_NOISE, rtol=0)
     assert request.cached_tokens == 40
     engine.close()
 

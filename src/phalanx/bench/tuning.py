@@ -91,7 +91,7 @@ class Bench:
             limits,
             BlockPool(pool.num_blocks, pool.block_size, setting.prefix_caching),
             self._spec.eos_token_ids,
-            cache_layout(self._config, self._spec),
+            cache_layout(self._config, self._spec, limits.max_model_len),
             speculation,
         )
         return Engine(scheduler, self._loaded.runner, self._loaded.vocab)

@@ -89,7 +89,7 @@ def latent_attention_gpu(
     if rows:
         brought, attended = q.new_empty(rows, q.shape[1], rank), q.new_empty(rows, q.shape[1], rank)
         by_heads(q[:rows, :, : heads.nope_dim], heads.keys, brought)
-        asked = gpu.Asked(brought, q, *turns)
+        asked = gpu.LatentQueries(brought, q, *turns)
         if isinstance(chosen, Best):
             gpu.decode_latents(asked, cache, chosen.rows, scale, attended, chosen.positions)
         else:

@@ -63,7 +63,8 @@ class Batch:
 
     `tokens` holds prompts from admission on and sampled tokens from the step that made them, so the next step can be
     launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose table points at
-    a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
+    a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once. Behind the
+    blocks of the cache there may be `token_blocks`, for tokens alone.
 
     Of most rows the sampler needs to know two things only, which lie beside each other by slot: from which position on
     they are `plain`, and whether they are drawn at random.
@@ -80,6 +81,7 @@ class Batch:
         states: bool = False,
         whole_prompts: bool = False,
         token_by_token: bool = False,
+        token_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.token_by_token = token_by_token
@@ -92,7 +94,7 @@ class Batch:
         self.is_drawn = [False] * slots
         self.masks = Masks(places_for(slots), device)
         self.spare_slot = slots
-        self.tokens = TokenPool.of((spare_block + 1) * block_size, slots + 1, device)
+        self.tokens = TokenPool.of((spare_block + 1 + token_blocks) * block_size, slots + 1, device)
         self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
         self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int32, device=device)
@@ -208,7 +210,7 @@ class Batch:
 
     def room(self, slot: int) -> int:
         """Positions of a slot that have a place in the cache."""
-        return self._table_lengths[0][slot] * self.block_size
+        return min(lengths[slot] for lengths in self._table_lengths) * self.block_size
 
     def following(self, inputs: StepInputs) -> Tensor:
         """The token behind each row, where it is known; behind the last of a sequence it may be any."""

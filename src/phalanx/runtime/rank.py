@@ -17,11 +17,12 @@ from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
+from phalanx.runtime.memory import MIB, room_for_cache, state_places, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.runtime.weight_watch import WeightWatch
 from phalanx.spec import Layout, ModelSpec, Scheme
+from phalanx.spec.cache import token_blocks
 from phalanx.spec.invariant import inner_units, invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
@@ -40,10 +41,10 @@ class Sizes(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
+def cache_layout(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
-    places = StatePlaces.of(config)
-    return CacheLayout(reaches, states=spec.has_states, snapshots=places.snapshots, twins=places.twins)
+    ids = 0 if spec.keeps_all_tokens else token_blocks(config.max_num_seqs, max_model_len, config.block_size)
+    return CacheLayout(reaches, spec.has_states, *state_places(config), ids)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -203,8 +204,11 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
     block_bytes = model.block_bytes(config.block_size)
+    most = config.max_model_len or model.place.spec.max_positions
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
-    room = room * block_bytes // (block_bytes + config.block_size * TOKEN.itemsize)
+    layout = cache_layout(config, model.place.spec, most)
+    ids = config.block_size * TOKEN.itemsize
+    room = (room - layout.token_blocks * ids) * block_bytes // (block_bytes + ids)
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
@@ -220,9 +224,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
             )
     elif room < block_bytes:
         raise too_little(config, model, room, block_bytes - room)
-    most = config.max_model_len or model.place.spec.max_positions
-    groups = 1 + len(model.place.spec.window_groups)
-    return min((budget or room) // block_bytes, groups * config.max_num_seqs * -(-most // config.block_size))
+    return min((budget or room) // block_bytes, layout.groups * config.max_num_seqs * -(-most // config.block_size))
 
 
 def _check_fits(name: str, value: int, size: int, most: int, model: Decoder) -> None:
@@ -244,14 +246,15 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
             f"max_model_len is {config.max_model_len}, but the model was made for {spec.max_positions} positions.",
             f"Use at most {spec.max_positions}.",
         )
-    room = num_blocks // (1 + len(spec.window_groups)) * config.block_size
+    longest = config.max_model_len or spec.max_positions
+    room = cache_layout(config, spec, longest).longest(num_blocks, config.block_size)
     return Sizes(num_blocks, config.max_model_len or min(spec.max_positions, room))
 
 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(StatePlaces.of(config).total)
+    model.allocate_states(state_places(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     if config.canary:
         runner.weights = WeightWatch(model)

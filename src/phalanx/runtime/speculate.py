@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ def open_checkpoint(config: EngineConfig, model_path: Path) -> Checkpoint:
         checkpoint.spec = checkpoint.spec.with_drafts()
     elif config.speculate not in SPECULATIONS:
         checkpoint.companion = Checkpoint(Path(config.speculate), config.load_format)
+        checkpoint.spec = dataclasses.replace(checkpoint.spec, companion=True)
     return checkpoint
 
 

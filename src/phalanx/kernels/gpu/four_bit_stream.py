@@ -313,7 +313,7 @@ def stream_four_bit(
         gl.store(out + row[None, :].to(gl.int64) * outputs + output[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
-class Shape(NamedTuple):
+class TileCut(NamedTuple):
     """How a product is cut: rows and outputs of a tile, how many programs share one, and copies in flight."""
 
     rows: int
@@ -326,7 +326,7 @@ class Shape(NamedTuple):
         return self.outputs // 16
 
 
-def shape_of(rows: int, outputs: int, inputs: int, tiles_of_rows: int, at_once: int, grouped: bool) -> Shape:
+def cut_of(rows: int, outputs: int, inputs: int, tiles_of_rows: int, at_once: int, grouped: bool) -> TileCut:
     """As many programs on a multiprocessor as were fastest: widening waits for memory and for the tensor cores in turn.
 
     Programs are split over the inputs until so many run on each.
@@ -338,7 +338,7 @@ def shape_of(rows: int, outputs: int, inputs: int, tiles_of_rows: int, at_once: 
     share = triton.cdiv(steps, splits)
     stage_bytes = height * (STEP // 2 + MOST_SCALE_BYTES) + rows * STEP * 2
     stages = (SHARED_BYTES // together - 2 * SYSTEM_BYTES) // stage_bytes
-    return Shape(rows, height, triton.cdiv(steps, share), max(2, min(MOST_STAGES, stages)))
+    return TileCut(rows, height, triton.cdiv(steps, share), max(2, min(MOST_STAGES, stages)))
 
 
 def streams(dtype: torch.dtype, weight: FourBitWeight) -> bool:
@@ -363,7 +363,7 @@ def _bytes_of(part: Tensor, run: int) -> TensorDescriptor:
 
 
 def _launch(
-    x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, shape: Shape, grid: tuple[int, int, int],
+    x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, shape: TileCut, grid: tuple[int, int, int],
     partial: Tensor | None, counter: Tensor | None, rows: int, order: Tensor | None, owner: Tensor | None,
     pair_weights: Tensor | None, pairs_a_row: int,
 ) -> None:  # fmt: skip
@@ -390,7 +390,7 @@ def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None, counter: Tens
     rows, (outputs, inputs) = x.shape[0], weight.shape
     height = next((size for size in ROW_TILES if size >= rows), max(ROW_TILES))
     row_tiles = triton.cdiv(rows, height)
-    shape = shape_of(height, outputs, inputs, row_tiles, multiprocessors(x.device), grouped=False)
+    shape = cut_of(height, outputs, inputs, row_tiles, multiprocessors(x.device), grouped=False)
     grid = row_tiles, triton.cdiv(outputs, shape.outputs), shape.splits
     out = x.new_empty(rows, outputs)
     programs = grid[0] * grid[1] * grid[2]
@@ -405,7 +405,7 @@ def grouped_product(
 ) -> Tensor:  # fmt: skip
     """out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight."""
     _, outputs, inputs = weight.shape
-    shape = shape_of(tile_rows, outputs, inputs, len(owner), multiprocessors(x.device), grouped=True)
+    shape = cut_of(tile_rows, outputs, inputs, len(owner), multiprocessors(x.device), grouped=True)
     out = x.new_empty(pairs, outputs)
     grid = len(owner), triton.cdiv(outputs, shape.outputs), 1
     _launch(x, weight, bias, out, shape, grid, None, None, pairs, order, owner, pair_weights, pairs_a_row)

@@ -21,7 +21,7 @@ UNEVEN_SPLITS = 16
 COLUMNS_AT_ONCE = 64
 
 
-class Asked(NamedTuple):
+class LatentQueries(NamedTuple):
     """The queries of a step: where latents are, [tokens, heads, kv_rank], and as they came, [tokens, heads, nope_dim +
     rope_dim], whose last dimensions are still to be turned by `cos` and `sin`.
     """
@@ -160,7 +160,7 @@ def splits_of(programs: int, uneven: bool) -> int:
 
 
 def decode_latents(
-    asked: Asked, cache: Tensor, decode: DecodeRows, scale: float, out: Tensor, chosen: Tensor | None = None
+    asked: LatentQueries, cache: Tensor, decode: DecodeRows, scale: float, out: Tensor, chosen: Tensor | None = None
 ) -> None:
     """One token a sequence against all that is cached, or what is `chosen`, [rows, top], the best first, into `out`.
 
@@ -184,7 +184,7 @@ def decode_latents(
         )  # fmt: skip
 
 
-def prefill_latents(asked: Asked, cache: Tensor, cut: PrefillTiles, scale: float, out: Tensor) -> None:
+def prefill_latents(asked: LatentQueries, cache: Tensor, cut: PrefillTiles, scale: float, out: Tensor) -> None:
     """Tiles of prompts against what is cached of their sequences, this step's tokens included."""
     heads = asked.q.shape[1]
     shape = _shape(COLUMNS_AT_ONCE, asked.q.dtype)
@@ -195,7 +195,7 @@ def prefill_latents(asked: Asked, cache: Tensor, cut: PrefillTiles, scale: float
 def _launch(
     grid: tuple[int, int, int],
     shape: _Shape,
-    asked: Asked,
+    asked: LatentQueries,
     cache: Tensor,
     tables: Tensor,
     scale: float,
