@@ -261,7 +261,11 @@ def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
         yield lambda r=ranks: invariant.join_ranks(some(4, 4096 * r, dtype=torch.float32), r, dtype)
     gate_up, down = some(32, 1024, 1024, dtype=dtype), some(32, 1024, 512, dtype=dtype)
     weights, chosen = some(40, 4, dtype=torch.float32), (torch.arange(160) % 32).view(40, 4).int()
-    yield lambda: invariant.experts(some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype)
+    shared = some(8, 40, 1024, dtype=torch.float32)
+    for beside in (None, shared):
+        yield lambda b=beside: invariant.experts(
+            some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype, b
+        )
     for heads, kv_heads, dim, window in ((32, 8, 128, None), (9, 3, 64, 100)):
         cache, sinks = some(8, 16, 2, kv_heads, dim, dtype=dtype), some(heads, dtype=torch.float32)
         queries = some(40, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
