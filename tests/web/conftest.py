@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.web.browser import browser, new_page
+from tests.web.browser import browser, context, new_page
 from tests.web.scripted import ScriptedServer, scripted_server
 
-__all__ = ["browser", "new_page"]
+__all__ = ["browser", "context", "new_page", "studio"]
 
 
 @pytest.fixture(scope="package")
