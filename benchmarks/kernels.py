@@ -130,6 +130,11 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
         some(4, 1536 + rank + rope, dtype=dtype)[:, 1536:], some(rank, dtype=dtype), 1e-6, turn, turn,
         whole(4, dtype=torch.int64), cache,
     )  # fmt: skip
+    matrices = some(16, 256, rank, dtype=dtype)
+    for count in (1, 128):
+        x, brought = some(count, 16, 128 + rope, dtype=dtype)[..., :128], some(count, 16, rank, dtype=dtype)
+        yield lambda x=x, b=brought: latent_rows.by_heads(x, matrices[:, :128], b)
+        yield lambda b=brought: latent_rows.by_heads(b, matrices[:, 128:].mT, some(len(b), 16, 128, dtype=dtype))
     yield lambda: indexer.index_scores(
         some(4, 64, 128, dtype=dtype), some(4, 64, dtype=torch.float32), some(8, 16, 128, dtype=dtype), whole(4, 4),
         torch.arange(4), torch.arange(4), 64,
@@ -315,6 +320,7 @@ def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[s
     triton.runtime.driver.set_active(NoDriver(capability))
     early.starts_early.cache_clear()
     shared_memory.is_roomy.cache_clear()
+    shared_memory.is_vast.cache_clear()
     run, built, wrong = JITFunction.run, [], []
     processors = stream.multiprocessors
     most = SHARED_MEMORY[capability]

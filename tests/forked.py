@@ -7,15 +7,17 @@ use this.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import resource
 import subprocess
+from collections.abc import Sequence
 from multiprocessing.reduction import DupFd
-from typing import IO, Any
+from typing import Any
 
 from tests.faults import FAULT, commit_fault
-from tests.spares import Start, become
+from tests.spares import Start, become, runs_phalanx, watched
 
 _IMPORTED = (
     "phalanx.runtime.worker",
@@ -27,33 +29,45 @@ _IMPORTED = (
     "phalanx.cli",
 )
 _context = multiprocessing.get_context("forkserver")
+_create_subprocess_exec = asyncio.create_subprocess_exec
 _context.set_forkserver_preload([*_IMPORTED, "tests.forked"])
 
 
 class ForkedPython:
-    """As much of a `Popen` of `python -m module` as Phalanx and its tests ask for."""
+    """As much of a `Popen` of `python -m module` as Phalanx and its tests ask for. `stdin` is a pipe."""
 
     def __init__(
         self,
         module: str,
         *arguments: str,
         variables: dict[str, str],
-        output: IO[bytes] | None = None,
+        stdout: int = 1,
+        stderr: int = 2,
+        pass_fds: Sequence[int] = (),
+        group: bool = False,
         most_files: int | None = None,
     ) -> None:
         reading, writing = os.pipe()
-        self.stdin = os.fdopen(writing, "wb")
-        told = output.fileno() if output is not None else 2
-        start = Start(module, list(arguments), variables, [0, 1, 2])
-        files = [DupFd(reading), DupFd(1 if output is None else told), DupFd(told)]
+        heard, begun = os.pipe()
+        start = Start(module, list(arguments), variables, [0, 1, 2, *pass_fds], group)
+        files = [DupFd(file) for file in (reading, stdout, stderr, *pass_fds, begun)]
+        self.stdin: Any = os.fdopen(writing, "wb")
+        self.stdout: Any = None
         self._process = _context.Process(target=_run, args=(start, files, most_files), daemon=True)
         self._process.start()
-        os.close(reading)
+        for file in (reading, begun):
+            os.close(file)
+        os.read(heard, 1)
+        os.close(heard)
 
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        return self._process.sentinel
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -81,6 +95,32 @@ def forked_rank(module: str, line: bytes, variables: dict[str, str]) -> Any:
     process.stdin.write(line + b"\n")
     process.stdin.flush()
     return process
+
+
+def forked_popen(command: Sequence[str], env: dict[str, str], stderr: Any, **pipes: int) -> ForkedPython:
+    """Instead of `subprocess.Popen`, of a module with pipes for standard input and output."""
+    return _with_pipe(command, env, stderr.fileno())
+
+
+def _with_pipe(command: Sequence[str], variables: dict[str, str], stderr: int, **more: Any) -> ForkedPython:
+    reading, writing = os.pipe()
+    process = ForkedPython(*command[3:], variables=variables, stdout=writing, stderr=stderr, **more)
+    os.close(writing)
+    process.stdout = os.fdopen(reading, "rb")
+    return process
+
+
+async def start_beside_loop(*command: str, **options: Any) -> Any:
+    """Instead of `asyncio.create_subprocess_exec`, for what Phalanx starts beside its loop."""
+    if not runs_phalanx(command):
+        return await _create_subprocess_exec(*command, **options)
+    with open(os.devnull, "wb") as nowhere:
+        if options.get("stdout") is None:
+            process = ForkedPython(*command[3:], variables=options["env"], group=True)
+        else:
+            kept = options["pass_fds"]
+            process = _with_pipe(command, options["env"], nowhere.fileno(), pass_fds=kept, group=True)
+    return await watched(process, process.sentinel)
 
 
 def _run(start: Start, files: list[Any], most_files: int | None) -> None:

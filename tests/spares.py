@@ -40,20 +40,24 @@ class Start(msgspec.Struct):
     arguments: list[str]
     variables: dict[str, str]
     numbers: list[int]
-    session: bool = False
+    group: bool = False
+    """Whether it leads a process group of its own."""
 
 
 def become(start: Start, files: Sequence[int]) -> NoReturn:
-    """Be what `python -m module` would be, to its end."""
-    if start.session:
-        os.setsid()
-    _place(files, start.numbers)
+    """Be what `python -m module` would be, to its end. The last of the files is told when it has begun."""
+    if start.group:
+        os.setpgrp()
+    os.write(files[-1], b".")
+    os.close(files[-1])
+    _place(files[:-1], start.numbers)
     os.environ.clear()
     os.environ.update(start.variables)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [start.module, *start.arguments]
     Path("/proc/self/comm").write_text(start.module.rpartition(".")[2])
+    _customise(start.variables)
     _keep_spares(SPARES.get(start.module, 0))
     code: Any = 0
     try:
@@ -72,6 +76,13 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
             stream.flush()
     _dismiss_spares()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _customise(variables: dict[str, str]) -> None:
+    """As a fresh Python does on its way up."""
+    for folder in filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)):
+        if (custom := Path(folder, "sitecustomize.py")).is_file():
+            runpy.run_path(str(custom))
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
@@ -117,24 +128,29 @@ def _wait(orders: socket.socket) -> NoReturn:
     _spares.clear()
     Path("/proc/self/comm").write_text("spare")
     message, files, _, _ = socket.recv_fds(orders, _MOST_BYTES, _MOST_FILES)
-    orders.close()
     if message:
-        become(msgspec.json.decode(message, type=Start), files)
+        become(msgspec.json.decode(message, type=Start), [*files, orders.detach()])
     os._exit(0)
+
+
+def runs_phalanx(command: Sequence[str]) -> bool:
+    return list(command[:3]) == _PYTHON and command[3].startswith("phalanx.")
 
 
 def _use_spare(words: Sequence[str | bytes], *given: Any) -> int:
     """As `_posixsubprocess.fork_exec`, with a spare where a module of Phalanx is to be run."""
     command = [os.fsdecode(word) for word in words]
-    if not _spares or command[:3] != _PYTHON or not command[3].startswith("phalanx."):
+    setting_up = given[20]
+    if not _spares or not runs_phalanx(command) or setting_up not in (None, os.setpgrp):
         return _fork_exec(words, *given)
-    _, _, kept, _, variables, stdin, _, _, stdout, _, stderr, _, errors, _, session = given[:15]
+    _, _, kept, _, variables, stdin, _, _, stdout, _, stderr, _, errors = given[:13]
     pipes = [own if end == -1 else end for own, end in enumerate((stdin, stdout, stderr))]
     passed = [file for file in kept if file != errors]
-    told = Start(command[3], command[4:], _decoded(variables), [0, 1, 2, *passed], bool(session))
+    told = Start(command[3], command[4:], _decoded(variables), [0, 1, 2, *passed], group=setting_up is not None)
     pid, orders = _spares.pop(0)
     with orders:
         socket.send_fds(orders, [msgspec.json.encode(told)], [*pipes, *passed])
+        orders.recv(1)
     return pid
 
 

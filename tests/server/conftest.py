@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import VOCAB, make_checkpoint
+from tests.forked import start_beside_loop
 from tests.server.running import Server, running
 
 TEMPLATE = (
@@ -37,6 +39,14 @@ def add_tokenizer(folder: Path) -> None:
     raw.train_from_iterator([text.read_text()], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _forked_helpers() -> Iterator[None]:
+    """Processes that this one starts beside a loop start at once: see `tests/forked.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_beside_loop)
+        yield
 
 
 @pytest.fixture(scope="session")

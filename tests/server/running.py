@@ -73,7 +73,14 @@ def running(
                 [sys.executable, "-m", "phalanx.cli", *arguments], stdout=output, stderr=output, env=variables
             )
             if fresh
-            else ForkedPython("phalanx.cli", *arguments, variables=variables, output=output, most_files=most_files)
+            else ForkedPython(
+                "phalanx.cli",
+                *arguments,
+                variables=variables,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
+                most_files=most_files,
+            )
         )
     try:
         yield Server(process, _url(process, log), log)

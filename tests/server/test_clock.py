@@ -70,7 +70,7 @@ def test_a_server_whose_clock_jumps_by_years_serves_as_ever(
     (tmp_path / "sitecustomize.py").write_text(JUMPS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     body = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    with running(tiny_chat, tmp_path, "--step-timeout", "60", "--request-timeout", "60", fresh=True) as server:
+    with running(tiny_chat, tmp_path, "--step-timeout", "60", "--request-timeout", "60") as server:
         with server.client() as client:
             answers = [client.post("/v1/completions", json=body).json() for _ in range(2)]
             assert [answer["usage"]["completion_tokens"] for answer in answers] == [40, 40]

@@ -241,7 +241,7 @@ def test_the_largest_wrong_bodies_cost_their_sender_alone(office: Office) -> Non
     ):
         assert office.ask(kind, body).status_code == 400
     assert psutil.Process().memory_info().rss - before < 128 * 2**20
-    assert eventually(lambda: sum(child.memory_info().rss for child in office.process().children()) < 512 * 2**20)
+    assert eventually(lambda: sum(child.memory_full_info().uss for child in office.process().children()) < 512 * 2**20)
 
 
 def test_small_requests_do_not_wait_for_large_ones(office: Office) -> None:

@@ -102,7 +102,7 @@ def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Str
 
 
 def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
-    yield from tensor.view(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
+    yield from tensor.reshape(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
 
 
 def _digests(turn: list[Stretch]) -> Tensor:
