@@ -42,7 +42,7 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
 }
 # fmt: on
 _PAIR_LATENCY = {
-    **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6},
+    **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 5.5e-6, "roce": 33e-6},
     **{"ib": 20e-6, "ethernet": 100e-6},  # estimates, 2026-11
 }
 _LINK_SHARE = {
