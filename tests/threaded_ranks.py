@@ -123,15 +123,17 @@ class ThreadedEngine:
         config = EngineConfig(tp=tp, device="cpu", speculate=speculate, invariant=invariant, **asked)
         checkpoint = open_checkpoint(config, folder)
         spec = checkpoint.spec
-        windows = len(spec.window_groups) * -(-asked["max_model_len"] // asked["block_size"])
-        sizes = Sizes(num_blocks=asked["num_blocks"] + windows, max_model_len=asked["max_model_len"])
+        layout = cache_layout(config, spec, asked["max_model_len"])
+        need = layout.need(-(-asked["max_model_len"] // asked["block_size"]), asked["block_size"])
+        num_blocks = asked["num_blocks"] + need.windows
+        if layout.token_blocks:
+            num_blocks = asked["num_blocks"] * need.windows // need.whole
+        sizes = Sizes(num_blocks, max_model_len=asked["max_model_len"])
         self.runner = runner = ThreadedRunner(folder, tp, config, sizes)
         pool = BlockPool(sizes.num_blocks, config.block_size, prefix_caching)
         bounds = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
         self.outputs: list[Output] = []
-        scheduler = Scheduler(
-            bounds, pool, layout=cache_layout(config, spec), speculation=speculation(config, checkpoint)
-        )
+        scheduler = Scheduler(bounds, pool, layout=layout, speculation=speculation(config, checkpoint))
         self.engine = Engine(scheduler, runner, spec.vocab, AdapterBook(spec, config.lora_memory))
 
     def generate(

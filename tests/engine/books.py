@@ -72,6 +72,7 @@ def make_engine(
     prefix_caching: bool = True,
     vocab: int = VOCAB,
     windows: tuple[int, ...] = (),
+    token_blocks: int = 0,
     snapshots: int | None = None,
     speculation: Speculation | None = None,
     price: Callable[[StepPlan], float] = lambda plan: 1.0,
@@ -81,7 +82,7 @@ def make_engine(
     first, has_states = max_num_seqs + 1, snapshots is not None
     end = first + (snapshots or 0)
     twins = range(end, end + max_num_seqs) if has_states and speculation else range(0)
-    layout = CacheLayout(windows, has_states, range(first, end), twins)
+    layout = CacheLayout(windows, has_states, range(first, end), twins, token_blocks)
     runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, price, layout)
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout, speculation)
     return Engine(scheduler, runner, vocab), runner
@@ -178,7 +179,7 @@ def check_empty(scheduler: Scheduler) -> None:
     check_books(scheduler)
     assert not scheduler.requests
     assert scheduler.in_flight == 0
-    assert scheduler.pool.available == scheduler.pool.num_blocks
+    assert all(pool.available == pool.num_blocks for pool in pools(scheduler))
     assert sorted(scheduler.free_slots) == list(range(scheduler.limits.max_num_seqs))
 
 
@@ -208,9 +209,15 @@ def _check_stages(scheduler: Scheduler) -> None:
         assert is_prompt == (request.rest > 1 and not request.rewound)
         assert is_ready <= (request.rest == 1 or request.rewound)
         assert request.pending or is_prompt or is_ready, "nobody will come back to it"
-        size = scheduler.pool.block_size
-        assert request.room == min(len(request.blocks) * size, request.longest - 1) >= request.computed
+        shortest = min(map(len, [request.blocks, *request.windows])) * scheduler.pool.block_size
+        assert request.room == min(shortest, request.longest - 1) >= request.computed
     assert {*scheduler.prompts, *scheduler.ready} <= {request.id for request in scheduler.running}
+
+
+def pools(scheduler: Scheduler) -> list[BlockPool]:
+    """One for all, or one for token ids beside that of the windows."""
+    caches = scheduler.caches
+    return [caches.pool] if caches.whole is caches.pool else [caches.pool, caches.whole]
 
 
 def held(request: Request) -> list[int]:
@@ -229,20 +236,40 @@ def _check_blocks(scheduler: Scheduler) -> None:
     pool, size = scheduler.pool, scheduler.pool.block_size
     assert not any(held(request) for request in scheduler.waiting), "a waiting request holds blocks"
     holders: Counter[int] = Counter(block for request in scheduler.running for block in held(request))
-    assert pool.references == [holders[block] for block in range(pool.num_blocks)]
-    assert sorted([*pool._free, *pool._idle, *holders]) == list(range(pool.num_blocks))
-    assert pool.available == pool.num_blocks - len(holders)
-    cached = [block for block in range(pool.num_blocks) if pool.cache is not None and block in pool.cache]
-    assert set(pool._idle) <= set(cached)
-    assert not set(pool._free) & set(cached)
+    cached: set[int] = set()
+    for each, first in zip(pools(scheduler), (0, pool.num_blocks + 1), strict=False):
+        own = range(first, first + each.num_blocks)
+        assert [each.references[block] for block in own] == [holders[block] for block in own]
+        of_requests = [block for block in holders if block in own]
+        assert sorted([*each._free, *each._idle, *of_requests]) == list(own)
+        assert each.available == each.num_blocks - len(of_requests)
+        remembered = {block for block in own if pool.cache is not None and block in pool.cache}
+        assert set(each._idle) <= remembered
+        assert not set(each._free) & remembered
+        cached |= remembered
     content: dict[int, tuple[str | None, list[int]]] = {}
     for request in scheduler.running:
         assert len(set(held(request))) == len(held(request))
         assert len(request.blocks) >= pool.blocks_for(request.computed)
-        assert all(len(window) == len(request.blocks) for window in request.windows)
+        _check_windows(scheduler, request)
         for index, block in enumerate(request.blocks):
             if holders[block] > 1:
                 assert block in cached, f"block {block} is shared and not in the prefix cache"
                 assert (index + 1) * size <= request.computed, f"block {block} is shared and not full"
                 prefix = (request.salt, request.tokens[: (index + 1) * size])
                 assert content.setdefault(block, prefix) == prefix, f"block {block} has two contents"
+
+
+def _check_windows(scheduler: Scheduler, request: Request) -> None:
+    """What the next token looks back on is held, also if drafts on their way do not come true; nothing else is, behind
+    what a prompt has computed.
+    """
+    size, layout = scheduler.pool.block_size, scheduler.caches.layout
+    assert all(len(window) <= len(request.blocks) for window in request.windows)
+    drafted = [row.start for step in scheduler._in_flight for row in step.drafted if row.request is request]
+    next_one = min([request.computed, *drafted])
+    for reach, window in zip(layout.windows, request.windows, strict=True):
+        first = max(0, next_one - reach + 1) // size
+        assert TRIMMED not in window[first:], f"blocks in reach of token {next_one} were given up"
+        if request.id in scheduler.prompts:
+            assert set(window[:first]) <= {TRIMMED}, "a prompt keeps what nobody looks back on"

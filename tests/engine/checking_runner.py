@@ -169,9 +169,12 @@ class CheckingRunner:
             table = self.slots[number].tables[group]
             table += blocks
             assert blocks, f"slot {number} is named for no block"
-            assert all(0 <= block < self.num_blocks for block in blocks), f"no such block: {blocks}"
+            known = range(self.num_blocks)
             if group == 0:
+                if self.layout.token_blocks:
+                    known = range(self.num_blocks + 1, self.num_blocks + 1 + self.layout.token_blocks)
                 assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
+            assert all(block in known for block in blocks), f"no such block: {blocks}"
 
     def _hear(self, told: list[tuple[int, int, list[int]]], rows: list[Row]) -> None:
         """Who is unsure is told all that it computes; nobody is told what it knows better."""
@@ -213,8 +216,8 @@ class CheckingRunner:
         assert row.end <= len(slot.tokens), f"slot {row.slot} computes to {row.end} of {len(slot.tokens)} tokens"
         assert row.end <= self.limits.max_model_len, f"slot {row.slot} computes beyond the context"
         assert row.sampled == (row.end == len(slot.tokens)), f"slot {row.slot} samples in the middle, or not at its end"
-        needed = -(-(len(slot.tokens) if fresh else row.end) // self.block_size)
-        for table in slot.tables:
+        for group, table in enumerate(slot.tables):
+            needed = -(-(len(slot.tokens) if fresh and not group else row.end) // self.block_size)
             assert len(table) >= needed, f"slot {row.slot} has {len(table)} blocks of {needed}"
         slot.computed = row.end
 

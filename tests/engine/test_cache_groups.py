@@ -38,6 +38,86 @@ def test_what_windows_give_up_lets_more_requests_run() -> None:
         check_answer(request, 64)
 
 
+def test_a_prompt_longer_than_the_blocks_of_its_windows_runs() -> None:
+    """30 blocks for all its tokens and 10 for a window of 8: its chunks of 16 take them and give them back."""
+    engine, _ = make_engine(windows=(8,), max_model_len=120, num_blocks=40, budget=16)
+    request = engine.add([1, 2, 3] * 37, greedy(9))
+    run(engine)
+    check_answer(request, 120)
+    check_empty(engine.scheduler)
+
+
+def test_chunks_are_as_long_as_windows_have_blocks_for() -> None:
+    """28 of 33 blocks are for all tokens."""
+    engine, runner = make_engine(windows=(5,), max_model_len=120, num_blocks=33, budget=64)
+    request = engine.add([1, 2, 3] * 37, greedy(9))
+    run(engine)
+    check_answer(request, 120)
+    assert max(plan.num_tokens for plan in runner.plans) == 20
+    assert len(runner.plans) < 111
+
+
+@pytest.mark.parametrize("token_blocks", [0, 64])
+def test_a_prompt_without_blocks_waits_for_those_before_it_and_drives_out_those_behind(token_blocks: int) -> None:
+    engine, _ = make_engine(
+        windows=(9,), token_blocks=token_blocks, max_model_len=64, num_blocks=10 + 30 * (not token_blocks), budget=12
+    )
+    requests = [engine.add([number, 2, 3] * 15, greedy(12)) for number in range(1, 5)]
+    run(engine)
+    for request in requests:
+        check_answer(request, 64)
+    assert [request.preemptions for request in requests] == sorted(request.preemptions for request in requests)
+    check_empty(engine.scheduler)
+
+
+@pytest.mark.parametrize(("num_blocks", "length"), [(29, 6), (30, 12), (31, 15)])
+def test_two_prompts_do_not_wait_for_each_others_blocks(num_blocks: int, length: int) -> None:
+    """Short ones pass a long one until no block is left for the window of either: the long one came first."""
+    engine, _ = make_engine(windows=(9,), max_model_len=104, num_blocks=num_blocks, budget=16)
+    requests = [engine.add([1, 2, 3] * 32, greedy(4))]
+    engine.step()
+    requests += [engine.add([2, 3, number] * (length // 3), greedy(3)) for number in (4, 5)]
+    for _ in range(200):
+        engine.step()
+    for request in requests:
+        check_answer(request, 104)
+    check_empty(engine.scheduler)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_where_every_layer_has_a_window_blocks_behind_it_are_free(depth: int) -> None:
+    """Token ids alone are kept of 120 tokens; six sequences live with four blocks each, one with a chunk more."""
+    engine, _ = make_engine(
+        windows=(8,), token_blocks=180, max_model_len=120, num_blocks=28, budget=16, max_num_seqs=6, depth=depth
+    )
+    requests = [engine.add([number, 2, 3] * 20, greedy(50, seed=number)) for number in range(1, 7)]
+    together = 0
+    while engine.has_work:
+        engine.step()
+        together = max(together, len(engine.scheduler.ready))
+    assert together == 6
+    for request in requests:
+        check_answer(request, 120)
+        assert not request.preemptions
+    check_empty(engine.scheduler)
+
+
+def test_where_every_layer_has_a_window_a_prefix_is_found_whose_window_is_kept() -> None:
+    engine, _ = make_engine(windows=(8,), token_blocks=64, max_model_len=128, num_blocks=9, budget=16)
+    prompt = [1, 2, 3, 4, 5] * 12
+    engine.add(prompt, greedy(1))
+    run(engine)
+    again = engine.add([*prompt, 6], greedy(4))
+    run(engine)
+    assert again.cached_tokens == 60
+    check_answer(again, 128)
+    parted = engine.add([*prompt[:12], 6, 6], greedy(4))
+    run(engine)
+    assert parted.cached_tokens == 0, "of its beginning only token ids are known: the blocks have gone round since"
+    check_answer(parted, 128)
+    check_empty(engine.scheduler)
+
+
 @pytest.mark.parametrize("windows", [(8,), (8, 20)])
 def test_a_prefix_is_resumed_behind_the_longest_part_whose_windows_are_kept(windows: tuple[int, ...]) -> None:
     engine, _ = make_engine(windows=windows, max_model_len=128, num_blocks=200, budget=128)

@@ -68,11 +68,11 @@ def test_it_is_looked_up_again_when_more_of_its_prefix_is_there() -> None:
     """Another request computes the same text: what it holds, the second one need not find room for."""
     caches = Caches(BlockPool(num_blocks=8, block_size=4))
     first, second = (Request(length, TEXT[:length], greedy(1), 0, None) for length in (16, 20))
-    assert caches.take(first, kept_free=0)
+    assert caches.take(first, kept_free=0, most=64)
     for computed, fits in ((8, False), (8, False), (11, False), (12, True)):
         first.computed = computed
         caches.register(first)
-        assert caches.take(second, kept_free=2) is fits, f"{computed} tokens of it are computed"
+        assert caches.take(second, kept_free=2, most=64) is fits, f"{computed} tokens of it are computed"
     assert second.blocks[:3] == first.blocks[:3]
     assert second.computed == 12
 
@@ -81,14 +81,14 @@ def test_it_is_looked_up_again_when_someone_else_was_given_blocks() -> None:
     """A third request takes hold of idle blocks of the same prefix: fewer are available, but fewer are needed too."""
     caches = Caches(BlockPool(num_blocks=8, block_size=4))
     done, other, head = (Request(length, TEXT[:length], greedy(1), 0, None) for length in (16, 17, 21))
-    assert caches.take(done, kept_free=0)
+    assert caches.take(done, kept_free=0, most=64)
     done.computed = 16
     caches.register(done)
     caches.release(done)
-    assert not caches.take(head, kept_free=3), "six of eight"
-    assert caches.take(other, kept_free=0)
+    assert not caches.take(head, kept_free=3, most=64), "six of eight"
+    assert caches.take(other, kept_free=0, most=64)
     assert caches.pool.available == 3
-    assert caches.take(head, kept_free=1), "it needs two where it needed six"
+    assert caches.take(head, kept_free=1, most=64), "it needs two where it needed six"
 
 
 def test_who_fits_at_once_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

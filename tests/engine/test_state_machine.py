@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from phalanx.engine.caches import CacheLayout
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import RankDrafter, Speculation
 
-from .books import EOS, VOCAB, Guesser, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine
+from .books import EOS, VOCAB, Guesser, ToyMatcher, answer_alone, check_books, check_empty, held, make_engine, pools
 
 SHARED = [1 + index % (VOCAB - 1) for index in range(30)]
 token_ids = st.integers(0, VOCAB - 1)
@@ -58,6 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         prefix_caching=st.booleans(),
         windows=st.sampled_from([(), (), (3,), (6, 6), (2, 9)]),
+        only_windows=st.booleans(),
         snapshots=st.sampled_from([None, None, 0, 1, 6]),
         guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
         most_drafts=st.integers(1, 8),
@@ -75,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         depth: int,
         prefix_caching: bool,
         windows: tuple[int, ...],
+        only_windows: bool,
         snapshots: int | None,
         guessed: float | None,
         most_drafts: int,
@@ -86,15 +89,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.owners = owners
         drafter = RankDrafter() if by_ranks else Guesser(guessed or 0.0)
         speculation = None if guessed is None else Speculation(drafter, most_drafts)
+        longest = -(-max_model_len // block_size)
+        token_blocks = longest + 2 * spare_blocks if windows and only_windows else 0
+        need = CacheLayout(windows).need(longest, block_size)
         self.engine, self.runner = make_engine(
             max_num_seqs=max_num_seqs,
             budget=budget,
             max_model_len=max_model_len,
-            num_blocks=(1 + len(windows)) * -(-max_model_len // block_size) + spare_blocks,
+            num_blocks=need.windows + (0 if token_blocks else need.whole) + spare_blocks,
             block_size=block_size,
             depth=depth,
             prefix_caching=prefix_caching,
             windows=windows,
+            token_blocks=token_blocks,
             snapshots=snapshots,
             speculation=speculation,
             price=lambda plan: 0.04 + seconds_per_token * plan.num_tokens,
@@ -192,11 +199,12 @@ class EngineMachine(RuleBasedStateMachine):
         return [request for request in self.engine.scheduler.waiting if request.preemptions]
 
     def _cancel(self, request: Request) -> None:
-        pool = self.engine.scheduler.pool
-        alone = [block for block in held(request) if pool.references[block] == 1]
-        available, live = pool.available, request.phase is not Phase.FINISHED
+        both = pools(self.engine.scheduler)
+        references = Counter(block for other in self.engine.scheduler.running for block in held(other))
+        alone = [block for block in held(request) if references[block] == 1]
+        available, live = sum(pool.available for pool in both), request.phase is not Phase.FINISHED
         assert self.engine.cancel(request.id) is live
-        assert pool.available == available + (len(alone) if live else 0)
+        assert sum(pool.available for pool in both) == available + (len(alone) if live else 0)
         assert not self.engine.cancel(request.id)
 
     def _step(self) -> None:

@@ -29,8 +29,8 @@ class Drafted(NamedTuple):
 @dataclass
 class Agenda:
     """The step being planned. `decodes` compute their last token each, `starts` says where; `prompts` are (request,
-    start, count); `blocks` those that some of them got. `constrained`: whether one of them is under a grammar. The rest
-    is as in `StepPlan`.
+    start, count); `blocks` those that slots got, `window_blocks` by slot and group. `constrained`: whether one of them
+    is under a grammar. The rest is as in `StepPlan`.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Agenda:
     starts: list[int] = field(default_factory=list)
     drafted: list[Drafted] = field(default_factory=list)
     prompts: list[tuple[Request, int, int]] = field(default_factory=list)
-    blocks: list[tuple[int, list[int]]] = field(default_factory=list)
-    window_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    window_blocks: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     restored: list[tuple[int, int]] = field(default_factory=list)
     saved: list[tuple[int, int]] = field(default_factory=list)
     told: list[tuple[int, int, list[int]]] = field(default_factory=list)
@@ -48,9 +48,11 @@ class Agenda:
 
     def give(self, slot: int, groups: list[list[int]]) -> None:
         """Blocks of each group that a slot gets, behind those it has."""
-        self.blocks.append((slot, groups[0]))
+        if groups[0]:
+            self.blocks.setdefault(slot, []).extend(groups[0])
         for group, blocks in enumerate(groups[1:]):
-            self.window_blocks.append((slot, group, [max(0, block) for block in blocks]))
+            if blocks:
+                self.window_blocks.setdefault((slot, group), []).extend(max(0, block) for block in blocks)
 
     @property
     def decoding(self) -> list[Request]:
@@ -79,10 +81,10 @@ class Agenda:
             starts=self.starts + [row[1] for row in behind],
             counts=[1] * len(self.decodes) + [row[2] for row in behind],
             samples=[1] * len(self.decodes) + [row[3] for row in behind],
-            new_blocks=self.blocks,
+            new_blocks=list(self.blocks.items()),
             masks=self._masks(sampled, masks) if self.constrained else [],
             new_masks=masks.take_new(),
-            window_blocks=self.window_blocks,
+            window_blocks=[(slot, group, blocks) for (slot, group), blocks in self.window_blocks.items()],
             restored=self.restored,
             saved=self.saved,
             told=self.told,

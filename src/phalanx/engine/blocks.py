@@ -84,10 +84,11 @@ class BlockPool:
     """Counts references to blocks. A block nobody holds is free, or idle while the prefix cache still remembers it.
 
     Idle blocks are given out last, least recently used first. Steps run in the order they are launched, so a block can
-    be given out again while a launched step still uses it: the new owner's writes come after.
+    be given out again while a launched step still uses it: the new owner's writes come after. Blocks are numbered from
+    `first` on.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, first: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 "no_blocks", f"{num_blocks} KV blocks of {block_size} tokens.", "Both must be at least 1."
@@ -95,9 +96,15 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cache = PrefixCache(block_size) if prefix_caching else None
-        self.references = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self.references = [0] * (first + num_blocks)
+        self._free = deque(range(first, first + num_blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def beside(self, num_blocks: int) -> BlockPool:
+        """Blocks of another kind, whose numbers are none of these or of the one behind, under the same prefixes."""
+        other = BlockPool(num_blocks, self.block_size, first=self.num_blocks + 1)
+        other.cache = self.cache
+        return other
 
     @property
     def available(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.request import NoRoom, Request
+from phalanx.engine.request import Need, NoRoom, Request
 from phalanx.engine.snapshots import Snapshots
 
 TRIMMED = -1
@@ -20,17 +21,39 @@ class CacheLayout:
 
     Each of `windows` is the reach of a group of layers that has blocks of its own. `states`: there are layers with a
     state of fixed size; `snapshots` are the places for copies of theirs, and `twins`, one a slot, those for states as
-    they were before drafts.
+    they were before drafts. Where every layer has a window, only token ids are kept of whole sequences: these have
+    `token_blocks` of their own.
     """
 
     windows: tuple[int, ...] = ()
     states: bool = False
     snapshots: range = range(0)
     twins: range = range(0)
+    token_blocks: int = 0
 
     @property
     def groups(self) -> int:
         return 1 + len(self.windows)
+
+    def need(self, blocks: int, block_size: int) -> Need:
+        """The most that a sequence of so many blocks holds at a time, if it is computed token by token."""
+        in_reach = (1 + -(-(reach - 1) // block_size) for reach in self.windows)
+        return Need(blocks, sum(min(blocks, each) for each in in_reach))
+
+    def fits(self, need: Need, available: int, available_whole: int) -> bool:
+        """Among so many blocks; where all groups have the same ones, both numbers are theirs."""
+        if self.token_blocks:
+            return need.whole <= available_whole and need.windows <= available
+        return need.whole + need.windows <= available
+
+    def longest(self, num_blocks: int, block_size: int) -> int:
+        """Tokens that a sequence can have which is alone with so many blocks."""
+
+        def is_too_long(blocks: int) -> bool:
+            return not self.fits(self.need(blocks, block_size), num_blocks, self.token_blocks)
+
+        most = self.token_blocks or num_blocks
+        return bisect_left(range(1, most + 1), x=True, key=is_too_long) * block_size
 
 
 class Match(NamedTuple):
@@ -45,16 +68,21 @@ class Match(NamedTuple):
     known: int
 
     @property
-    def held(self) -> list[int]:
-        return [*self.blocks, *(block for window in self.windows for block in window if block != TRIMMED)]
+    def in_windows(self) -> list[int]:
+        return [block for window in self.windows for block in window if block != TRIMMED]
 
 
 class Caches:
-    """Takes blocks for requests, cached ones first, offers full ones to the prefix cache, and gives them back."""
+    """Takes blocks for requests, cached ones first, offers full ones to the prefix cache, and gives them back.
+
+    `whole` has the blocks of those that keep all tokens: the same ones as windows have, or, where these are the only
+    layers, blocks for token ids.
+    """
 
     def __init__(self, pool: BlockPool, layout: CacheLayout | None = None) -> None:
         self.pool = pool
         self.layout = layout or CacheLayout()
+        self.whole = pool.beside(self.layout.token_blocks) if self.layout.token_blocks else pool
         self.snapshots = Snapshots(self.layout.snapshots)
         self._taken = 0
 
@@ -62,45 +90,76 @@ class Caches:
     def takes_snapshots(self) -> bool:
         return self.layout.states and self.pool.cache is not None
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks of all groups for a sequence before anything of it is out of reach."""
-        return self.layout.groups * self.pool.blocks_for(tokens)
+    @property
+    def blocks_of_group(self) -> int:
+        """Where they are shared out evenly."""
+        return self.pool.num_blocks // (self.layout.groups - bool(self.layout.token_blocks))
 
-    def take(self, request: Request, kept_free: int) -> bool:
-        """Blocks for all tokens of a waiting request, or none if that would leave fewer than `kept_free`.
+    def need_of(self, tokens: int) -> Need:
+        """The most that a sequence has to hold at a time."""
+        return self.layout.need(self.pool.blocks_for(tokens), self.pool.block_size)
+
+    def has(self, need: Need, kept_free: int = 0) -> bool:
+        """Whether there are so many blocks, and `kept_free` more for each group."""
+        with_rest = Need(need.whole + kept_free, need.windows + len(self.layout.windows) * kept_free)
+        return self.layout.fits(with_rest, self.pool.available, self.whole.available)
+
+    def take(self, request: Request, kept_free: int, most: int) -> bool:
+        """Blocks for all tokens of a waiting request, in windows for the first `most` that it computes, or none if that
+        would leave fewer than `kept_free` of a group.
 
         The last token is always computed anew.
         """
-        if self._is_refused_still(request, kept_free):
+        if self._is_refused_still(request, kept_free, most):
             return False
         match = self._match(request)
         cached, parent = len(match.blocks), match.nodes[-1] if match.nodes else request.root
         fresh = self.pool.blocks_for(len(request.tokens)) - cached
-        held = match.held
-        needed = self.layout.groups * fresh + sum(map(self.pool.is_idle, held))
-        if needed + kept_free > self.pool.available:
+        first = min(fresh, self.pool.blocks_for(most))
+        needed = Need(
+            fresh + sum(map(self.whole.is_idle, match.blocks)),
+            first * len(match.windows) + sum(map(self.pool.is_idle, match.in_windows)),
+        )
+        if not self.has(needed, kept_free):
             behind = self._block_of(request, cached, before=len(request.tokens) - 1)
-            request.refusal = NoRoom(needed, parent, behind, self._taken)
+            request.refusal = NoRoom(needed, most, parent, behind, self._taken)
             return False
         self._taken += 1
-        self.pool.hold(held)
+        self.whole.hold(match.blocks)
+        self.pool.hold(match.in_windows)
         request.refusal = request.found = None
         request.computed = cached * self.pool.block_size
         request.registered_blocks, request.cache_parent = cached, parent
-        request.windows = [window + self.pool.allocate(fresh) for window in match.windows]
-        self._give(request, match.blocks + self.pool.allocate(fresh))
+        request.blocks = match.blocks + self.whole.allocate(fresh)
+        request.windows = [window + self.pool.allocate(first) for window in match.windows]
+        self._make_room_known(request)
         if self.takes_snapshots:
             request.restored = self.snapshots.use(match.nodes[-1]) if match.nodes else None
             ends = {match.known, (len(request.tokens) - 1) // self.pool.block_size}
             request.snapshot_ends = sorted(end * self.pool.block_size for end in ends if end > cached)
         return True
 
+    def lacking(self, requests: Iterable[Request]) -> Need:
+        """What these need to have a place for another token: a prompt has some already, but for its windows."""
+        each = list(requests)
+        return Need(sum(map(_is_level, each)), len(each) * len(self.layout.windows))
+
     def grow(self, request: Request) -> list[list[int]]:
-        """One block more for every group. The caller has checked `pool.available`."""
-        added = [self.pool.allocate(1) for _ in range(self.layout.groups)]
-        for window, blocks in zip(request.windows, added[1:], strict=True):
+        """One block more for every group that lacks it. The caller has checked that there are some."""
+        whole = self.whole.allocate(1) if _is_level(request) else []
+        request.blocks += whole
+        return [whole, *self._widen(request, 1)]
+
+    def extend(self, prompt: Request, count: int) -> list[list[int]]:
+        """Blocks in windows for the next `count` tokens of a prompt, or as many as there are."""
+        missing = self.pool.blocks_for(prompt.computed + count) - len(prompt.windows[0])
+        return [[], *self._widen(prompt, min(missing, self.pool.available // len(prompt.windows)))]
+
+    def _widen(self, request: Request, count: int) -> list[list[int]]:
+        added = [self.pool.allocate(count) for _ in request.windows]
+        for window, blocks in zip(request.windows, added, strict=True):
             window += blocks
-        self._give(request, added[0])
+        self._make_room_known(request)
         return added
 
     def trim(self, request: Request) -> None:
@@ -175,7 +234,7 @@ class Caches:
     def release(self, request: Request) -> None:
         for window in request.windows:
             self.pool.release([block for block in window if block != TRIMMED])
-        self.pool.release(request.blocks)
+        self.whole.release(request.blocks)
         if request.saved is not None:
             self.snapshots.give_up(request.saved[1])
         request.blocks, request.windows, request.snapshot_ends = [], [], []
@@ -183,9 +242,9 @@ class Caches:
         request.cache_parent = request.root
         request.saved = request.restored = request.moving_node = None
 
-    def _give(self, request: Request, blocks: list[int]) -> None:
-        request.blocks += blocks
-        request.room = min(len(request.blocks) * self.pool.block_size, request.longest - 1)
+    def _make_room_known(self, request: Request) -> None:
+        blocks = min(map(len, (request.blocks, *request.windows)))
+        request.room = min(blocks * self.pool.block_size, request.longest - 1)
 
     def _match(self, request: Request) -> Match:
         cache = self.pool.cache
@@ -225,7 +284,7 @@ class Caches:
         start = index * self.pool.block_size
         return tuple(request.tokens[start : min(start + self.pool.block_size, before)])
 
-    def _is_refused_still(self, request: Request, kept_free: int) -> bool:
+    def _is_refused_still(self, request: Request, kept_free: int, most: int) -> bool:
         """Whether a second look would find as little room as the first, which costs more the longer the prefix is.
 
         What others take, give up or lose to eviction of the prefix that was found changes what is needed and what is
@@ -234,6 +293,11 @@ class Caches:
         refusal = request.refusal
         if refusal is None or refusal.taken != self._taken:
             return False
-        if refusal.needed + kept_free <= self.pool.available:
+        if self.has(refusal.needed, kept_free) or (self.layout.windows and most < refusal.most):
             return False
         return self.pool.cache is None or not self.pool.cache.knows(refusal.parent, refusal.next_block)
+
+
+def _is_level(request: Request) -> bool:
+    """Whether it has as many blocks of every group, those given up included."""
+    return all(len(window) == len(request.blocks) for window in request.windows)

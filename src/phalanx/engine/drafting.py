@@ -113,8 +113,8 @@ class Drafting:
         if drafts and request.length + len(drafts) + ahead > request.room < request.longest - 1:
             roster, caches = self._roster, self._roster.caches
             caches.trim(request)
-            has_grown = any(slot == request.slot for slot, _ in agenda.blocks)
-            if not has_grown and roster.pool.available >= caches.layout.groups + roster.kept_free(request):
+            has_grown = request.slot in agenda.blocks
+            if not has_grown and caches.has(caches.lacking([request]), roster.kept_free(request)):
                 agenda.give(_slot(request), caches.grow(request))
         return drafts[: max(0, request.room - request.length)]
 

@@ -29,9 +29,10 @@ class StepFiller(Roster):
     Requests that decode go first, one token each, and the longest of them lead the step, so that a GPU does not end on
     a long one. Prompts share what is left, in order: first those that have begun, in chunks, then waiting ones are
     admitted while slots, tokens and blocks last. A prompt too long for one step leaves a part of each to shorter ones,
-    which pass the long ones that wait. An admitted request gets all blocks of its prompt at once and leaves some to the
-    others, see `kept_free`. When one that decodes needs a block and none is left, the last in order of all that run
-    gives up its blocks and its slot and waits to be computed again (preemption by recompute).
+    which pass the long ones that wait. An admitted request gets all blocks of its prompt at once, in windows those of
+    its next chunk, and leaves some to the others, see `kept_free`. When one that decodes needs a block and none is
+    left, the last in order of all that run gives up its blocks and its slot and waits to be computed again (preemption
+    by recompute). A prompt whose windows have no block left waits for those before it, and drives out those behind it.
 
     Requests may have owners. Then each owner has a part of every step (`engine.sharing`), in which its own requests are
     served as above, those that decode in turn; the owner that holds least is admitted first; and where there is no slot
@@ -82,10 +83,9 @@ class StepFiller(Roster):
         preemptions = self.preemptions
         for request in in_need:
             self.caches.trim(request)
-        while len(in_need) * self.caches.layout.groups > self.pool.available:
-            victim = self._sharing.least_due()
-            self.preempt(victim)
-            rows, in_need = ([each for each in some if each is not victim] for some in (rows, in_need))
+        in_need = self._make_room(in_need, left)
+        if self.preemptions > preemptions:
+            rows = [request for request in rows if request.phase is Phase.RUNNING]
         for request in in_need:
             agenda.give(_slot(request), self.caches.grow(request))
         if self._drafting is not None and rows:
@@ -102,6 +102,28 @@ class StepFiller(Roster):
             for request in rows:
                 self._save(agenda, request)
         return self.preemptions > preemptions
+
+    def _make_room(self, in_need: list[Request], left: dict[str, int]) -> list[Request]:
+        """Who gets another block of every group that it lacks: these and prompts without room in their windows, as far
+        as the last in order have not had to give up theirs for it.
+        """
+        has, lacking = self.caches.has, self.caches.lacking
+        while not has(lacking(in_need)):
+            self.preempt(self._sharing.least_due())
+            in_need = [request for request in in_need if request.phase is Phase.RUNNING]
+        if not self.caches.layout.windows:
+            return in_need
+        stuck = (each for each in self.prompts.values() if each.computed == each.room and left.get(each.owner))
+        for prompt in sorted(stuck, key=_order):
+            while prompt.phase is Phase.RUNNING and not has(lacking([*in_need, prompt])):
+                victim = self._sharing.least_due()
+                if victim is prompt:
+                    break
+                self.preempt(victim)
+                in_need = [request for request in in_need if request.phase is Phase.RUNNING]
+            else:
+                in_need += [prompt] if prompt.phase is Phase.RUNNING else []
+        return in_need
 
     def _save(self, agenda: Agenda, request: Request) -> None:
         place = self.caches.save(request)
@@ -148,10 +170,15 @@ class StepFiller(Roster):
             most = left[request.owner]
             if not most or not self.free_slots or request.pending:
                 break
-            if not self.caches.take(request, self.kept_free(request)):
+            if not self._take_blocks(request, most):
                 break
             self._seat(agenda, request)
             left[request.owner] -= self._compute(agenda, request, most)
+
+    def _take_blocks(self, request: Request, most: int) -> bool:
+        """For its prompt and its next chunk. Who is alone begins with a token, if there are blocks for no more."""
+        taken = self.caches.take(request, self.kept_free(request), most)
+        return taken or (not self.running and self.caches.take(request, 0, 1))
 
     def _seat(self, agenda: Agenda, request: Request) -> None:
         """It enters the batch, and the ranks are told what they have to know of it."""
@@ -170,6 +197,9 @@ class StepFiller(Roster):
     def _compute(self, agenda: Agenda, request: Request, most: int) -> int:
         """A chunk of a prompt. Where only one token is left, or only the next one to sample, it is ready to decode."""
         count = min(request.rest, most)
+        if request.computed + count > request.room:
+            agenda.give(_slot(request), self.caches.extend(request, count))
+            count = min(count, request.room - request.computed)
         if not count:
             return 0
         snapshot = bool(request.snapshot_ends) and request.snapshot_ends[0] - request.computed <= count

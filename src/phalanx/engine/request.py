@@ -40,12 +40,21 @@ class Matcher(Protocol):
         ...
 
 
+class Need(NamedTuple):
+    """Blocks of the group that keeps all tokens, and of all those that look back on a window."""
+
+    whole: int
+    windows: int
+
+
 class NoRoom(NamedTuple):
-    """A waiting request found no room: blocks it needed beside those that others hold, the node where its cached
-    prefix ended, the tokens of the block behind, and how many requests had been given blocks by then.
+    """A waiting request found no room: blocks it needed beside those that others hold, to compute so many tokens at
+    first, the node where its cached prefix ended, the tokens of the block behind, and how many requests had been given
+    blocks by then.
     """
 
-    needed: int
+    needed: Need
+    most: int
     parent: Parent
     next_block: tuple[int, ...]
     taken: int

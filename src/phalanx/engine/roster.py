@@ -17,7 +17,7 @@ _order = attrgetter("order")
 
 
 def kept_free(num_blocks: int, running: int, again: bool) -> int:
-    """Blocks that an admission leaves to those that run: for every second one a block to grow into.
+    """Blocks of a group that an admission leaves to those that run: for every second one a block to grow into.
 
     A request that has been preempted leaves one to each, itself included. So it does not come back into the shortage
     that it fell victim to: for as long as a block lasts, nobody needs to take what it holds.
@@ -45,11 +45,10 @@ class Roster:
         self.preemptions = 0
 
     def kept_free(self, request: Request) -> int:
-        """Blocks that are not for this request, since others run that may need them."""
+        """Blocks of each group that are not for this request, since others run that may need them."""
         if not self.running:
             return 0
-        groups = self.caches.layout.groups
-        return groups * kept_free(self.pool.num_blocks // groups, len(self.running), again=request.preemptions > 0)
+        return kept_free(self.caches.blocks_of_group, len(self.running), again=request.preemptions > 0)
 
     def _wait(self, request: Request) -> None:
         self.requests[request.id] = request

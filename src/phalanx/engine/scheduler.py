@@ -48,8 +48,8 @@ class Scheduler(StepFiller):
         if min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) < 1:
             raise ConfigError("bad_limits", f"Nothing can run under {limits}.", "Every limit must be at least 1.")
         super().__init__(Caches(pool, layout), limits.max_num_seqs, limits.max_num_batched_tokens, speculation)
-        if self.caches.blocks_for(limits.max_model_len) > pool.num_blocks:
-            room = pool.num_blocks // self.caches.layout.groups * pool.block_size
+        if not self.caches.has(self.caches.need_of(limits.max_model_len)):
+            room = self.caches.layout.longest(pool.num_blocks, pool.block_size)
             raise ConfigError(
                 "kv_too_small",
                 f"The KV cache holds {room} tokens, but one sequence may have {limits.max_model_len}.",
@@ -91,6 +91,7 @@ class Scheduler(StepFiller):
         agenda = Agenda()
         self._fill(agenda)
         if not agenda.tokens:
+            assert not [*agenda.blocks, *agenda.window_blocks], "blocks that nobody is told of"
             return None
         self._step += 1
         if self.speculation is not None:

@@ -9,7 +9,7 @@ from itertools import islice
 from operator import attrgetter
 
 from phalanx.engine.agenda import Drafted
-from phalanx.engine.request import Request
+from phalanx.engine.request import Need, Request
 from phalanx.engine.roster import Roster
 from phalanx.engine.step_line import CostLine, StepLine
 
@@ -174,9 +174,10 @@ class Sharing:
         if request is None:
             return
         blocks = roster.pool.blocks_for(len(request.tokens))
-        needed = roster.caches.layout.groups * blocks
+        chunk = min(blocks, roster.pool.blocks_for(self._budget))
+        needed = Need(blocks, len(roster.caches.layout.windows) * chunk)
         part = self._holdings(roster.running).part(request.owner, 1, blocks)
-        while not roster.free_slots or roster.pool.available < needed + roster.kept_free(request):
+        while roster.running and not (roster.free_slots and roster.caches.has(needed, roster.kept_free(request))):
             victim, held = self._least_due_and_held()
             if held < 2 * part:
                 return
@@ -219,8 +220,8 @@ class Sharing:
                 del lines[owner]
 
     def _holdings(self, of: Iterable[Request]) -> Holdings:
-        roster = self._roster
-        return Holdings(of, self._slots, roster.pool.num_blocks // roster.caches.layout.groups)
+        caches = self._roster.caches
+        return Holdings(of, self._slots, caches.layout.token_blocks or caches.blocks_of_group)
 
 
 def charge(left: dict[str, int], rows: list[Request], drafted: Iterable[Drafted]) -> None:

@@ -106,10 +106,13 @@ class Decoder:
         """Whether a GPU computes all of it without asking the host."""
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
+    @property
+    def _with_blocks(self) -> list[DecoderLayer]:
+        return [self.all_layers[number] for number in self.place.spec.with_blocks]
+
     def block_bytes(self, block_size: int) -> int:
-        """What a block takes in the layers that keep all tokens; the others use the same memory."""
-        windowed = {number for group in self.place.spec.window_groups for number in group.layers}
-        own = sum(layer.mixer.block_bytes(block_size) for n, layer in enumerate(self.all_layers) if n not in windowed)
+        """What a block takes in the layers that have memory for blocks."""
+        own = sum(layer.mixer.block_bytes(block_size) for layer in self._with_blocks)
         companion = self.companion.all_layers if self.companion else ()
         return own + sum(layer.mixer.block_bytes(block_size) for layer in companion)
 
@@ -120,16 +123,12 @@ class Decoder:
         """
         self.block_size = block_size
         self.spare_block = blocks
-        groups = self.place.spec.window_groups
-        windowed = {number for group in groups for number in group.layers}
-        for number, layer in enumerate(self.all_layers):
-            if number not in windowed:
-                layer.mixer.allocate_cache(blocks + 1, block_size)
-        mixers = [layer.mixer for layer in self.all_layers]
-        whole = [mixer for n, mixer in enumerate(mixers) if n not in windowed and mixer.block_bytes(block_size)]
-        for number, group in enumerate(groups, start=1):
-            for layer_number, other in zip(group.layers, whole, strict=False):
-                mixers[layer_number].join_group(number, other)
+        for layer in self._with_blocks:
+            layer.mixer.allocate_cache(blocks + 1, block_size)
+        owners = [layer.mixer for layer in self._with_blocks if layer.mixer.block_bytes(block_size)]
+        for number, group in enumerate(self.place.spec.window_groups, start=1):
+            for layer_number, owner in zip(group.layers, owners, strict=False):
+                self.all_layers[layer_number].mixer.join_group(number, owner)
         if self.companion is not None:
             self.companion.allocate_whole(blocks, block_size)
 

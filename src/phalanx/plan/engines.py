@@ -39,7 +39,8 @@ class EngineTraits:
     `budget` is how it sizes the KV cache: vLLM takes a share of all memory for weights, activations and KV; SGLang a
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
     all that is free beside weights, a worst step and the graphs, but for a hundredth of the card. The formats are those
-    it loads, and keeps KV in. `support.toml` says on which cards.
+    it loads, and keeps KV in. `support.toml` says on which cards. With `has_cache_groups` layers with windows share the
+    blocks of those that keep everything, and a sequence's states have places for copies.
     """
 
     name: str
@@ -53,7 +54,7 @@ class EngineTraits:
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
     has_pipelines: bool = False
-    trims_windows: bool = True
+    has_cache_groups: bool = False
     block_tokens: int = 16
 
     def batched_tokens(self, gpu: Gpu) -> int:
@@ -90,7 +91,7 @@ ENGINES = {
             1.0 - KEPT_FREE,
             tuple(FORMATS),
             deals_unevenly=True,
-            trims_windows=False,
+            has_cache_groups=True,
         ),
         EngineTraits(
             "vllm",

@@ -16,7 +16,7 @@ from phalanx.plan.engines import (
     EngineTraits,
     static_reserve,
 )
-from phalanx.spec.cache import CacheKind
+from phalanx.spec.cache import CacheKind, StatePlaces
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
@@ -75,15 +75,26 @@ class Fit:
         return min(self.ranks, key=lambda rank: rank.kv_bytes / self._sequence_bytes(rank.rank, self.context))
 
     def _sequence_bytes(self, rank: int, tokens: int) -> int:
-        if self.engine.trims_windows:
+        if not self.engine.has_cache_groups:
             return sum(self.layout.cache_bytes(rank, tokens, self.kv_format).values())
-        states = sum(layers * self.layout.state_bytes(cache, rank) for cache, layers in self.spec.cache_kinds)
-        return self.layout.kv_bytes_per_token(rank, self.kv_format) * tokens + states
+        spec, block = self.spec, self.engine.block_tokens
+        in_windows = sum(min(tokens, group.reach - 1 + block) for group in spec.window_groups)
+        kept = in_windows + (tokens if spec.keeps_all_tokens else 0)
+        of_blocks = self.layout.block_bytes(rank, block, self.kv_format) * kept // block
+        return of_blocks + self._state_places * _state_bytes(self.layout, rank)
+
+    @property
+    def _state_places(self) -> int:
+        """That a sequence adds: its own, and those for copies of its state."""
+        return StatePlaces.of(1, True, self.spec.drafts).total - 1 if self.engine.has_cache_groups else 1
 
     @property
     def request_bytes(self) -> dict[CacheKind, int]:
         """What the tightest rank keeps of a request of `context` tokens, by kind of layer."""
-        return self.layout.cache_bytes(self.tightest.rank, self.context, self.kv_format)
+        kept = self.layout.cache_bytes(self.tightest.rank, self.context, self.kv_format)
+        for cache, layers in self.spec.cache_kinds:
+            kept[cache.kind] += (self._state_places - 1) * layers * self.layout.state_bytes(cache, self.tightest.rank)
+        return kept
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -180,6 +191,8 @@ def _rank_fit(
         lines.append(
             Line("CUDA graphs", -GRAPH_BYTES, "those captured before the KV cache is sized, and those to come")
         )
+    if engine.has_cache_groups and layout.spec.has_states:
+        lines.append(Line("a spare state", -_state_bytes(layout, rank), "for rows that only fill up a batch"))
     if engine.budget == "share_of_free":
         free = sum(line.bytes for line in lines) - GRAPH_BYTES
         lines.append(Line("CUDA graphs", -GRAPH_BYTES, "captured before the KV cache is sized"))
@@ -187,6 +200,11 @@ def _rank_fit(
             Line("left free", -int((1 - engine.share) * max(free, 0)), f"the cache takes {engine.share:.0%} of it")
         )
     return RankFit(rank, gpu, tuple(lines), held)
+
+
+def _state_bytes(layout: Layout, rank: int) -> int:
+    """What a rank keeps of a sequence whatever its length, in one place."""
+    return sum(layers * layout.state_bytes(cache, rank) for cache, layers in layout.spec.cache_kinds)
 
 
 def _kept_line(gpu: Gpu) -> Line:

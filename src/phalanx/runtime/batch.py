@@ -63,7 +63,8 @@ class Batch:
 
     `tokens` holds prompts from admission on and sampled tokens from the step that made them, so the next step can be
     launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose table points at
-    a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once.
+    a block that no request owns: rows that only fill up a batch go there, a whole tile of them at once. Behind the
+    blocks of the cache there may be `token_blocks`, for tokens alone.
 
     Of most rows the sampler needs to know two things only, which lie beside each other by slot: from which position on
     they are `plain`, and whether they are drawn at random.
@@ -78,10 +79,14 @@ class Batch:
         device: torch.device,
         groups: int = 1,
         states: bool = False,
+        whole_prompts: bool = False,
+        token_by_token: bool = False,
+        token_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.token_by_token = False
+        self.token_by_token = token_by_token
         self.states = states
+        self._whole_prompts = whole_prompts or device.type == "cpu"
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
         self.plain_from = [0] * slots
@@ -89,7 +94,7 @@ class Batch:
         self.is_drawn = [False] * slots
         self.masks = Masks(places_for(slots), device)
         self.spare_slot = slots
-        self.tokens = TokenPool.of((spare_block + 1) * block_size, slots + 1, device)
+        self.tokens = TokenPool.of((spare_block + 1 + token_blocks) * block_size, slots + 1, device)
         self.sampling = torch.zeros(slots + 1, PARAMETERS, dtype=torch.int64, device=device)
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
         self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int32, device=device)
@@ -123,7 +128,7 @@ class Batch:
                 decode=DecodeRows(tables, slot_of[:alone], positions[:alone], blocks=-(-longest // self.block_size))
                 if alone
                 else None,
-                prefills=[] if on_gpu and not self.states else self._prefill_rows(tables, plan, singles),
+                prefills=self._prefill_rows(tables, plan, singles) if self._whole_prompts else [],
                 tiles=tiles and replace(tiles, tables=tables),
             )
             for tables, write_to in zip(self._tables, places, strict=True)
@@ -205,7 +210,7 @@ class Batch:
 
     def room(self, slot: int) -> int:
         """Positions of a slot that have a place in the cache."""
-        return self._table_lengths[0][slot] * self.block_size
+        return min(lengths[slot] for lengths in self._table_lengths) * self.block_size
 
     def following(self, inputs: StepInputs) -> Tensor:
         """The token behind each row, where it is known; behind the last of a sequence it may be any."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -16,6 +15,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
 from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
+from phalanx.spec.cache import StatePlaces
 from phalanx.spec.step_memory import KEPT_FREE, SYSTEM_SHARE, layer_bytes, score_bytes
 
 MIB = 2**20
@@ -108,7 +108,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
     """
     place, longest = model.place, longest_sequence(config, model)
     model.allocate_cache(1, config.block_size)
-    model.allocate_states(StatePlaces.of(config).total)
+    model.allocate_states(state_places(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest)
     worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
 
@@ -126,6 +126,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
         place.group.rank,
         place.dtype,
         place.fp8_cache,
+        place.units,
         runner.limits,
         config.warm_up,
     )
@@ -151,28 +152,12 @@ def longest_sequence(config: EngineConfig, model: Decoder) -> int:
 
 def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
     """What a step takes, and beside it all states, whatever the lengths of their sequences."""
-    places = StatePlaces.of(config, rows)
+    places = state_places(config, rows)
     return step_bytes(config, model, tokens, rows) + places.total * model.state_bytes_per_place
 
 
-class StatePlaces(NamedTuple):
-    """The places of states behind those of the requests and the one for rows that only fill up a batch.
-
-    Those that belong to prefixes, and those for states as they were before drafts, as many of each as requests may run.
-    """
-
-    snapshots: range
-    twins: range
-
-    @classmethod
-    def of(cls, config: EngineConfig, rows: int | None = None) -> StatePlaces:
-        rows = rows or config.max_num_seqs
-        end = rows + 1 + (rows if config.prefix_caching else 0)
-        return cls(range(rows + 1, end), range(end, end + (rows if config.speculate != "off" else 0)))
-
-    @property
-    def total(self) -> int:
-        return self.twins.stop
+def state_places(config: EngineConfig, rows: int | None = None) -> StatePlaces:
+    return StatePlaces.of(rows or config.max_num_seqs, config.prefix_caching, config.speculate != "off")
 
 
 def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import psutil
 import torch
@@ -19,11 +17,12 @@ from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.memory import MIB, StatePlaces, room_for_cache, too_little
+from phalanx.runtime.memory import MIB, room_for_cache, state_places, too_little
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import warm_up
 from phalanx.runtime.weight_watch import WeightWatch
 from phalanx.spec import Layout, ModelSpec, Scheme
+from phalanx.spec.cache import token_blocks
 from phalanx.spec.invariant import inner_units, invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors, load_weights
@@ -32,6 +31,7 @@ from phalanx.weights.reader import Reader
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
 _FP8_CAPABILITY = (8, 9)
+_SCORES_IN_A_LOAD = 4
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -41,10 +41,10 @@ class Sizes(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-def cache_layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
+def cache_layout(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
-    places = StatePlaces.of(config)
-    return CacheLayout(reaches, states=spec.has_states, snapshots=places.snapshots, twins=places.twins)
+    ids = 0 if spec.keeps_all_tokens else token_blocks(config.max_num_seqs, max_model_len, config.block_size)
+    return CacheLayout(reaches, spec.has_states, *state_places(config), ids)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -70,16 +70,6 @@ def make_group(config: EngineConfig, rank: int, spot: Spot) -> ProcessGroup:
     """The group this rank talks in, not connected yet."""
     gpus = [each.gpu for each in local_spots(config)] if config.executor == "local" else None
     return choose_group(rank, config.tp, pick_device(config, spot.gpu), gpus)
-
-
-def use_cores(spot: Spot) -> None:
-    """Threads as OMP_NUM_THREADS says, or this rank's share of the machine's cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(given) if given.isdigit() and int(given) else _share_of_cores(spot.ranks_here))
-
-
-def _share_of_cores(ranks: int) -> int:
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def on_gpus(config: EngineConfig) -> bool:
@@ -133,10 +123,10 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         torch.cuda.set_device(device)
     layout, units = Layout(checkpoint.spec, group.size), None
     if config.invariant:
-        _check_invariant(config, dtype, device)
+        _check_invariant(config, checkpoint.spec, dtype, device)
         layout = invariant_layout(checkpoint.spec, group.size)
         units = inner_units(checkpoint.spec) // group.size
-        group = TreeGroup(group) if group.size > 1 else group
+        group = TreeGroup(group, dtype) if group.size > 1 else group
     reader = checkpoint.open_reader(device)
     in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
     place = Place(
@@ -167,14 +157,22 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
     return model
 
 
-def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    exact = device.type == "cpu" and dtype == torch.float32 and cpu.library() is not None
+def _check_invariant(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    exact = device.type == "cuda" or (dtype == torch.float32 and cpu.library() is not None)
     if not exact or config.kv_cache_dtype != "auto" or config.lora_memory:
         raise ConfigError(
             "not_invariant",
-            f"invariant is for float32 on CPUs with a C compiler and without adapters so far; this is {dtype} on "
-            f"{device.type}, with a KV cache in {config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
-            "Use device cpu, dtype and kv_cache_dtype auto, no adapters, or leave invariant out.",
+            "invariant is for GPUs, and for float32 on CPUs with a C compiler, without adapters and with keys and "
+            f"values in the model's own dtype; this is {dtype} on {device.type}, with a KV cache in "
+            f"{config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
+            "Use dtype and kv_cache_dtype auto and no adapters, or leave invariant out.",
+        )
+    if device.type == "cuda" and spec.vocab % _SCORES_IN_A_LOAD:
+        raise ConfigError(
+            "not_invariant",
+            f"invariant on a GPU is for vocabularies of a multiple of {_SCORES_IN_A_LOAD} tokens; this one has "
+            f"{spec.vocab}, and the library sums up rows of scores by where they lie.",
+            "Use device cpu, or leave invariant out.",
         )
 
 
@@ -206,8 +204,11 @@ def _pack(model: Decoder, ranks_here: int) -> None:
 def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -> int:
     """KV blocks this rank has memory for. On GPUs all ranks have to call this at once."""
     block_bytes = model.block_bytes(config.block_size)
+    most = config.max_model_len or model.place.spec.max_positions
     room = room_for_cache(config, model, spot.ranks_here, spot.ranks_on_gpu)
-    room = room * block_bytes // (block_bytes + config.block_size * TOKEN.itemsize)
+    layout = cache_layout(config, model.place.spec, most)
+    ids = config.block_size * TOKEN.itemsize
+    room = (room - layout.token_blocks * ids) * block_bytes // (block_bytes + ids)
     if config.num_blocks is not None:
         _check_fits("num_blocks", config.num_blocks, config.num_blocks * block_bytes, room // block_bytes, model)
         return config.num_blocks
@@ -223,9 +224,7 @@ def blocks_that_fit(config: EngineConfig, model: Decoder, spot: Spot = _ALONE) -
             )
     elif room < block_bytes:
         raise too_little(config, model, room, block_bytes - room)
-    most = config.max_model_len or model.place.spec.max_positions
-    groups = 1 + len(model.place.spec.window_groups)
-    return min((budget or room) // block_bytes, groups * config.max_num_seqs * -(-most // config.block_size))
+    return min((budget or room) // block_bytes, layout.groups * config.max_num_seqs * -(-most // config.block_size))
 
 
 def _check_fits(name: str, value: int, size: int, most: int, model: Decoder) -> None:
@@ -247,16 +246,16 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
             f"max_model_len is {config.max_model_len}, but the model was made for {spec.max_positions} positions.",
             f"Use at most {spec.max_positions}.",
         )
-    room = num_blocks // (1 + len(spec.window_groups)) * config.block_size
+    longest = config.max_model_len or spec.max_positions
+    room = cache_layout(config, spec, longest).longest(num_blocks, config.block_size)
     return Sizes(num_blocks, config.max_model_len or min(spec.max_positions, room))
 
 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(StatePlaces.of(config).total)
+    model.allocate_states(state_places(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
-    runner.batch.token_by_token = config.invariant
     if config.canary:
         runner.weights = WeightWatch(model)
     warm_up(runner, config.warm_up)

@@ -47,7 +47,9 @@ def start_engine(config: EngineConfig, model_path: Path, progress: Progress, gro
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     try:
         guessing = speculation(config, checkpoint)
-        scheduler = Scheduler(limits, pool, spec.eos_token_ids, cache_layout(config, spec), guessing)
+        scheduler = Scheduler(
+            limits, pool, spec.eos_token_ids, cache_layout(config, spec, sizes.max_model_len), guessing
+        )
         engine = Engine(scheduler, runner, spec.vocab, AdapterBook(spec, config.lora_memory))
         for name, folder in config.lora.items():
             engine.load_adapter(name, Path(folder))

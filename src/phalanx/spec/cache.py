@@ -48,6 +48,29 @@ class LayerCache:
         return int(self.numbers_per_token * kept * element_bytes) + self.state_bytes
 
 
+class StatePlaces(NamedTuple):
+    """The places of states behind those of the sequences and the one for rows that only fill up a batch.
+
+    Those that belong to prefixes, and those for states as they were before drafts, as many of each as sequences may
+    run.
+    """
+
+    snapshots: range
+    twins: range
+
+    @classmethod
+    def of(cls, sequences: int, prefix_caching: bool, speculates: bool) -> StatePlaces:
+        end = sequences + 1 + (sequences if prefix_caching else 0)
+        return cls(range(sequences + 1, end), range(end, end + (sequences if speculates else 0)))
+
+    @property
+    def total(self) -> int:
+        return self.twins.stop
+
+
+MOST_TOKEN_BLOCKS = 2**20
+
+
 class WindowGroup(NamedTuple):
     """Layers that look back on `reach` positions and share a table of blocks."""
 
@@ -59,9 +82,14 @@ def window_groups(caches: Sequence[LayerCache], max_positions: int) -> tuple[Win
     """Layers whose blocks can be given up behind a window, in groups of as many as keep everything.
 
     So a block is of one size for all, and what one group gives up another one can take. Layers that keep something else
-    than those do, or are too few to fill half a group, keep all blocks like the others.
+    than those do, or are too few to fill half a group, keep all blocks like the others. Where no layer keeps
+    everything, all are one group, with the longest of their windows.
     """
     whole = [cache for cache in caches if cache.reach is None and cache.width]
+    if not whole:
+        reach = max((cache.reach for cache in caches if cache.reach is not None), default=max_positions)
+        windowed = tuple(number for number, cache in enumerate(caches) if cache.width)
+        return (WindowGroup(reach, windowed),) if reach < max_positions else ()
     groups: list[WindowGroup] = []
     for reach in sorted({cache.reach for cache in caches if cache.reach is not None and cache.reach < max_positions}):
         layers = [
@@ -69,7 +97,13 @@ def window_groups(caches: Sequence[LayerCache], max_positions: int) -> tuple[Win
             for number, cache in enumerate(caches)
             if cache.reach == reach and all((cache.heads, cache.width) == (full.heads, full.width) for full in whole)
         ]
-        if whole and 2 * len(layers) >= len(whole):
+        if 2 * len(layers) >= len(whole):
             parts = range(0, len(layers), len(whole))
             groups += [WindowGroup(reach, tuple(layers[first : first + len(whole)])) for first in parts]
     return tuple(groups)
+
+
+def token_blocks(sequences: int, longest: int, block_size: int) -> int:
+    """Blocks for the token ids of so many sequences, where nothing else is kept of them as a whole."""
+    each = -(-longest // block_size)
+    return max(each, min(sequences * each, MOST_TOKEN_BLOCKS))

@@ -208,6 +208,15 @@ class Layout:
         held = len(self.shards[rank].kv_heads)
         return self.spec.kv_bytes_per_token(number_format) * held // self.spec.kv_heads
 
+    def block_bytes(self, rank: int, block_size: int, number_format: str = "bf16") -> int:
+        """Bytes of a block of so many tokens on this rank, in all layers that have memory for blocks."""
+        element = FORMATS[number_format].bits / 8
+        kinds = self.spec.block_kinds
+        return sum(
+            layers * int(cache.block_numbers(block_size) * element * self._share(cache, rank))
+            for cache, layers in kinds
+        )
+
     def cache_bytes(self, rank: int, tokens: int, number_format: str = "bf16") -> dict[CacheKind, int]:
         """Bytes this rank keeps of a sequence of `tokens`, by kind of layer: windows and fixed states included."""
         element = FORMATS[number_format].bits / 8

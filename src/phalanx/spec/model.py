@@ -37,7 +37,8 @@ class ModelSpec:
     `logit_scale`. Names of checkpoints may begin otherwise than here: `prefixes` pairs what a name begins with here
     with what it may begin with there, and `spellings` tell which parts of names it may write otherwise. With `hyper`
     there are several residual streams. `head` is one that drafts, which a checkpoint may have: it is a part of the
-    model only where `drafts` is set. Tensors that match one of the patterns `ignored` are left alone, any other that is
+    model only where `drafts` is set; with `companion` a second model drafts for it, which keeps all blocks of a
+    sequence. Tensors that match one of the patterns `ignored` are left alone, any other that is
     not known is refused. Where `refusal` is None the runtime serves the model.
     """
 
@@ -58,6 +59,7 @@ class ModelSpec:
     hyper: Hyper | None = None
     head: DraftHead | None = None
     drafts: bool = False
+    companion: bool = False
     prefixes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     spellings: tuple[Spelling, ...] = field(default=(), repr=False)
     ignored: tuple[str, ...] = field(default=(), repr=False)
@@ -192,7 +194,29 @@ class ModelSpec:
     @cached_property
     def window_groups(self) -> tuple[WindowGroup, ...]:
         """Layers that give up blocks behind their window."""
-        return window_groups(self.caches, self.max_positions)
+        groups = window_groups(self.caches, self.max_positions)
+        return () if self.companion and self._all_windowed(groups) else groups
+
+    def _all_windowed(self, groups: tuple[WindowGroup, ...]) -> bool:
+        return sum(len(group.layers) for group in groups) == sum(cache.width > 0 for cache in self.caches)
+
+    @cached_property
+    def keeps_all_tokens(self) -> bool:
+        """Whether some layer keeps blocks of whole sequences, or has none at all to give up."""
+        return not self.window_groups or not self._all_windowed(self.window_groups)
+
+    @cached_property
+    def with_blocks(self) -> tuple[int, ...]:
+        """Layers that have memory for blocks: those that keep all tokens, or, where none does, all that there are. The
+        others use the memory of these.
+        """
+        guests = {number for group in self.window_groups for number in group.layers} if self.keeps_all_tokens else set()
+        return tuple(number for number in range(len(self.caches)) if number not in guests)
+
+    @cached_property
+    def block_kinds(self) -> tuple[tuple[LayerCache, int], ...]:
+        """What these keep, and how many keep it."""
+        return tuple(Counter(self.caches[number] for number in self.with_blocks).items())
 
     @cached_property
     def stacked_tensors(self) -> tuple[Tensor, ...]:

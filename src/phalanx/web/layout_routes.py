@@ -17,6 +17,7 @@ from phalanx.models import catalog
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
 from phalanx.server.errors import bad_request
+from phalanx.spec.cache import StatePlaces
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine, gpus
@@ -260,12 +261,13 @@ def _seconds(layout: Layout, rank: int, tensors: Iterable[Tensor], gpu: Gpu, tok
 
 
 def _cache(layout: Layout, layer: int) -> dict[str, Any]:
-    """What a layer keeps on every rank: bytes a token, and bytes whatever the length."""
+    """What a layer keeps on every rank: bytes a token, and bytes of a sequence whatever its length, copies included."""
     spec, cache = layout.spec, layout.spec.caches[layer]
+    places = StatePlaces.of(1, True, spec.drafts).total - 1
     per_token = int(cache.numbers_per_token * FORMATS[spec.dtype].bits / 8)
     return {
         "token_bytes": [per_token * len(shard.kv_heads) // spec.kv_heads for shard in layout.shards],
-        "state_bytes": [layout.state_bytes(cache, rank) for rank in range(layout.tp)],
+        "state_bytes": [places * layout.state_bytes(cache, rank) for rank in range(layout.tp)],
     }
 
 
