@@ -2,7 +2,7 @@
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
 2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE and, for latencies on PCIe,
+latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE and, for latency on PCIe,
 from the tables of L40S and RTX PRO 6000; the latencies of meshes, InfiniBand and Ethernet are estimates, to be replaced
 by measurements. Between boxes, ranks of a box reduce first, and each then sends its part over a port of its own.
 """
