@@ -1,8 +1,8 @@
 """How true the plan is: `python benchmarks/plan_goals.py DATA`. DATA holds the files of measurements.
 
-Six lines: rows of the fitted source (Hopper, Blackwell) by folds of whole series, Blackwell without a Blackwell row,
-other publishers without a row of theirs, each publisher without its own rows, and Phalanx by its own profile. Every row
-is predicted by a fit that has not seen it, with an interval from errors that have not either.
+Rows of the fitted source (Hopper, Blackwell) by folds of whole series, Blackwell without a Blackwell row, other
+publishers without a row of theirs, each publisher, GPU and family of models without its own rows, and Phalanx by its
+own profile. Every row is predicted by a fit that has not seen it, with an interval from errors that have not either.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def main() -> None:
     merged = publisher.copy()
     merged[rows(data, lambda case: case.measurement.publisher in NVIDIA_OVERVIEW)] = publisher.max() + 1
     say("  the same, NVIDIA's three as one", *unseen(data, hopper | blackwell | independent, merged, independent))
+    everyone = hopper | blackwell | independent
+    for what in ("gpu", "family"):
+        say(f"each {what} unseen", *unseen(data, everyone, group_of(data.cases, what), everyone))
     series = np.arange(len(data.cases)) % FOLDS
     say("Phalanx on the H200, folds of cases", *unseen(data, hopper | ours, series, ours))
 

@@ -47,6 +47,14 @@ def test_slopes_start_in_the_middle_of_what_was_measured_and_stop_at_its_ends() 
     assert crowded["vllm-0.10/concurrency*concurrency"] == 4
 
 
+def test_closed_loops_say_nothing_of_whole_runs() -> None:
+    """Slopes that closed loops taught are not drawn on to batches and lengths that they never had."""
+    whole = [kind for kind, _, _ in effects(traits(load=replace(MIDDLE, concurrency=3000, requests=3000)))]
+    assert "regime" in whole
+    assert not {"slope", "model_slope", "family", "model"} & set(whole)
+    assert "regime" not in [kind for kind, _, _ in effects(traits())]
+
+
 def test_models_of_the_same_shape_share_their_effects() -> None:
     assert traits("DeepSeek-R1").model == traits("DeepSeek-V3").model
     assert traits("Llama-3.1-8B").model != traits("Llama-3.3-70B").model
@@ -67,7 +75,7 @@ def test_what_is_new_is_named() -> None:
     known = replace(traits(), publisher="InferenceX")
     assert fitted.new_of(known) == []
     assert fitted.new_of(traits()) == ["publisher"]
-    assert fitted.new_of(replace(known, gpu="Abacus", model="unheard-of")) == ["gpu", "model"]
+    assert fitted.new_of(replace(known, gpu="Gaudi3", model="unheard-of")) == ["gpu", "model", "pair"]
 
 
 def test_fitted_numbers_are_dated_and_physical() -> None:

@@ -14,8 +14,9 @@ from phalanx.engine.step_sums import StepSums  # noqa: E402
 from phalanx.plan.calibrate import calibrate  # noqa: E402
 from phalanx.plan.cases import Case, prepare  # noqa: E402
 from phalanx.plan.fit_data import STARTS, Data, load_data, summarise  # noqa: E402
-from phalanx.plan.held_out import cross_validate, fold_of, to_fitted, widths  # noqa: E402
+from phalanx.plan.held_out import bounds, cross_validate, fold_of, new_pairs, to_fitted, widths  # noqa: E402
 from phalanx.plan.measurements import Measurement  # noqa: E402
+from phalanx.plan.ridge import Sparse, solve_ridge  # noqa: E402
 from phalanx.plan.simulate import simulate  # noqa: E402
 
 MODELS = ("Llama-3.1-8B", "Llama-3.3-70B")
@@ -120,9 +121,50 @@ def test_a_summary_weighs_as_the_trace_does() -> None:
 def test_bounds_hold_nine_in_ten(plain: Data) -> None:
     rows = plain.cases
     errors = np.random.default_rng(0).normal(0, 0.1, len(rows))
-    width = widths(rows, errors)
-    assert 0.9 <= np.mean(np.abs(errors) <= width.overall) < 0.93
+    width = widths(rows, errors, np.arange(len(rows)) % 4)
+    assert 0.9 <= np.mean(np.abs(errors) <= width.overall) < 0.96
     assert width.families.keys() == {"vllm-0.10"}
+
+
+def test_a_small_publisher_counts_as_much_as_a_large_one(plain: Data) -> None:
+    """Of 60 rows within 1 % and 4 that are 50 % off, nine in ten rows are within 1 %, half of the publishers not."""
+    errors, group = np.full(len(plain.cases), 0.01), np.zeros(len(plain.cases))
+    errors[:4], group[:4] = 0.5, 1
+    assert widths(plain.cases, errors, np.zeros(len(plain.cases))).overall == 0.01
+    assert widths(plain.cases, errors, group).overall == 0.5
+
+
+def test_an_engine_that_was_never_seen_on_an_architecture_is_less_certain(plain: Data) -> None:
+    """Folds by card: one of them is all there is of Blackwell."""
+    row = replace(plain.cases[0].measurement, gpu="B200")
+    rows = [*plain.cases[:30], *[prepare(row)] * 6]
+    fold = np.array([index % 2 for index in range(30)] + [2] * 6)
+    assert new_pairs(rows, fold).tolist() == [False] * 30 + [True] * 6
+    data = load_data(rows)
+    found = {name: values + 0.1 for name, values in data.measured.items()}
+    half = bounds(data, found, fold)["tpot"]
+    assert half[:30] == pytest.approx(0.1)
+    assert half[30:] == pytest.approx(0.25)
+
+
+def test_slopes_are_what_a_small_shift_does(plain: Data) -> None:
+    shifts = np.random.default_rng(3).normal(0, 0.4, (len(plain.cases), len(STARTS)))
+    here, slopes = plain.predict(shifts), plain.slopes(shifts)
+    for index, name in enumerate(STARTS):
+        moved = shifts.copy()
+        moved[:, index] += 1e-5
+        for quantity, values in plain.predict(moved).items():
+            assert (values - here[quantity]) / 1e-5 == pytest.approx(slopes[quantity][:, index], abs=1e-4), name
+
+
+def test_effects_are_those_of_a_dense_regression() -> None:
+    chance = np.random.default_rng(5)
+    dense = chance.normal(size=(40, 30)) * (chance.random((40, 30)) < 0.2)
+    rows, columns = np.nonzero(dense)
+    sparse = Sparse(rows, columns, dense[rows, columns], *dense.shape)
+    weight, stiff, target = chance.random(40), chance.random(30) + 0.1, chance.normal(size=40)
+    wanted = np.linalg.solve(dense.T @ (dense * weight[:, None]) + np.diag(stiff), dense.T @ (weight * target))
+    assert solve_ridge(sparse, weight, stiff, target, np.zeros(30)) == pytest.approx(wanted, abs=1e-4)
 
 
 def test_fitted_numbers_are_written_and_read(plain: Data, tmp_path: Path) -> None:

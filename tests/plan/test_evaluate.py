@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.engine.step_sums import StepSums
 from phalanx.plan.cases import prepare
 from phalanx.plan.evaluate import Evaluation, EvaluationError, Row, Score, draw, evaluate
 from phalanx.plan.measurements import COLUMNS, INDEPENDENT_COLUMNS, Measurement, MeasurementError, read_measurements
@@ -162,10 +163,25 @@ def test_published_throughput_is_of_all_replicas(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_cannot_say_is_counted_not_guessed(tmp_path: Path) -> None:
-    report = evaluate(write_independent(tmp_path / "o.csv", {}, {"express": "attention-DP"}, {"kind": "dream"}))
+    report = evaluate(write_independent(tmp_path / "o.csv", {}, {"express": "speculative"}, {"kind": "dream"}))
     assert [row.problem != "" for row in report.rows] == [False, True]
-    assert "attention-DP" in report.unpredicted[0].problem
+    assert "speculative" in report.unpredicted[0].problem
     assert "dream" in report.bad[0].problem
+
+
+def test_ranks_that_share_experts_alone_have_traffic_of_their_own(tmp_path: Path) -> None:
+    """Eight ranks, each with an eighth of the requests, whole attention layers, and an eighth of the experts' reads."""
+    sparse = {"model": "Qwen3-235B-A22B", "n_gpus": "8", "tp": "8", "gpu": "H200-SXM"}
+    path = write_independent(tmp_path / "o.csv", sparse, sparse | {"express": "attention-DP"})
+    split, apart = (prepare(row) for row in read_measurements(path).measurements)
+    assert (split.workload.concurrency, apart.workload.concurrency) == (64, 8)
+    assert apart.limits.work.linear_bytes > 6 * split.limits.work.linear_bytes
+    many = 100_000
+    assert apart.limits.work.experts_read(many) == pytest.approx(split.limits.work.experts_read(many), rel=0.02)
+    assert 0 < apart.limits.of(StepSums(8, 4800)).all_reduce < split.limits.of(StepSums(64, 38400)).all_reduce
+    told = evaluate(path).rows[1].throughput
+    assert told is not None
+    assert told.low < told.mid < told.high
 
 
 def test_a_whole_publisher_is_left_out(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_slow_links_bound_what_fast_ones_do_not() -> None:
         scaling_curve(ask(PlanQuestion("Llama-3.1-8B", machine, engines="vllm", formats="fp8", tps="4")))[-1]
         for machine in ("4xH100-SXM", "4xRTX4090")
     )
-    assert slow.shares["all-reduces"] > 1.5 * fast.shares["all-reduces"]
+    assert slow.shares["all-reduces"] > 1.2 * fast.shares["all-reduces"]
 
 
 def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

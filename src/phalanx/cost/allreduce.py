@@ -2,9 +2,9 @@
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
 2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE; the latencies of meshes,
-InfiniBand and Ethernet are estimates, to be replaced by measurements. Between boxes, ranks of a box reduce first, and
-each then sends its part over a port of its own.
+latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE and, for latency on PCIe,
+from the tables of L40S and RTX PRO 6000; the latencies of meshes, InfiniBand and Ethernet are estimates, to be replaced
+by measurements. Between boxes, ranks of a box reduce first, and each then sends its part over a port of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
 }
 # fmt: on
 _PAIR_LATENCY = {
-    **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 18e-6, "roce": 33e-6},
+    **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 5.5e-6, "roce": 33e-6},
     **{"ib": 20e-6, "ethernet": 100e-6},  # estimates, 2026-11
 }
 _LINK_SHARE = {

@@ -12,13 +12,20 @@ import msgspec
 
 from phalanx.cost.correction import Traits, effects
 from phalanx.cost.price import Rates
+from phalanx.spec.machine import Gpu
 
 FITTED_FILE = Path(__file__).with_name("fitted.json")
 
 
+def pair_of(traits: Traits) -> str:
+    """The engine, any version of it, and the architecture of the card."""
+    return f"{traits.family.partition('-')[0]}@{Gpu.named(traits.gpu).architecture}"
+
+
 class Width(msgspec.Struct, frozen=True):
     """Halves of 90 % intervals, as logarithms: overall and by engine family for what the fit has seen the like of, and
-    by what is `new` to it ("publisher", "gpu", "model"), from fits that a whole one of these was left out of.
+    by what is `new` to it ("publisher", "gpu", "model", "pair": an engine on this architecture), from fits that a whole
+    one of these was left out of.
     """
 
     overall: float
@@ -55,6 +62,7 @@ class Fitted(msgspec.Struct, frozen=True):
     rates: dict[str, dict[str, float]]
     tpot: Quantity
     ttft: Quantity
+    pairs: list[str] = []
 
     def family_rates(self, family: str, architecture: str = "") -> Rates:
         """On this architecture, or on any where it was never measured."""
@@ -66,6 +74,7 @@ class Fitted(msgspec.Struct, frozen=True):
             "publisher": traits.publisher not in self.publishers,
             "gpu": traits.gpu not in self.gpus,
             "model": traits.model not in self.models,
+            "pair": bool(self.pairs) and pair_of(traits) not in self.pairs,
         }
         return [what for what, is_new in unseen.items() if is_new]
 

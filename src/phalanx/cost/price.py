@@ -16,7 +16,7 @@ from phalanx.spec.calibration import Calibration
 from phalanx.spec.machine import Gpu, Link
 
 _ACTIVATION_BYTES = 2
-_REFERENCE_BANDWIDTH = 4e12
+REFERENCE_BANDWIDTH = 4e12
 _ROUNDED_INPUTS = ("fp8", "fp4")
 """Formats of products whose inputs have to be made, a kernel more each."""
 
@@ -130,7 +130,7 @@ class Roofline:
             tokens * work.linear_flops / self.peak(work.compute),
             work.experts_read(tokens) / self.memory_bandwidth,
             tokens * work.expert_flops / self.peak(work.expert_compute),
-            2 * work.layers * self._all_reduce(message),
+            2 * work.layers * self._all_reduce(message) + self._exchange(message),
             message * work.layers / self.memory_bandwidth,
         )
 
@@ -155,6 +155,15 @@ class Roofline:
             number_format = "fp8" if "fp4" in self.gpu.peaks else "bf16"
         return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)
 
+    def _exchange(self, message: float) -> float:
+        """Where attention is data-parallel: tokens of all ranks to the experts and back, as much as an all-reduce."""
+        work = self.work
+        if work.attention_ranks == 1:
+            return 0.0
+        everyone = message * work.attention_ranks
+        once = calibrated_all_reduce(everyone, work.attention_ranks, self.link, self.implementation, self.calibration)
+        return work.sparse_layers * once
+
     def _all_reduce(self, size: float) -> float:
         return calibrated_all_reduce(size, self.work.tp, self.link, self.implementation, self.calibration)
 
@@ -164,7 +173,7 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     compute = rates.linear_compute * rates.fp8_compute**limits.rounds_inputs
     linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
     head = _overlapped(limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute)
-    slower = (limits.bandwidth / _REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
+    slower = (limits.bandwidth / REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
     experts = _overlapped(
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )

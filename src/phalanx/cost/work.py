@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -22,7 +22,8 @@ class RankWork:
     `cache_bytes` are read per position a decode looks at, `pair_flops` done per pair of positions of a prompt, both by
     reach (None: everything). `compute` and `expert_compute` name the format the products run in, `linear_format` and
     `expert_format` that of the weights. Of a token's FLOPs,
-    `last_flops` lie behind the last attention, where only rows that yield a token go.
+    `last_flops` lie behind the last attention, where only rows that yield a token go. With `attention_ranks`, each of
+    so many ranks has whole attention layers and sequences of its own, and a part of the experts, who see all tokens.
     """
 
     layers: int
@@ -45,6 +46,7 @@ class RankWork:
     pair_flops: tuple[tuple[int | None, float], ...]
     state_bytes: float
     last_flops: float
+    attention_ranks: int = 1
 
     def bytes_of(self, step: StepSums) -> float:
         """All that a step reads, each weight once."""
@@ -59,7 +61,8 @@ class RankWork:
         return whole - skipped + prompts + self.attention_flops(step.decodes, step.context)
 
     def experts_read(self, tokens: float) -> float:
-        return self.experts_touched(tokens) * self.expert_bytes * self.sparse_layers
+        everyone = self.experts_touched(tokens * self.attention_ranks) / self.attention_ranks
+        return everyone * self.expert_bytes * self.sparse_layers
 
     def cache_read(self, step: StepSums) -> float:
         """What the decodes of a step look at, and their states."""
@@ -89,6 +92,11 @@ def count_work(spec: ModelSpec, tp: int, weight_format: str, kv_format: str) -> 
     """Count a model in these formats on `tp` ranks."""
     layout = Layout(spec.in_format(weight_format), tp)
     return max((_rank_work(layout, rank, weight_format, kv_format) for rank in range(tp)), key=_size)
+
+
+def attention_parallel(spec: ModelSpec, ranks: int, weight_format: str, kv_format: str) -> RankWork:
+    """One of `ranks` that share the experts, and nothing else."""
+    return replace(count_work(spec, 1, weight_format, kv_format), attention_ranks=ranks)
 
 
 def _size(work: RankWork) -> float:

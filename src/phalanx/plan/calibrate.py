@@ -9,13 +9,12 @@ Intervals come from predictions of rows that the fit has not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.cost.correction import effects
 from phalanx.plan.fit_data import QUANTITIES, Array, Data, Start
+from phalanx.plan.ridge import Sparse, solve_ridge
 
 _SHARED_STIFFNESS = 0.3
 _FAMILY_STIFFNESS = 1.0
@@ -26,9 +25,9 @@ _OUTLIER = {"tpot": 0.12, "ttft": 0.3}
 """Beyond this far off, a row counts less."""
 _EFFECT_SPREAD = {
     "tpot": {"family": 0.05, "kind": 0.05, "model": 0.1, "version": 0.1, "gpu": 0.05, "series": 0.06}
-    | {"card": 0.1, "regime": 0.15, "publisher": 0.15},
+    | {"card": 0.1, "regime": 0.15, "publisher": 0.1, "apart": 0.3},
     "ttft": {"family": 0.1, "kind": 0.1, "model": 0.2, "version": 0.2, "gpu": 0.1, "series": 0.15}
-    | {"card": 0.15, "regime": 0.2, "publisher": 0.3},
+    | {"card": 0.15, "regime": 0.2, "publisher": 0.3, "apart": 0.3},
 }
 _SLOPE_SPREAD = {
     "tpot": {"slope": 0.06, "model_slope": 0.06},
@@ -60,8 +59,8 @@ class FittedRates:
         known = self.effects[quantity]
         return np.array(
             [
-                sum(strength * known.get(f"{kind}:{name}", 0.0) for kind, name, strength in effects(case.traits))
-                for case in data.cases
+                sum(strength * known.get(f"{kind}:{name}", 0.0) for kind, name, strength in applied)
+                for applied in data.effects
             ]
         )
 
@@ -79,10 +78,9 @@ class FittedRates:
         return {name: float(start.at(shift[index])) for index, (name, start) in enumerate(self.starts.items())}
 
 
-def calibrate(data: Data, near: FittedRates | None = None) -> FittedRates:
-    """Fit rates, then effects on what they leave. With `near`, a fit of almost the same rows, its rates are kept."""
-    rates = _fit_rates(data) if near is None else (near.shared, near.apart, near.hardware)
-    found = FittedRates(data.starts, data.families, data.architectures, *rates, {})
+def calibrate(data: Data) -> FittedRates:
+    """Fit rates, then effects on what they leave."""
+    found = FittedRates(data.starts, data.families, data.architectures, *_fit_rates(data), {})
     left = data.predict(found.shifts(data))
     for name in QUANTITIES:
         found.effects[name] = _fit_effects(name, data, data.measured[name] - left[name])
@@ -103,15 +101,18 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
         ]
     )
     at, damping = np.zeros(count * (1 + families + architectures)), 1.0
-    known = np.concatenate([np.isfinite(data.measured[name]) for name in QUANTITIES])
+    known = np.concatenate([data.tells_rates & np.isfinite(data.measured[name]) for name in QUANTITIES])
 
     def parts(point: Array) -> tuple[Array, Array, Array]:
         rows = point.reshape(1 + families + architectures, count)
         return rows[0], rows[1 : 1 + families], rows[1 + families :]
 
-    def residuals(point: Array) -> Array:
+    def shifts(point: Array) -> Array:
         shared, apart, hardware = parts(point)
-        found = data.predict(shared + apart[data.family] + hardware[data.architecture])
+        return shared + apart[data.family] + hardware[data.architecture]
+
+    def residuals(point: Array) -> Array:
+        found = data.predict(shifts(point))
         off = np.concatenate([(found[name] - data.measured[name]) / _NOISE[name] for name in QUANTITIES])
         return np.where(known, off, 0.0)
 
@@ -120,7 +121,7 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
     for _ in range(most_rounds):
         weight = 1 / (1 + (off / scale) ** 2)
         loss = weight @ off**2 + np.sum((at * stiffness) ** 2)
-        jacobian = _jacobian(data, residuals, at, off, count)
+        jacobian = _jacobian(data, shifts(at)) * known[:, None]
         curvature = jacobian.T @ (jacobian * weight[:, None]) + np.diag(stiffness**2)
         slope = jacobian.T @ (weight * off) + stiffness**2 * at
         for _ in range(8):
@@ -139,12 +140,9 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
     return parts(at)
 
 
-def _jacobian(data: Data, residuals: Callable[[Array], Array], at: Array, off: Array, count: int) -> Array:
-    shared = np.empty((len(off), count))
-    for index in range(count):
-        moved = at.copy()
-        moved[index] += 1e-4
-        shared[:, index] = (residuals(moved) - off) / 1e-4
+def _jacobian(data: Data, shifts: Array) -> Array:
+    slopes = data.slopes(shifts)
+    shared = np.concatenate([slopes[name] / _NOISE[name] for name in QUANTITIES])
     family, architecture = np.tile(data.family, 2), np.tile(data.architecture, 2)
     own = [shared * (family == number)[:, None] for number in range(len(data.families))]
     hardware = [shared * (architecture == number)[:, None] for number in range(len(data.architectures))]
@@ -157,21 +155,19 @@ def _fit_effects(quantity: str, data: Data, left: Array, rounds: int = 4) -> dic
     names: dict[str, int] = {}
     stiff: list[float] = []
     entries = []
-    for row, case in enumerate(data.cases):
-        for kind, name, strength in effects(case.traits):
+    for row in range(len(data.cases)):
+        for kind, name, strength in data.effects[row]:
             column = names.setdefault(f"{kind}:{name}", len(names))
             if column == len(stiff):
-                stiff.append(1 / spreads[kind])
+                stiff.append(1 / spreads[kind] ** 2)
             entries.append((row, column, strength))
-    design = np.zeros((len(data.cases), len(names)))
-    for row, column, strength in entries:
-        design[row, column] = strength
+    rows, columns, strengths = (np.array(part) for part in zip(*entries, strict=True))
+    design = Sparse(rows, columns, strengths, len(data.cases), len(names))
     noise, outlier = _NOISE[quantity], _OUTLIER[quantity]
     known = np.isfinite(left)
     left = np.where(known, left, 0.0)
     found = np.zeros(len(names))
     for _ in range(rounds):
-        weight = known / (1 + ((left - design @ found) / outlier) ** 2) / noise**2
-        curvature = design.T @ (design * weight[:, None]) + np.diag(np.array(stiff) ** 2)
-        found = np.linalg.solve(curvature, design.T @ (weight * left))
+        weight = known / (1 + ((left - design.times(found)) / outlier) ** 2) / noise**2
+        found = solve_ridge(design, weight, np.array(stiff), left, found)
     return {name: float(found[column]) for name, column in names.items()}

@@ -8,11 +8,12 @@ from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
 from phalanx.cost.profiles import EngineProfile, profile
 from phalanx.cost.rules import Rules
-from phalanx.cost.work import count_work
+from phalanx.cost.work import RankWork, attention_parallel, count_work
 from phalanx.models import catalog
 from phalanx.plan.engines import engine as engine_traits
 from phalanx.plan.fit import fit
 from phalanx.plan.measurements import Measurement, MeasurementError
+from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -56,16 +57,12 @@ class Case:
 def prepare(measurement: Measurement) -> Case:
     """What to simulate and price for a row. Raises a PhalanxError that names what is unknown."""
     if measurement.beyond:
-        raise MeasurementError(
-            "not_expressible", f"A tensor-parallel plan cannot say {measurement.beyond}.", "Leave the row out."
-        )
+        raise MeasurementError("not_expressible", f"A plan cannot say {measurement.beyond}.", "Leave the row out.")
     spec = _spec(measurement)
     machine = Machine((Gpu.named(measurement.gpu),) * measurement.tp)
     found = profile(measurement.engine, measurement.version)
     rules, workload = _rules(measurement, found), _workload(measurement)
-    work = count_work(spec, measurement.tp, spec.number_format, measurement.kv_dtype)
-    if measurement.is_shard:
-        work = replace(work, tp=1)
+    work = _work(spec, measurement)
     traits = traits_of(
         spec,
         found.family,
@@ -75,6 +72,7 @@ def prepare(measurement: Measurement) -> Case:
         measurement.ep,
         workload,
         measurement.publisher,
+        measurement.attention_ranks,
     )
     return Case(
         measurement,
@@ -87,6 +85,14 @@ def prepare(measurement: Measurement) -> Case:
     )
 
 
+def _work(spec: ModelSpec, measurement: Measurement) -> RankWork:
+    formats = spec.number_format, measurement.kv_dtype
+    if measurement.attention_ranks > 1:
+        return attention_parallel(spec, measurement.attention_ranks, *formats)
+    work = count_work(spec, measurement.tp, *formats)
+    return replace(work, tp=1) if measurement.is_shard else work
+
+
 def _spec(measurement: Measurement) -> ModelSpec:
     spec = catalog.model(measurement.model)
     wanted = measurement.precision
@@ -96,10 +102,10 @@ def _spec(measurement: Measurement) -> ModelSpec:
 
 
 def _workload(measurement: Measurement) -> Workload:
-    """Of one replica."""
-    clients = max(1, measurement.concurrency // measurement.replicas)
-    requests = None if measurement.requests is None else max(1, measurement.requests // measurement.replicas)
-    rate = None if measurement.rate is None else measurement.rate / measurement.replicas
+    """Of one replica, or of one rank that has sequences of its own."""
+    clients = max(1, measurement.concurrency // measurement.batches)
+    requests = None if measurement.requests is None else max(1, measurement.requests // measurement.batches)
+    rate = None if measurement.rate is None else measurement.rate / measurement.batches
     if rate is not None and requests is None:
         requests = 10 * clients
     lengths = measurement.input_tokens, measurement.output_tokens
@@ -121,7 +127,8 @@ def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
     if _sent_all_at_once(measurement):
         return replace(found.rules, max_sequences=_UNLIMITED_SEQUENCES)
     if measurement.kind == "offline":
-        return replace(found.rules, max_sequences=min(measurement.concurrency, _MOST_OFFLINE))
+        most = max(1, measurement.concurrency // measurement.attention_ranks)
+        return replace(found.rules, max_sequences=min(most, _MOST_OFFLINE))
     if measurement.engine == "vllm" and measurement.length_rule == "fixed":
         return replace(found.rules, max_batched_tokens=_SWEEP_BATCHED_TOKENS)
     if measurement.engine == "trtllm" and measurement.length_rule == "uniform":
@@ -146,5 +153,8 @@ def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequ
         context=longest,
         sequences=sequences,
     )
+    room = fitted.kv_tokens
+    if measurement.attention_ranks > 1:  # each keeps whole tokens, where tensor-parallel ranks keep a part of each
+        room = int(room * fitted.kv_bytes_per_token / Layout(spec, 1).kv_bytes_per_token(0, measurement.kv_dtype))
     needed = sequences * (longest + 16)
-    return None if fitted.kv_tokens >= needed or fitted.kv_tokens < 2 * longest else fitted.kv_tokens
+    return None if room >= needed or room < 2 * longest else room

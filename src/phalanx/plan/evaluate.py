@@ -164,7 +164,7 @@ def _predict(case: Case) -> Row:
     if case.measurement.kind == "burst":
         return predict_burst(case, predictor)
     prediction = predictor.predict(*case.trace_key)
-    throughput = prediction.throughput.times(case.measurement.replicas)
+    throughput = prediction.throughput.times(case.measurement.batches)
     return Row(case.measurement, prediction.tpot, prediction.ttft, throughput)
 
 
@@ -196,11 +196,9 @@ def _row(case: Case, tpot: Interval, ttft: Interval) -> Row:
     """Of a run that was measured as a whole, TPOT is its seconds over its output tokens."""
     row, load = case.measurement, case.workload
     if row.tpot is None:
-        return Row(row, throughput=Interval(*(row.replicas / seconds for seconds in (tpot.mid, tpot.high, tpot.low))))
+        return Row(row, throughput=Interval(*(row.batches / seconds for seconds in (tpot.mid, tpot.high, tpot.low))))
     seconds = ttft.mid + (load.mean_output - 1) * tpot.mid
-    throughput = Interval.around(
-        row.replicas * load.concurrency * load.mean_output / seconds, log(tpot.high / tpot.mid)
-    )
+    throughput = Interval.around(row.batches * load.concurrency * load.mean_output / seconds, log(tpot.high / tpot.mid))
     return Row(row, tpot, ttft, throughput)
 
 

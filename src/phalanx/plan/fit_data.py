@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.cost.correction import effects
 from phalanx.cost.fitted import load_fitted
 from phalanx.cost.kernels import CardReach, at_reach, reach_of
 from phalanx.cost.price import Rates, RooflineTimes, combine, first_token_seconds
@@ -15,6 +16,7 @@ from phalanx.engine.step_sums import StepSums
 from phalanx.plan.cases import Case
 from phalanx.plan.predict import Predictor
 from phalanx.plan.simulate import Trace, simulate
+from phalanx.plan.slopes import step_slopes
 
 Array = Any
 WeighedSteps = list[tuple[StepSums, float, float]]
@@ -36,6 +38,10 @@ class Start:
         if self.most is None:
             return self.value * np.exp(shift)
         return self.most / (1 + (self.most / self.value - 1) * np.exp(-shift))
+
+    def slope(self, rate: Array) -> Array:
+        """Of the rate's logarithm, by the shift."""
+        return np.ones_like(rate) if self.most is None else 1 - rate / self.most
 
 
 STARTS = {
@@ -63,13 +69,15 @@ STARTS = {
 
 class Data:
     """Cases with their traces as arrays. Where a run was measured as a whole, its TPOT stands for the seconds of the
-    run over its output tokens. What was not measured is NaN.
+    run over its output tokens. What was not measured is NaN. Ranks that share the experts alone wait for the slowest of
+    them, which is not simulated: their rows are corrected, but tell nothing of rates.
     """
 
     def __init__(
         self, cases: Sequence[Case], traces: Sequence[WeighedSteps], starts: dict[str, Start] = STARTS
     ) -> None:
         self.cases, self.starts = list(cases), starts
+        self.effects = [tuple(effects(case.traits)) for case in cases]
         steps = [
             (row, *case.limits.of(step), first, between)
             for row, (case, trace) in enumerate(zip(cases, traces, strict=True))
@@ -81,6 +89,7 @@ class Data:
         self.weights = {"ttft": columns[-2], "tpot": columns[-1]}
         reached = [reach_of(case.limits.gpu, case.limits.work) for case in cases]
         self.reach = CardReach(*np.array(reached, dtype=float).T)
+        self.tells_rates = np.array([case.traits.attention_ranks == 1 for case in cases])
         self.prompt_tokens = np.array([case.workload.input_tokens for case in cases], dtype=float)
         self.measured = {
             "tpot": np.log([pace(case) or np.nan for case in cases]),
@@ -95,6 +104,7 @@ class Data:
         """Only these rows."""
         part = object.__new__(Data)
         part.cases, part.starts = [self.cases[row] for row in rows], self.starts
+        part.effects = [self.effects[row] for row in rows]
         place = np.full(len(self.cases), -1)
         place[rows] = np.arange(len(rows))
         chosen = place[self.row] >= 0
@@ -102,7 +112,7 @@ class Data:
         part.limits = RooflineTimes(*(np.asarray(column)[chosen] for column in self.limits))
         part.weights = {name: weight[chosen] for name, weight in self.weights.items()}
         part.reach = CardReach(*(np.asarray(column)[rows] for column in self.reach))
-        part.prompt_tokens = self.prompt_tokens[rows]
+        part.tells_rates, part.prompt_tokens = self.tells_rates[rows], self.prompt_tokens[rows]
         part.measured = {name: values[rows] for name, values in self.measured.items()}
         part.families, part.family = self.families, self.family[rows]
         part.architectures, part.architecture = self.architectures, self.architecture[rows]
@@ -110,8 +120,7 @@ class Data:
 
     def predict(self, shifts: Array) -> dict[str, Array]:
         """Logarithms of TPOT and TTFT when the rates of every row are shifted so (rows x rates)."""
-        fitted = Rates(*(start.at(shifts[:, index]) for index, start in enumerate(self.starts.values())))
-        by_row = at_reach(fitted, self.reach)
+        by_row = at_reach(self._fitted(shifts), self.reach)
         cost = combine(self.limits, Rates(*(np.asarray(rate)[self.row] for rate in by_row))).total
         rows = len(self.cases)
         first = np.bincount(self.row, cost * self.weights["ttft"], rows)
@@ -119,6 +128,24 @@ class Data:
             "tpot": np.log(np.bincount(self.row, cost * self.weights["tpot"], rows)),
             "ttft": np.log(first + first_token_seconds(by_row, self.prompt_tokens)),
         }
+
+    def slopes(self, shifts: Array) -> dict[str, Array]:
+        """How those logarithms move with every shift (rows x rates)."""
+        fitted, rows = self._fitted(shifts), len(self.cases)
+        by_row, found = at_reach(fitted, self.reach), self.predict(shifts)
+        steps = step_slopes(self.limits, Rates(*(np.asarray(rate)[self.row] for rate in by_row)))
+        sums = {
+            name: np.stack([np.bincount(self.row, slope * self.weights[name], rows) for slope in steps], axis=1)
+            for name in QUANTITIES
+        }
+        outside = steps._fields.index("first_token_ms"), steps._fields.index("prompt_token_us")
+        sums["ttft"][:, outside[0]] = 1e-3 * by_row.first_token_ms
+        sums["ttft"][:, outside[1]] = 1e-6 * by_row.prompt_token_us * self.prompt_tokens
+        inner = np.stack([start.slope(rate) for start, rate in zip(self.starts.values(), fitted, strict=True)], axis=1)
+        return {name: values * inner / np.exp(found[name])[:, None] for name, values in sums.items()}
+
+    def _fitted(self, shifts: Array) -> Rates:
+        return Rates(*(start.at(shifts[:, index]) for index, start in enumerate(self.starts.values())))
 
 
 def pace(case: Case) -> float | None:
@@ -128,7 +155,7 @@ def pace(case: Case) -> float | None:
     row = case.measurement
     if row.tpot is not None or row.throughput is None:
         return row.tpot
-    return (row.replicas if case.runs_once else row.concurrency) / row.throughput
+    return (row.batches if case.runs_once else row.concurrency) / row.throughput
 
 
 def summarise(trace: Trace) -> WeighedSteps:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, write_fitted
+from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, pair_of, write_fitted
 from phalanx.errors import PhalanxError
-from phalanx.plan.calibrate import FittedRates, calibrate
+from phalanx.plan.calibrate import calibrate
 from phalanx.plan.cases import Case, prepare
 from phalanx.plan.fit_data import QUANTITIES, Array, Data, load_data
 from phalanx.plan.measurements import read_measurements
@@ -24,6 +24,9 @@ FOLDS = 5
 ALWAYS_SEEN = -1
 _INTERVAL = 0.9
 _ROWS_TO_TELL = 30
+_GROUPS_TO_TELL = 3
+_UNSEEN_PAIR = 2.5
+"""How much wider an interval is at least where an engine was never seen on an architecture: a rule of thumb."""
 
 
 def fold_of(cases: Sequence[Case], folds: int, seed: int | None = None) -> Array:
@@ -55,14 +58,14 @@ def group_of(cases: Sequence[Case], what: str, folds: int | None = None) -> Arra
     return np.array([number[name] for name in names])
 
 
-def predict_unseen(data: Data, fold: Array, near: FittedRates | None = None) -> dict[str, Array]:
+def predict_unseen(data: Data, fold: Array) -> dict[str, Array]:
     """Logarithms of TPOT and TTFT of every row by a calibration that has not seen its fold; NaN for rows that are
     always seen.
     """
     found = {name: np.full(len(data.cases), np.nan) for name in QUANTITIES}
     for number in np.unique(fold[fold != ALWAYS_SEEN]):
         seen, unseen = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
-        predicted = calibrate(data.subset(seen), near).predict(data.subset(unseen))
+        predicted = calibrate(data.subset(seen)).predict(data.subset(unseen))
         for name, values in predicted.items():
             found[name][unseen] = values
     return found
@@ -73,37 +76,61 @@ def cross_validate(data: Data, folds: int = FOLDS, seed: int | None = None) -> d
     return predict_unseen(data, fold_of(data.cases, folds, seed))
 
 
-def widths(cases: Sequence[Case], off: Array) -> Width:
-    """Half-widths that hold nine in ten of these errors; a family's own as far as it has rows to tell."""
-    overall = _quantile(off)
+def widths(cases: Sequence[Case], off: Array, group: Array) -> Width:
+    """Half-widths that hold nine in ten of these errors; a family's own as far as it has rows and groups to tell. Rows
+    of a group (a publisher, a GPU) share what is wrong with them, so every group counts the same.
+    """
+    overall = _quantile(off, group)
     families: dict[str, float] = {}
     for family in sorted({case.traits.family for case in cases}):
-        own = off[[case.traits.family == family for case in cases]]
-        count = int(np.isfinite(own).sum())
-        share = count / (count + _ROWS_TO_TELL)
-        families[family] = share * _quantile(own) + (1 - share) * overall if count else overall
+        own = np.array([case.traits.family == family for case in cases]) & np.isfinite(off)
+        count, groups = int(own.sum()), len(np.unique(group[own]))
+        share = min(count / (count + _ROWS_TO_TELL), groups / (groups + _GROUPS_TO_TELL))
+        families[family] = share * _quantile(off[own], group[own]) + (1 - share) * overall if count else overall
     return Width(overall, families)
 
 
-def _quantile(off: Array) -> float:
-    """Nine in ten of what is known; one more than a share of few, as conformal intervals take it."""
-    sizes = np.sort(np.abs(off[np.isfinite(off)]))
-    if not len(sizes):
+def _quantile(off: Array, group: Array) -> float:
+    """Nine in ten of what is known, each group as a whole; one row more than a share of few, as conformal intervals
+    take it.
+    """
+    known = np.isfinite(off)
+    if not known.any():
         return 0.0
-    return float(sizes[min(len(sizes) - 1, int(np.ceil((len(sizes) + 1) * _INTERVAL)) - 1)])
+    sizes, group = np.abs(off[known]), group[known]
+    order = np.argsort(sizes)
+    _, place, counts = np.unique(group, return_inverse=True, return_counts=True)
+    reached = np.cumsum((1 / counts[place])[order]) / len(counts)
+    wanted = _INTERVAL * (1 + 1 / len(sizes))
+    return float(sizes[order][min(len(sizes) - 1, int(np.searchsorted(reached, wanted - 1e-9)))])
 
 
 def bounds(data: Data, found: dict[str, Array], fold: Array) -> dict[str, Array]:
-    """Half-widths for every row from the errors of the other folds."""
+    """Half-widths for every row from the errors of the other folds: of rows whose engine was seen on their architecture
+    as little as on this row's. Each error is that of a fit without its own fold.
+    """
+    is_new = new_pairs(data.cases, fold)
     wide = {name: np.full(len(data.cases), np.nan) for name in found}
     for name, values in found.items():
         off = values - data.measured[name]
         for number in np.unique(fold[fold != ALWAYS_SEEN]):
-            others = np.flatnonzero((fold != number) & (fold != ALWAYS_SEEN)).tolist()
-            width = widths([data.cases[row] for row in others], off[others])
+            others = (fold != number) & (fold != ALWAYS_SEEN)
+            seen = np.flatnonzero(others & ~is_new).tolist()
+            width = widths([data.cases[row] for row in seen], off[seen], fold[seen])
+            unseen = others & is_new
+            new = max(_UNSEEN_PAIR * width.overall, _quantile(off[unseen], fold[unseen]))
             for row in np.flatnonzero(fold == number).tolist():
-                wide[name][row] = width.families.get(data.cases[row].traits.family, width.overall)
+                own = width.families.get(data.cases[row].traits.family, width.overall)
+                wide[name][row] = new if is_new[row] else own
     return wide
+
+
+def new_pairs(cases: Sequence[Case], fold: Array) -> Array:
+    """Rows whose engine ran on their architecture in no row outside their fold."""
+    pairs = np.array([pair_of(case.traits) for case in cases])
+    spread = {pair: np.unique(fold[pairs == pair]) for pair in np.unique(pairs)}
+    alone = np.array([len(spread[pair]) == 1 for pair in pairs])
+    return alone & (fold != ALWAYS_SEEN)
 
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:
@@ -141,17 +168,24 @@ def predict_cases(
 
 
 def to_fitted(data: Data, source: str, folds: int = FOLDS, leave_out: Sequence[str] = ()) -> Fitted:
-    """Rates and corrections from all rows, intervals from corrections that have not seen the row's series, or a whole
-    one of these. What is not left out widens by its usual factor.
+    """Rates and corrections from all rows, intervals from fits that have not seen the row's series, or a whole one of
+    these: each publisher by itself, the others some at a time. What is not left out widens by its usual factor.
     """
     whole = calibrate(data)
-    found = predict_unseen(data, fold_of(data.cases, folds), whole)
-    new = {what: predict_unseen(data, group_of(data.cases, what, folds), whole) for what in leave_out}
+    series = fold_of(data.cases, folds)
+    found = predict_unseen(data, series)
+    groups = {what: group_of(data.cases, what, None if what == "publisher" else folds) for what in leave_out}
+    new = {what: predict_unseen(data, group) for what, group in groups.items()}
     quantities = {}
     for name in QUANTITIES:
-        width = widths(data.cases, found[name] - data.measured[name])
+        width = widths(data.cases, found[name] - data.measured[name], series)
         unseen = {what: factor * width.overall for what, factor in _USUALLY_WIDER.items()}
-        unseen |= {_NEW[what]: round(_quantile(new[what][name] - data.measured[name]), 4) for what in leave_out}
+        for what in leave_out:
+            off, is_new = new[what][name] - data.measured[name], new_pairs(data.cases, groups[what])
+            group = groups[what]
+            unseen[_NEW[what]] = round(_quantile(off[~is_new], group[~is_new]), 4)
+            if what == "publisher":
+                unseen["pair"] = round(max(unseen["pair"], _quantile(off[is_new], group[is_new])), 4)
         kept = {key: round(value, 5) for key, value in sorted(whole.effects[name].items()) if abs(value) >= 5e-4}
         quantities[name] = Quantity(kept, Width(width.overall, width.families, unseen))
     return Fitted(
@@ -165,11 +199,12 @@ def to_fitted(data: Data, source: str, folds: int = FOLDS, leave_out: Sequence[s
             family: {name: float(f"{value:.6g}") for name, value in rates.items()}
             for family, rates in whole.rates().items()
         },
+        pairs=sorted({pair_of(case.traits) for case in data.cases}),
         **quantities,
     )
 
 
-_USUALLY_WIDER = {"gpu": 1.5, "model": 1.4}
+_USUALLY_WIDER = {"gpu": 1.5, "model": 1.4, "pair": _UNSEEN_PAIR}
 _NEW = {"publisher": "publisher", "gpu": "gpu", "family": "model"}
 
 
@@ -180,7 +215,7 @@ def main() -> None:
     given = parser.parse_args()
     cases = [case for case in read_cases(given.files) if case.measurement.kind != "poisson"]
     data = load_data(cases)  # when steps fell by the clock is itself a prediction
-    fitted = to_fitted(data, ", ".join(path.name for path in given.files), folds=3, leave_out=("publisher",))
+    fitted = to_fitted(data, ", ".join(path.name for path in given.files), leave_out=("publisher", "gpu", "family"))
     write_fitted(fitted, given.output)
     for name, quantity in (("TPOT", fitted.tpot), ("TTFT", fitted.ttft)):
         print(f"{fitted.rows} rows; 90 % half-widths of {name} (logarithms): {quantity.width}")

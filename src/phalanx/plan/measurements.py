@@ -26,6 +26,7 @@ INDEPENDENT_COLUMNS = (
 )
 """Anyone's numbers: each row says what kind of run it was, and has what was published of it."""
 _KINDS = {"closed": "closed", "decode": "closed", "offline": "offline", "static": "static", "poisson": "poisson"}
+_ATTENTION_DP = "attention-DP"
 _UNIFORM_SPREAD = 0.2
 _LOOSE_SWEEP = 1000
 """NVIDIA sweeps in lengths of round thousands: their times to first token show requests that do not end together."""
@@ -44,8 +45,8 @@ class Measurement:
     tokens a second of all replicas, as far as they were published.
 
     `offline`: all requests at once, `concurrency` the most that run. `static`: one batch. `burst`: one batch, its TTFT
-    that of the last request and its TPOT the rest of the run. `is_shard`: one rank of `tp`, alone. `beyond`: what a
-    tensor-parallel plan cannot say of it.
+    that of the last request and its TPOT the rest of the run. `is_shard`: one rank of `tp`, alone. `attention_ranks`:
+    of the `tp` ranks, so many have sequences of their own and share the experts. `beyond`: what a plan cannot say.
     """
 
     engine: str
@@ -71,7 +72,13 @@ class Measurement:
     publisher: str = ""
     tier: str = "current"
     beyond: str = ""
+    attention_ranks: int = 1
     is_shard: bool = False
+
+    @property
+    def batches(self) -> int:
+        """How many share the traffic: replicas, and the ranks of each that have sequences of their own."""
+        return self.replicas * self.attention_ranks
 
     @property
     def series(self) -> tuple[str, str, str, int]:
@@ -211,7 +218,8 @@ def _from_independent(row: dict[str, str]) -> Measurement:
         replicas=int(row["n_gpus"]) // int(row["tp"]),
         publisher=row["source"],
         tier=row["tier"],
-        beyond="" if row["express"] == "yes" else row["express"],
+        beyond="" if row["express"] in ("yes", _ATTENTION_DP) else row["express"],
+        attention_ranks=int(row["tp"]) if row["express"] == _ATTENTION_DP else 1,
     )
 
 

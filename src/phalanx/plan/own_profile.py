@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from phalanx.cost.fitted import Fitted, Quantity, load_fitted
+from phalanx.cost.fitted import Fitted, Quantity, load_fitted, pair_of
 from phalanx.plan.calibrate import calibrate
 from phalanx.plan.cases import prepare
 from phalanx.plan.evaluate import predict_burst
@@ -32,9 +32,11 @@ def fit_profile(measurements: Sequence[Measurement]) -> Fitted:
     gpu = cases[0].limits.gpu
     data = load_data(cases, _starts(gpu.architecture))
     whole = calibrate(data)
-    found = predict_unseen(data, np.arange(len(cases)) % FOLDS)
+    fold = np.arange(len(cases)) % FOLDS
+    found = predict_unseen(data, fold)
     quantities = {
-        name: Quantity(whole.effects[name], widths(cases, found[name] - data.measured[name])) for name in QUANTITIES
+        name: Quantity(whole.effects[name], widths(cases, found[name] - data.measured[name], fold))
+        for name in QUANTITIES
     }
     return Fitted(
         source=f"phalanx calibrate on {gpu.name}: {', '.join(sorted({each.model for each in measurements}))}",
@@ -44,6 +46,7 @@ def fit_profile(measurements: Sequence[Measurement]) -> Fitted:
         gpus=[gpu.name],
         publishers=list(_PLANNED),
         rates=whole.rates(),
+        pairs=sorted({pair_of(case.traits) for case in cases}),
         **quantities,
     )
 

@@ -1,0 +1,53 @@
+"""How a step's seconds move with the rates: what `cost.price.combine` says, differentiated. Needs numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.price import REFERENCE_BANDWIDTH, Rates, RooflineTimes
+
+Array = Any
+
+
+def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
+    """Seconds by which a step grows for every unit of a rate's logarithm."""
+    compute = rates.linear_compute * rates.fp8_compute**limits.rounds_inputs
+    reads, multiplies = _parts(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
+    head_reads, head_multiplies = _parts(
+        limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute
+    )
+    ratio = limits.bandwidth / REFERENCE_BANDWIDTH
+    slower = ratio ** (1 - rates.expert_bandwidth_power)
+    expert_reads, expert_multiplies = _parts(
+        limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
+    )
+    nothing = np.zeros_like(reads)
+    return Rates(
+        linear_bandwidth=-reads - head_reads,
+        linear_compute=-multiplies - head_multiplies,
+        fp8_compute=-multiplies * limits.rounds_inputs,
+        expert_bandwidth=-expert_reads,
+        expert_compute=-expert_multiplies,
+        expert_bandwidth_power=-expert_reads * np.log(ratio) * rates.expert_bandwidth_power,
+        cache_bandwidth=-limits.cache_read / rates.cache_bandwidth,
+        prompt_attention=-limits.prompt_attention / rates.prompt_attention,
+        all_reduce=limits.all_reduce * rates.all_reduce,
+        activation_passes=limits.activations * rates.activation_passes,
+        layer_us=1e-6 * limits.layers * rates.layer_us,
+        fp8_layer_us=1e-6 * limits.layers * limits.rounds_inputs * rates.fp8_layer_us,
+        sparse_layer_us=1e-6 * limits.sparse_layers * rates.sparse_layer_us,
+        prompt_layer_us=1e-6 * limits.layers * limits.has_prompt * rates.prompt_layer_us,
+        step_ms=1e-3 * rates.step_ms,
+        prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms,
+        row_us=1e-6 * limits.rows * rates.row_us,
+        first_token_ms=nothing,
+        prompt_token_us=nothing,
+    )
+
+
+def _parts(read: Array, compute: Array) -> tuple[Array, Array]:
+    """What each of two that overlap adds to their cubic mean."""
+    mean = np.maximum((read**3 + compute**3) ** (1 / 3), 1e-30)
+    return read**3 / mean**2, compute**3 / mean**2
