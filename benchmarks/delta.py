@@ -1,4 +1,5 @@
-"""Gated delta nets alone on a GPU: `python benchmarks/delta.py`. Times of each kernel beside the bytes it has to move.
+"""Gated delta nets alone on a GPU: `python benchmarks/delta.py`. Times of each kernel beside the bytes it has to move,
+and how far states are from those of the definition.
 
 Decode steps of 1 to 256 rows as graphs, prompts kernel by kernel. States of several layers take turns, so that none
 is still in the L2 cache when it comes round.
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.delta import delta_net_torch
 from phalanx.kernels.delta_weights import DeltaWeights
+from phalanx.kernels.gpu import delta_prompts
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -108,6 +112,20 @@ def time_prompts(name: str, prompts: int, length: int) -> None:
         print(f"    {event.key[:60]:60} {event.device_time_total:9.1f} us")
 
 
+def tell_error(name: str, tokens: int) -> None:
+    """Root mean squares of the difference of the states, and of what is read, over those of the definition."""
+    ours, theirs = Layer(*NETS[name], 1), Layer(*NETS[name], 1)
+    qkvz, rates = ours.inputs(tokens)
+    batch = AttentionBatch(qkvz, None, [PrefillRow(0, tokens, 0, qkvz, 0)])
+    found = delta_net(qkvz, rates, ours.net, ours.states, ours.columns, *prompt_batch(1, tokens))
+    wanted = delta_net_torch(qkvz, rates, ours.net, theirs.states, theirs.columns, batch)
+    assert isinstance(found, torch.Tensor)
+    pairs = {"state": (ours.states, theirs.states), "read": (found.float(), wanted.float())}
+    for part, (one, other) in pairs.items():
+        error = float((one - other).norm() / other.norm())
+        print(f"{name} {tokens} tokens, error of {part}: {error:.2e}, most {float((one - other).abs().max()):.2e}")
+
+
 def told(case: str, took: float, moved: int) -> None:
     limit = moved / BYTES_PER_S
     print(f"{case:28} {took * 1e6:9.1f} us, limit {limit * 1e6:8.1f} us, {limit / took:5.0%}", flush=True)
@@ -116,11 +134,15 @@ def told(case: str, took: float, moved: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", choices=list(NETS), default=list(NETS))
-    for name in parser.parse_args().nets:
+    parser.add_argument("--values", type=int, default=delta_prompts.VALUES_AT_ONCE, help="columns of a state at once")
+    asked = parser.parse_args()
+    delta_prompts.VALUES_AT_ONCE = asked.values
+    for name in asked.nets:
         for rows in (1, 8, 32, 128, 256):
             time_decodes(name, rows)
         for prompts, length in ((1, 128), (1, 1024), (16, 1024), (1, 16384)):
             time_prompts(name, prompts, length)
+        tell_error(name, 1000)
 
 
 if __name__ == "__main__":

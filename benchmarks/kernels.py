@@ -130,6 +130,11 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
         some(4, 1536 + rank + rope, dtype=dtype)[:, 1536:], some(rank, dtype=dtype), 1e-6, turn, turn,
         whole(4, dtype=torch.int64), cache,
     )  # fmt: skip
+    matrices = some(16, 256, rank, dtype=dtype)
+    for count in (1, 128):
+        x, brought = some(count, 16, 128 + rope, dtype=dtype)[..., :128], some(count, 16, rank, dtype=dtype)
+        yield lambda x=x, b=brought: latent_rows.by_heads(x, matrices[:, :128], b)
+        yield lambda b=brought: latent_rows.by_heads(b, matrices[:, 128:].mT, some(len(b), 16, 128, dtype=dtype))
     yield lambda: indexer.index_scores(
         some(4, 64, 128, dtype=dtype), some(4, 64, dtype=torch.float32), some(8, 16, 128, dtype=dtype), whole(4, 4),
         torch.arange(4), torch.arange(4), 64,
@@ -256,7 +261,11 @@ def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
         yield lambda r=ranks: invariant.join_ranks(some(4, 4096 * r, dtype=torch.float32), r, dtype)
     gate_up, down = some(32, 1024, 1024, dtype=dtype), some(32, 1024, 512, dtype=dtype)
     weights, chosen = some(40, 4, dtype=torch.float32), (torch.arange(160) % 32).view(40, 4).int()
-    yield lambda: invariant.experts(some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype)
+    shared = some(8, 40, 1024, dtype=torch.float32)
+    for beside in (None, shared):
+        yield lambda b=beside: invariant.experts(
+            some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype, b
+        )
     for heads, kv_heads, dim, window in ((32, 8, 128, None), (9, 3, 64, 100)):
         cache, sinks = some(8, 16, 2, kv_heads, dim, dtype=dtype), some(heads, dtype=torch.float32)
         queries = some(40, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
@@ -311,6 +320,7 @@ def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[s
     triton.runtime.driver.set_active(NoDriver(capability))
     early.starts_early.cache_clear()
     shared_memory.is_roomy.cache_clear()
+    shared_memory.is_vast.cache_clear()
     run, built, wrong = JITFunction.run, [], []
     processors = stream.multiprocessors
     most = SHARED_MEMORY[capability]

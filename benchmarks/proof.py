@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from h200_facts import MODELS
 
+from phalanx.bench.offline import settled_memory
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.tracing import EngineTracer
@@ -124,6 +125,7 @@ def main() -> None:
             model.watch = Canary(len(model.layers), model.place.device)
         for engine in engines:
             filled(engine, asked, outputs)
+        stack.enter_context(settled_memory())
         timed = a_run if on_gpu else one_step
         if asked.option == "trace":
             pairs = list(traced_and_not(engines[0], turns))

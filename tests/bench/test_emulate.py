@@ -28,7 +28,8 @@ def tiny(tmp_path: Path) -> Path:
 def run(model: Path, degrees: str = "1,3", **options: object) -> list[dict[str, float]]:
     given: dict[str, object] = {"all_reduce_us": 500.0, "machine": None} | options
     output = model / "out.json"
-    emulate(str(model), "2x8x6", degrees, dtype="fp32", load_format="auto", repeats=1, output=output, **given)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(model), dtype="fp32")
+    emulate(config, "2x8x6", degrees, repeats=1, output=output, **given)  # type: ignore[arg-type]
     return json.loads(output.read_text())["results"]
 
 

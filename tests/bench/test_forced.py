@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.offline import FixedBatch, _table, _time, least_work, run_cases
+from phalanx.cli import app
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device
@@ -38,6 +40,21 @@ def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptanc
     assert (told.draft_share > 0) == (speculate == "mtp")
     assert engine.scheduler.speculation is speculation
     assert "speed-up" in [column.header for column in _table("", [result], CEILINGS).columns]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "deepseek_v3"])
+def test_the_command_times_drafts_on_random_weights_alone_and_as_a_rank_of_several(name: str, tmp_path: Path) -> None:
+    """As it is run on a GPU: nothing but a configuration is there, and its head has random weights too."""
+    heads = {"mtp_num_hidden_layers" if name.startswith("qwen") else "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(name).to_dict() | heads))
+    drafts = ["--speculate", "mtp", "--speculate-tokens", "3", "--acceptance", "0.8", "--json", str(tmp_path / "out")]
+    for emulated in ([], ["--emulate-tp", "2", "--all-reduce-us", "1"]):
+        asked = ["bench", "offline", str(tmp_path), "--cases", "1x5x20", "--load-format", "dummy", "--repeats", "1"]
+        answer = CliRunner().invoke(app, [*asked, *drafts, *emulated])
+        assert answer.exit_code == 0, answer.output
+        (result,) = json.loads((tmp_path / "out").read_text())["results"]
+        assert result["speculated"]["drafts"] >= 3
+        assert 0 < result["speculated"]["accepted"] <= result["speculated"]["drafts"]
 
 
 @pytest.mark.parametrize(("speculate", "acceptance"), [("off", 0.8), ("mtp", None), ("ngram", 1.5)])

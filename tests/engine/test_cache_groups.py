@@ -70,6 +70,20 @@ def test_a_prompt_without_blocks_waits_for_those_before_it_and_drives_out_those_
     check_empty(engine.scheduler)
 
 
+@pytest.mark.parametrize(("num_blocks", "length"), [(29, 6), (30, 12), (31, 15)])
+def test_two_prompts_do_not_wait_for_each_others_blocks(num_blocks: int, length: int) -> None:
+    """Short ones pass a long one until no block is left for the window of either: the long one came first."""
+    engine, _ = make_engine(windows=(9,), max_model_len=104, num_blocks=num_blocks, budget=16)
+    requests = [engine.add([1, 2, 3] * 32, greedy(4))]
+    engine.step()
+    requests += [engine.add([2, 3, number] * (length // 3), greedy(3)) for number in (4, 5)]
+    for _ in range(200):
+        engine.step()
+    for request in requests:
+        check_answer(request, 104)
+    check_empty(engine.scheduler)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_where_every_layer_has_a_window_blocks_behind_it_are_free(depth: int) -> None:
     """Token ids alone are kept of 120 tokens; six sequences live with four blocks each, one with a chunk more."""

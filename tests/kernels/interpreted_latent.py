@@ -9,7 +9,7 @@ from triton.language.extra import cuda
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gpu import latent, latent_rows
 from phalanx.kernels.indexer import Best, Chosen, choose_gpu, choose_torch, rows_of
-from phalanx.kernels.latent import Heads, keep_latents, latent_attention_gpu, latent_attention_torch
+from phalanx.kernels.latent import Heads, by_heads, keep_latents, latent_attention_gpu, latent_attention_torch
 from phalanx.kernels.rotary import apply_rotary
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -74,6 +74,16 @@ def check_kept(tokens: int, rank: int, rope: int) -> None:
     torch.testing.assert_close(*caches)
 
 
+def check_by_heads(rows: int, heads: int, inputs: int, outputs: int, turned: bool) -> None:
+    """From and to some columns of each head; matrices that lie by inputs or by outputs."""
+    x = torch.randn(rows, heads, inputs + 3)[..., :inputs]
+    matrices = torch.randn(heads, outputs, inputs).mT if turned else torch.randn(heads, inputs, outputs)
+    found, wanted = torch.full((2, rows, heads, outputs + 5), 7.0).unbind()
+    latent_rows.by_heads(x, matrices, found[..., :outputs])
+    by_heads(x, matrices, wanted[..., :outputs])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def check_tall_tiles() -> None:
     """Cut as for tensor cores: more cached tokens at once, and heads that fill the columns or do not."""
     usual = latent._shape
@@ -88,16 +98,20 @@ def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     torch.manual_seed(0)
     check_kept(3, 40, 8)
+    latent_rows.NUMBERS_AT_ONCE = 1024
+    for turned in (False, True):
+        check_by_heads(1, 3, 24, 70, turned)
+        check_by_heads(70, 2, 40, 33, turned)
     latent.READERS = 12
     check_tall_tiles()
-    check_attention(5, 12, 20, Step([1, 16, 17, 33, 70, 2], []))
+    check_attention(5, 12, 20, Step([1, 16, 17, 33, 2], []))
     check_attention(20, 24, 16, Step([65, 1], []))
-    check_attention(5, 24, 16, Step([1] * 13, []))
-    check_attention(3, 12, 16, Step([40, 1, 7], [], uneven=True))
-    check_attention(5, 24, 20, Step([9, 1], [(0, 130), (0, 5), (0, 31)]))
-    check_attention(3, 12, 40, Step([9], [(37, 131), (0, 17), (64, 5)]))
+    check_attention(3, 12, 16, Step([1, 3] + [1] * 11, []))
+    check_attention(3, 12, 16, Step([40, 1], [], uneven=True))
+    check_attention(2, 24, 20, Step([9, 1], [(0, 130), (0, 5), (0, 31)]))
+    check_attention(2, 12, 40, Step([9], [(37, 131), (0, 17), (64, 5)]))
     check_attention(5, 12, 20, Step([70, 3, 33], []), top=16)
-    check_attention(3, 12, 20, Step([40, 3], [(0, 40), (21, 20)]), top=16)
+    check_attention(3, 12, 20, Step([40, 3], [(0, 18), (21, 5)]), top=16)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, unit_length
+from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, prompts_of, unit_length
 from phalanx.kernels.delta_weights import CHUNK
-from phalanx.kernels.tiling import DecodeRows
+from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 
 HEADS, K_DIM, V_DIM, CHANNELS, KERNEL = 3, 8, 5, 14, 4
 PLACES = 6
@@ -108,6 +108,20 @@ def test_decodes_beginners_and_prompts_share_a_batch() -> None:
     )
     for slot in lengths:
         torch.testing.assert_close(states[slot], alone[slot][1], atol=1e-5, rtol=0)
+
+
+def test_tiles_tell_of_whole_prompts() -> None:
+    """Those of one prompt are put together, those that fill up stay apart, and those of no rows are nothing."""
+    spans = [(3, 7, 2 * PROMPT_TILE), (1, 0, PROMPT_TILE), (4, 5, 2 * PROMPT_TILE + 1)]
+    tiles, first = [(0, 0, 0, 0, 0)], 2
+    for place, start, count in spans:
+        tiles += tile_prompt(place, first, count, start)
+        first += count
+    padding = [(PLACES, first + number * PROMPT_TILE, PROMPT_TILE, 0, 0) for number in range(2)]
+    cut = PrefillTiles(torch.empty(0), torch.tensor([*tiles, *padding, (0, 0, 0, 0, 0)]), True)
+    found = prompts_of(AttentionBatch(torch.empty(0), None, [], cut))
+    assert [(row.slot, row.start, row.count) for row in found] == spans + [(PLACES, 0, PROMPT_TILE)] * 2
+    assert [row.first for row in found] == [2, 258, 386, *(row[1] for row in padding)]
 
 
 def convolved(x: Tensor, taps: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.indexer import Best, choose_gpu, choose_torch, rows_of
-from phalanx.kernels.latent import Heads, keep_latents, latent_attention, latent_attention_torch
+from phalanx.kernels.latent import Heads, by_heads, keep_latents, latent_attention, latent_attention_torch
 from phalanx.kernels.rotary import apply_rotary
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -107,6 +107,16 @@ def test_prompts_that_go_on(heads: int, nope: int, v: int) -> None:
 def test_only_what_is_chosen_is_attended() -> None:
     check(16, 128, 128, *laid_out([(700, 1), (0, 1), (63, 1), (300, 1)], 4), top=64)
     check(16, 128, 128, *laid_out([(700, 1), (0, 130), (200, 70)], 1), top=64)
+
+
+@SIZES
+@pytest.mark.parametrize("rows", [1, 5, 32, 100, 128, 129])
+def test_products_by_heads(heads: int, nope: int, v: int, rows: int) -> None:
+    matrices, q = randn(heads, nope + v, RANK), randn(rows, heads, nope + ROPE)
+    for x, matrix in ((q[..., :nope], matrices[:, :nope]), (randn(rows, heads, RANK), matrices[:, nope:].mT)):
+        out = torch.full((rows, heads, matrix.shape[2]), float("nan"), device="cuda", dtype=HALF)
+        by_heads(x, matrix, out)
+        close(out, torch.einsum("thn,hnr->thr", x.double(), matrix.double()))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.offline import FixedBatch, Timing, time_case
+from phalanx.bench.offline import (
+    DRAFT_COLUMNS,
+    FixedBatch,
+    Speculated,
+    Timing,
+    check_acceptance,
+    time_both,
+    told_of_drafts,
+    with_room_for,
+)
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.errors import ConfigError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -46,33 +55,26 @@ class Scaled:
     tok_s_per_gpu: float
     efficiency: float
     prefill_tok_s: float
+    speculated: Speculated | None = None
 
 
 def emulate(
-    model: str | None,
+    asked: EngineConfig,
     cases: str,
     degrees: str,
     all_reduce_us: float | None,
     machine: str | None,
-    dtype: str,
-    load_format: str,
     repeats: int,
     output: Path | None,
-    kv_cache_dtype: str = "auto",
+    acceptance: float | None = None,
 ) -> list[Scaled]:
-    """Time every case at every TP degree, print a table, and write JSON if asked to."""
+    """Time every case at every TP degree, print a table, and write JSON if asked to. With an `acceptance`, time them
+    with drafts too.
+    """
+    check_acceptance(asked, acceptance)
     parsed, tps = [FixedBatch.parse(text) for text in cases.split(",")], parse_degrees(degrees, "--emulate-tp")
-    path, console = locate(model), Console()
-    spec = Checkpoint(path, load_format).spec
-    config = EngineConfig(
-        model=model,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        load_format=load_format,
-        max_num_seqs=max(case.batch for case in parsed),
-        max_model_len=max(case.inputs + case.outputs for case in parsed),
-        prefix_caching=False,
-    )
+    path, console = locate(asked.model), Console()
+    spec, config = Checkpoint(path, asked.load_format).spec, with_room_for(asked, parsed)
     device = pick_device(config, 0)
     results: list[Scaled] = []
     for tp in tps:
@@ -83,9 +85,10 @@ def emulate(
         try:
             for case in parsed:
                 with console.status(f"Running {case} at TP={tp}"):
-                    timing = time_case(engine, case, repeats)
+                    timing, speculated = time_both(engine, case, repeats, acceptance)
                 waited = step_collectives(spec, case.batch, pick_dtype(config, spec, device).itemsize, seconds_of)
-                results.append(_scaled(tp, case, timing, waited if tp > 1 else 0.0, results))
+                scaled = _scaled(tp, case, timing, waited if tp > 1 else 0.0, results)
+                results.append(replace(scaled, speculated=speculated))
         finally:
             engine.close()
             del engine
@@ -166,6 +169,9 @@ def _table(title: str, results: list[Scaled]) -> Table:
     table.add_column("case", no_wrap=True)
     for name in ("TP", "TPOT ms", "compute", "all-reduce", "tok/s", "per GPU", "scaling", "prefill"):
         table.add_column(name, justify="right", no_wrap=True)
+    if any(each.speculated for each in results):
+        for name in DRAFT_COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
     for each in results:
         table.add_row(
             each.case,
@@ -177,6 +183,7 @@ def _table(title: str, results: list[Scaled]) -> Table:
             f"{each.tok_s_per_gpu:,.1f}",
             f"{each.efficiency:.0%}",
             f"{each.prefill_tok_s:,.0f}",
+            *told_of_drafts(each.tpot_ms, each.speculated),
         )
     return table
 

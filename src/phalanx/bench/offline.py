@@ -37,6 +37,8 @@ from phalanx.spec.formats import DTYPE_NAMES
 from phalanx.version import __version__
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
+DRAFT_COLUMNS = ("TPOT ms, drafts", "speed-up", "came true", "making them")
+
 
 @dataclass(frozen=True)
 class FixedBatch:
@@ -135,15 +137,10 @@ def run_cases(
     asked: EngineConfig, cases: str, repeats: int, output: Path | None, acceptance: float | None = None
 ) -> list[Result]:
     """Time every case, print a table, and write JSON if asked to. With an `acceptance`, time them with drafts too."""
-    _check_acceptance(asked, acceptance)
+    check_acceptance(asked, acceptance)
     parsed = [FixedBatch.parse(text) for text in cases.split(",")]
     console, path, tp = Console(), locate(asked.model), asked.tp
-    config = msgspec.structs.replace(
-        asked,
-        max_num_seqs=max(case.batch for case in parsed) * (1 + (asked.most_drafts if acceptance is not None else 0)),
-        max_model_len=max(case.inputs + case.outputs for case in parsed),
-        prefix_caching=False,
-    )
+    config = with_room_for(asked, parsed)
     spec = Checkpoint(path, config.load_format).spec
     device = pick_device(config, 0)
     with console.status("Measuring the machine"):
@@ -166,7 +163,7 @@ def run_cases(
     return results
 
 
-def _check_acceptance(config: EngineConfig, acceptance: float | None) -> None:
+def check_acceptance(config: EngineConfig, acceptance: float | None) -> None:
     if acceptance is None and config.speculate != "off":
         raise ConfigError("bad_option", "speculate is given without an acceptance.", "Add --acceptance, such as 0.8.")
     if acceptance is not None and (config.speculate == "off" or not 0 <= acceptance <= 1):
@@ -177,17 +174,36 @@ def _check_acceptance(config: EngineConfig, acceptance: float | None) -> None:
         )
 
 
+def with_room_for(asked: EngineConfig, cases: Sequence[FixedBatch]) -> EngineConfig:
+    """Limits that the cases just fit, each request with its drafts."""
+    tokens = 1 + (asked.most_drafts if asked.speculate != "off" else 0)
+    return msgspec.structs.replace(
+        asked,
+        max_num_seqs=max(case.batch for case in cases) * tokens,
+        max_model_len=max(case.inputs + case.outputs for case in cases),
+        prefix_caching=False,
+    )
+
+
 def _time(
     engine: Engine, case: FixedBatch, repeats: int, work: RankWork, ceilings: Ceilings, acceptance: float | None
 ) -> Result:
+    timing, speculated = time_both(engine, case, repeats, acceptance)
+    return dataclasses.replace(_summarise(case, timing, work, ceilings), speculated=speculated)
+
+
+def time_both(
+    engine: Engine, case: FixedBatch, repeats: int, acceptance: float | None
+) -> tuple[Timing, Speculated | None]:
+    """Without drafts, and with such of which a given share comes true."""
     speculation = engine.scheduler.speculation
     engine.scheduler.speculation = None
-    result = _summarise(case, time_case(engine, case, repeats), work, ceilings)
+    timing = time_case(engine, case, repeats)
     if speculation is None or acceptance is None:
-        return result
+        return timing, None
     told = [_time_with_drafts(engine, case, run, speculation, acceptance) for run in range(repeats)]
     engine.scheduler.speculation = speculation
-    return dataclasses.replace(result, speculated=min(told, key=lambda each: each.tpot_ms))
+    return timing, min(told, key=lambda each: each.tpot_ms)
 
 
 def _time_with_drafts(engine: Engine, case: FixedBatch, run: int, like: Speculation, acceptance: float) -> Speculated:
@@ -299,7 +315,7 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
     for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit"):
         table.add_column(name, justify="right")
     if any(result.speculated for result in results):
-        for name in ("TPOT ms, drafts", "speed-up", "came true", "making them"):
+        for name in DRAFT_COLUMNS:
             table.add_column(name, justify="right")
     for result in results:
         table.add_row(
@@ -309,17 +325,16 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
             f"{result.tpot_ms:.2f}",
             f"{result.decode_tok_s:,.1f}",
             f"{result.decode_share:.0%}",
-            *_told_of_drafts(result),
+            *told_of_drafts(result.tpot_ms, result.speculated),
         )
     return table
 
 
-def _told_of_drafts(result: Result) -> tuple[str, ...]:
-    told = result.speculated
+def told_of_drafts(plain_ms: float, told: Speculated | None) -> tuple[str, ...]:
     if told is None:
         return ()
     accepted = told.accepted / told.drafts if told.drafts else 0.0
-    return f"{told.tpot_ms:.2f}", f"{result.tpot_ms / told.tpot_ms:.2f}x", f"{accepted:.0%}", f"{told.draft_share:.0%}"
+    return f"{told.tpot_ms:.2f}", f"{plain_ms / told.tpot_ms:.2f}x", f"{accepted:.0%}", f"{told.draft_share:.0%}"
 
 
 def _record(

@@ -53,14 +53,6 @@ def offline(
         from phalanx.bench.offline import run_cases
         from phalanx.runtime.config import EngineConfig
 
-        if emulate_tp is not None:
-            from phalanx.bench.emulate import emulate
-
-            emulate(
-                model, cases, emulate_tp, all_reduce_us, machine, dtype, load_format, repeats, as_json, kv_cache_dtype
-            )
-            return
-
         config = EngineConfig(
             model=model,
             tp=tp,
@@ -74,6 +66,11 @@ def offline(
             speculate=speculate,
             speculate_tokens=speculate_tokens,
         )
+        if emulate_tp is not None:
+            from phalanx.bench.emulate import emulate
+
+            emulate(config, cases, emulate_tp, all_reduce_us, machine, repeats, as_json, acceptance)
+            return
         run_cases(config, cases, repeats, as_json, acceptance)
 
 

@@ -91,8 +91,7 @@ class Scheduler(StepFiller):
         agenda = Agenda()
         self._fill(agenda)
         if not agenda.tokens:
-            assert not agenda.blocks, "blocks that nobody is told of"
-            assert not agenda.window_blocks, "blocks of a window that nobody is told of"
+            assert not [*agenda.blocks, *agenda.window_blocks], "blocks that nobody is told of"
             return None
         self._step += 1
         if self.speculation is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionBatch
+from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
 from phalanx.kernels.fp8 import Quantised
 
@@ -65,6 +65,18 @@ def delta_net_torch(
     return gated_norm(read, gate, net.norm, net.eps, qkvz.dtype).flatten(1)
 
 
+def prompts_of(batch: AttentionBatch) -> list[PrefillRow]:
+    """The prompts of a batch, whole again where they were cut: the last tile of each comes first and tells of all."""
+    if batch.tiles is None:
+        return batch.prefills
+    found, goes_on = [], None
+    for place, first, count, start, begins in batch.tiles.tiles.tolist():
+        if count and goes_on != (place, start + count):
+            found.append(PrefillRow(first - start + begins, start + count - begins, begins, batch.write_to, place))
+        goes_on = place, start
+    return found
+
+
 def rows_of(mixed: Tensor, rates: Tensor, net: DeltaWeights) -> DeltaRows:
     """What the rule takes; value heads that share a key head each have a copy of its queries and keys."""
     q, k, v = (
@@ -91,7 +103,7 @@ def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Te
         window = torch.cat((before, x[: len(positions), None]), 1)
         out[: len(positions)] = _weigh(window.transpose(0, 1), taps, x.dtype)
         kept[slots, positions % kernel] = x[: len(positions)]
-    for row in batch.prefills:
+    for row in prompts_of(batch):
         span = slice(row.first, row.first + row.count)
         before = _looked_back(kept[row.slot][None], row.start + back[None])[0]
         seen = torch.cat((before, x[span]))
@@ -122,7 +134,7 @@ def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor
         slots, positions = batch.decode.slots, batch.decode.positions
         begun = _begun(states[slots], positions)
         out[: len(positions)], states[slots] = delta_step(rows.span(0, len(positions)), begun)
-    for row in batch.prefills:
+    for row in prompts_of(batch):
         state = states[row.slot] if row.start else torch.zeros_like(states[row.slot])
         stop = row.first + row.count
         out[row.first : stop], states[row.slot] = delta_prompt(rows.span(row.first, stop), state)

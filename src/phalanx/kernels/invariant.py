@@ -69,6 +69,18 @@ class InvariantGemm(Gemm):
             return gpu.product(x, self.weight, self.bias, self.units, self._dtype)
         return skinny_gemm(x, self.weight, self.bias, self.units)
 
+    def unit_sums(self, x: Tensor) -> Tensor:
+        """What the tree is made of, [units, rows, outputs]."""
+        if x.is_cuda:
+            from phalanx.kernels.gpu import invariant as gpu
+
+            return gpu.unit_sums(x, self.weight, self.bias, self.units)
+        width = x.shape[1] // self.units
+        cut = zip(x.split(width, 1), self.weight.split(width, 1), strict=True)
+        return torch.stack(
+            [skinny_gemm(own, columns, None if unit else self.bias) for unit, (own, columns) in enumerate(cut)]
+        )
+
 
 def product_torch(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype) -> Tensor:
     """The definition: sums in float32, by leaves of the inner dimension, as a tree. The first leaf has the bias."""
@@ -100,9 +112,10 @@ def invariant_experts(
     activation: Activation,
     units: int,
     wide: bool = False,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """`fused_experts`, unit by unit of the experts' inner dimension: each is summed over the experts of a token in
-    one order, and of the units a tree is made.
+    one order, then with the unit of what always runs `beside` them, and of the units a tree is made.
     """
     gate_up, down = held.gate_up, held.down
     assert isinstance(gate_up, Tensor)
@@ -111,7 +124,7 @@ def invariant_experts(
         from phalanx.kernels.gpu import invariant as gpu
 
         dtype = torch.float32 if wide else x.dtype
-        return gpu.experts(x, gate_up, down, weights.float(), experts.int(), activation, units, dtype)
+        return gpu.experts(x, gate_up, down, weights.float(), experts.int(), activation, units, dtype, beside)
     leaves = x.new_zeros(units, *x.shape)
     width = down.shape[2] // units
     for expert in experts.unique().tolist():
@@ -121,4 +134,4 @@ def invariant_experts(
         for unit, columns in enumerate(inner.split(width, 1)):
             given = skinny_gemm(columns, down[expert, :, unit * width : (unit + 1) * width], None)
             leaves[unit].index_add_(0, tokens, given * scales)
-    return tree_sum(list(leaves))
+    return tree_sum(list(leaves if beside is None else leaves + beside))

@@ -106,6 +106,12 @@ def latent_attention_gpu(
 
 def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     """x, [tokens, heads, inputs], each head by its own matrix, [heads, inputs, outputs]."""
+    if x.is_cuda:
+        from phalanx.kernels.gpu import latent_rows as gpu
+
+        if len(x) <= gpu.FEW_ROWS:
+            gpu.by_heads(x, matrices, out)
+            return
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
 
 

@@ -171,13 +171,13 @@ def _go_along(
 ):  # fmt: skip
     """Some columns of one value head's state, from the first to the last token that a sequence has in this step.
 
-    A sequence's last tile comes first, and tells of the whole; what is asked of its others is nothing.
+    A sequence's last tile comes first, and tells of the whole; what is asked of its others is nothing. Products are in
+    float32 throughout: taken apart into halves they came out wrong on Hopper with Triton 3.6.
     """
     let_next_start()
     head, part, number = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
     shared: tl.constexpr = V_HEADS // K_HEADS
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    narrow: tl.constexpr = mixed.dtype.element_ty
     key, c, d, v = head // shared, tl.arange(0, CHUNK), tl.arange(0, K), part * VALUES + tl.arange(0, VALUES)
     some_k, some_v = d < K_DIM, v < V_DIM
     wait_for_ahead()
@@ -194,8 +194,8 @@ def _go_along(
         known = at + c < end
         row = row_of_zero + at + c
         vectors = mixed + row[:, None] * channels + key * K_DIM + d[None, :]
-        q = tl.load(vectors, mask=known[:, None] & some_k[None, :], other=0.0)
-        k = tl.load(vectors + K_HEADS * K_DIM, mask=known[:, None] & some_k[None, :], other=0.0)
+        q = tl.load(vectors, mask=known[:, None] & some_k[None, :], other=0.0).to(tl.float32)
+        k = tl.load(vectors + K_HEADS * K_DIM, mask=known[:, None] & some_k[None, :], other=0.0).to(tl.float32)
         values = mixed + row[:, None] * channels + 2 * K_HEADS * K_DIM + head * V_DIM + v[None, :]
         there = known[:, None] & some_v[None, :]
         wanted = tl.load(values, mask=there, other=0.0).to(tl.float32)
@@ -206,14 +206,14 @@ def _go_along(
         over = tl.load(facts + (row_of_zero + tl.minimum(at + CHUNK, end) - 1) * V_HEADS + head)
         square = (row * V_HEADS + head)[:, None] * CHUNK + c[None, :]
         correct = tl.load(corrections + square, mask=known[:, None], other=0.0)
-        seen = tl.load(weights + square, mask=known[:, None], other=0.0)
+        seen = tl.load(weights + square, mask=known[:, None], other=0.0).to(tl.float32)
         fade = tl.exp(since)
-        wrong = wanted - _accurate(k, state, narrow) * (fade * k_factor)[:, None]
-        moved = _accurate(correct, wrong, narrow)
-        read = _accurate(q, state, narrow) * (fade * q_factor)[:, None] + _accurate(seen, moved, narrow)
+        wrong = wanted - _accurate(k, state, tl.float32) * (fade * k_factor)[:, None]
+        moved = _accurate(correct, wrong, tl.float32)
+        read = _accurate(q, state, tl.float32) * (fade * q_factor)[:, None] + _accurate(seen, moved, tl.float32)
         tl.store(out + (row * V_HEADS + head)[:, None] * V_DIM + v[None, :], read.to(out.dtype.element_ty), mask=there)
         left = tl.exp(over - since) * k_factor
-        state = state * tl.exp(over) + _accurate(tl.trans(k), moved * left[:, None], narrow)
+        state = state * tl.exp(over) + _accurate(tl.trans(k), moved * left[:, None], tl.float32)
     tl.store(spot, state, mask=inside)
     first_value: tl.constexpr = 2 * K_HEADS * K_DIM
     _keep(

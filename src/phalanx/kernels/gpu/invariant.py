@@ -104,50 +104,63 @@ def _expert_product(
 
 
 @triton.jit
-def _one(parts, mask, width, TOP: tl.constexpr):
-    """A leaf: the sum of a token's pairs in their order."""
+def _one(parts, beside, mask, width, leaf, apart, beside_apart, TOP: tl.constexpr):
+    """A leaf: the sum of a token's pairs in their order, and what stands beside them."""
+    parts += leaf * apart
     total = tl.load(parts, mask=mask, other=0.0).to(tl.float32)
     for pair in tl.static_range(1, TOP):
         total += tl.load(parts + pair * width, mask=mask, other=0.0).to(tl.float32)
+    if beside is not None:
+        total += tl.load(beside + leaf * beside_apart, mask=mask, other=0.0)
     return total
 
 
 @triton.jit
-def _two(parts, mask, width, apart, TOP: tl.constexpr):
-    return _one(parts, mask, width, TOP) + _one(parts + apart, mask, width, TOP)
+def _two(parts, beside, mask, width, leaf, apart, beside_apart, TOP: tl.constexpr):
+    left = _one(parts, beside, mask, width, leaf, apart, beside_apart, TOP)
+    return left + _one(parts, beside, mask, width, leaf + 1, apart, beside_apart, TOP)
 
 
 @triton.jit
-def _four(parts, mask, width, apart, TOP: tl.constexpr):
-    return _two(parts, mask, width, apart, TOP) + _two(parts + 2 * apart, mask, width, apart, TOP)
+def _four(parts, beside, mask, width, leaf, apart, beside_apart, TOP: tl.constexpr):
+    left = _two(parts, beside, mask, width, leaf, apart, beside_apart, TOP)
+    return left + _two(parts, beside, mask, width, leaf + 2, apart, beside_apart, TOP)
 
 
-@triton.jit(do_not_specialize=["apart"])
-def _join(parts, out, width, row_apart, apart, TOP: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["apart", "beside_apart"])
+def _join(
+    parts, beside, out, width, row_apart, apart, beside_apart, TOP: tl.constexpr, LEAVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """A row's leaves, which lie `apart`, as a tree, neighbours first."""
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask, apart = column < width, tl.cast(apart, tl.int64)
+    mask, apart, beside_apart = column < width, tl.cast(apart, tl.int64), tl.cast(beside_apart, tl.int64)
     wait_for_ahead()
     parts += row * row_apart + column
+    if beside is not None:
+        beside += row * width + column
     if LEAVES == 1:
-        total = _one(parts, mask, width, TOP)
+        total = _one(parts, beside, mask, width, 0, apart, beside_apart, TOP)
     elif LEAVES == 2:
-        total = _two(parts, mask, width, apart, TOP)
+        total = _two(parts, beside, mask, width, 0, apart, beside_apart, TOP)
     else:
-        total = _four(parts, mask, width, apart, TOP)
+        total = _four(parts, beside, mask, width, 0, apart, beside_apart, TOP)
         if LEAVES == 8:
-            total += _four(parts + 4 * apart, mask, width, apart, TOP)
+            total += _four(parts, beside, mask, width, 4, apart, beside_apart, TOP)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=mask)
 
 
-def _joined(parts: Tensor, out: Tensor, row_apart: int, apart: int, leaves: int, top: int = 1) -> None:
+def _joined(
+    parts: Tensor, out: Tensor, row_apart: int, apart: int, leaves: int, top: int = 1, beside: Tensor | None = None
+) -> None:
     rows, width = out.shape
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _join[(rows, triton.cdiv(width, block))](
-        parts, out, width, row_apart, apart, TOP=top, LEAVES=leaves, BLOCK=block, launch_pdl=starts_early()
-    )
+        parts, beside, out, width, row_apart, apart, 0 if beside is None else beside.stride(0), TOP=top, LEAVES=leaves,
+        BLOCK=block, launch_pdl=starts_early(),
+    )  # fmt: skip
 
 
 def join_ranks(gathered: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
@@ -160,39 +173,54 @@ def join_ranks(gathered: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype) -> Tensor:
     """x @ weight.T + bias, summed by leaves of the inner dimension and rounded once."""
-    x, (outputs, inputs), tile = x.contiguous(), weight.shape, _tile_for(x.dtype)
+    x, outputs, tile = x.contiguous(), len(weight), _tile_for(x.dtype)
     out = torch.empty(len(x), outputs, dtype=dtype, device=x.device)
     at_once = max(tile.rows, MOST_PART_BYTES // (4 * leaves * outputs) // tile.rows * tile.rows)
     for taken, given in zip(x.split(at_once), out.split(at_once), strict=True):
-        rows = len(taken)
-        alone = leaves == 1
-        parts = given if alone else torch.empty(leaves, rows, outputs, dtype=torch.float32, device=x.device)
-        _product[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs), leaves)](
-            taken, weight, bias, parts, rows, outputs, inputs, inputs // leaves, HAS_BIAS=bias is not None,
-            ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps,
-            num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
-        )  # fmt: skip
-        if not alone:
-            _joined(parts, given, outputs, rows * outputs, leaves)
+        if leaves == 1:
+            _leaves_into(given, taken, weight, bias, 1, tile)
+        else:
+            parts = torch.empty(leaves, *given.shape, dtype=torch.float32, device=x.device)
+            _leaves_into(parts, taken, weight, bias, leaves, tile)
+            _joined(parts, given, outputs, given.numel(), leaves)
     return out
+
+
+def unit_sums(x: Tensor, weight: Tensor, bias: Tensor | None, units: int) -> Tensor:
+    """The same before the units are joined, [units, rows, outputs]."""
+    parts = torch.empty(units, len(x), len(weight), dtype=torch.float32, device=x.device)
+    _leaves_into(parts, x.contiguous(), weight, bias, units, _tile_for(x.dtype))
+    return parts
+
+
+def _leaves_into(parts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, tile: Tile) -> None:
+    rows, (outputs, inputs) = len(x), weight.shape
+    _product[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs), leaves)](
+        x, weight, bias, parts, rows, outputs, inputs, inputs // leaves, HAS_BIAS=bias is not None,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps,
+        num_stages=stages_here(tile.stages), launch_pdl=starts_early(),
+    )  # fmt: skip
 
 
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: Activation, units: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, beside: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of each unit the sum over a token's experts, in the order in which they were chosen; of the units a tree."""
+    """Of each unit the sum over a token's experts, in the order in which they were chosen, and of what stands beside
+    them, [units, rows, width]; of the units a tree.
+    """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     at_once = max(1, MOST_PART_BYTES // (4 * units * chosen.shape[1] * x.shape[1]))
     for first in range(0, len(x), at_once):
         part = slice(first, first + at_once)
-        _experts(x[part], gate_up, down, weights[part], chosen[part], activation, units, out[part])
+        own = None if beside is None else beside[:, part]
+        _experts(x[part], gate_up, down, weights[part], chosen[part], activation, units, out[part], own)
     return out
 
 
 def _experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: Activation, units: int,
-    out: Tensor,
+    out: Tensor, beside: Tensor | None,
 ) -> None:  # fmt: skip
     (rows, top), tile = chosen.shape, _tile_for(x.dtype)
     order, owner = sort_by_expert(chosen, len(gate_up), tile.rows)
@@ -202,7 +230,7 @@ def _experts(
     assert isinstance(inner, Tensor)
     parts = torch.empty(units, rows * top, down.shape[1], dtype=torch.float32, device=x.device)
     _expert_leaves(inner, down, order, owner, weights.contiguous(), parts, 1, units, tile)
-    _joined(parts, out, top * down.shape[1], parts[0].numel(), units, top)
+    _joined(parts, out, top * down.shape[1], parts[0].numel(), units, top, beside)
 
 
 def _expert_leaves(

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.latent import turned
-from phalanx.kernels.gpu.shared_memory import is_roomy
+from phalanx.kernels.gpu.shared_memory import is_roomy, is_vast
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
 
 
@@ -70,14 +70,14 @@ def _attend_wide(
     peak = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, V_WIDE], tl.float32)
-    column, whole = head * (NOPE + V), start // KEYS * KEYS
+    column = head * (NOPE + V)
     acc, peak, total = _absorb(
         low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, start + r, row_of_zero, column,
-        0, whole, scale, NOPE, LOW, RANK, KEYS, False,
+        0, start, scale, NOPE, LOW, RANK, KEYS, False,
     )  # fmt: skip
     acc, peak, total = _absorb(
         low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, start + r, row_of_zero, column,
-        whole, start + tl.minimum(count, ROWS), scale, NOPE, LOW, RANK, KEYS, True,
+        start, start + tl.minimum(count, ROWS), scale, NOPE, LOW, RANK, KEYS, True,
     )  # fmt: skip
     v = tl.arange(0, V_WIDE)
     spot = out + (row * HEADS + head) * V + v
@@ -119,4 +119,6 @@ def _shape(dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys at once, warps, stages."""
     if dtype == torch.float32:
         return 32, 16, 4, 1
-    return (128, 64, 8, 2) if is_roomy() else (64, 32, 4, 1)
+    if not is_vast():
+        return 64, 32, 4, 2 if is_roomy() else 1
+    return 128, 64, 8, 2

@@ -8,6 +8,12 @@ from torch import Tensor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 
+FEW_ROWS = 128
+"""Up to these, products by heads are the reading of matrices."""
+
+NUMBERS_AT_ONCE = 16384
+"""Of a matrix, that a program holds."""
+
 
 @triton.jit
 def _keep_latents(
@@ -55,3 +61,33 @@ def keep_latents(
         launch_pdl=starts_early(),
     )  # fmt: skip
     return kept
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _by_heads(
+    x, matrices, out, rows, x_row, x_head, by_head, by_input, by_output, out_row, out_head,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS_WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of one head: its matrix is on its way before the kernel ahead has ended."""
+    let_next_start()
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INPUTS_WIDE)
+    place = head * by_head + inner[:, None] * by_input + column[None, :] * by_output
+    matrix = tl.load(matrices + place, mask=(inner < INPUTS)[:, None] & (column < OUTPUTS)[None, :], other=0.0)
+    wait_for_ahead()
+    known = (row < rows)[:, None]
+    token = row.to(tl.int64)[:, None]
+    values = tl.load(x + token * x_row + head * x_head + inner, mask=known & (inner < INPUTS), other=0.0)
+    made = tl.dot(values, matrix, input_precision="ieee").to(out.dtype.element_ty)
+    tl.store(out + token * out_row + head * out_head + column, made, mask=known & (column < OUTPUTS))
+
+
+def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    (rows, heads, inputs), outputs = x.shape, out.shape[2]
+    wide = max(16, triton.next_power_of_2(inputs))
+    columns = max(16, min(NUMBERS_AT_ONCE // wide, triton.next_power_of_2(outputs)))
+    at_once = min(64, max(16, triton.next_power_of_2(rows)))
+    _by_heads[(heads, triton.cdiv(outputs, columns), triton.cdiv(rows, at_once))](
+        x, matrices, out, rows, *x.stride()[:2], *matrices.stride(), *out.stride()[:2], INPUTS=inputs, OUTPUTS=outputs,
+        INPUTS_WIDE=wide, ROWS=at_once, COLUMNS=columns, num_warps=4, launch_pdl=starts_early(),
+    )  # fmt: skip
