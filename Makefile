@@ -15,7 +15,7 @@ serve: $(VENV)/.serve
 test: $(VENV)/.dev lint
 	$(PYTEST) $(TWO_WORKERS)
 
-# What a change needs: all quick tests, and the slow ones of the files it touches.
+# What a change needs: the quick tests of its parts, and the slow ones of its files.
 quick: $(VENV)/.dev
 	$(PYTEST) $(TWO_WORKERS) --quick
 

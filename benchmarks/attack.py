@@ -1,12 +1,13 @@
 """What an honest client feels while another attacks: its worst stall, its goodput, and the server's memory.
 
-    python benchmarks/attack.py                       # every attack, one after the other, each for ten seconds
+    python benchmarks/attack.py                       # every attack, one after the other, for ten seconds each
     python benchmarks/attack.py --only grammars,places --seconds 20 --json FILE
 
 Starts a server of the default model on loopback with two keys. One client is honest: it asks `/live` twenty times a
 second and streams one answer after the other. A process of its own attacks with the other key, or with none. Figures
-are set against an undisturbed run of the same server before it: a stall is the longest time `/live` took, or between
+are set against undisturbed times of the same server: a stall is the longest time `/live` took, or between
 two events of the stream. Memory is that of the API process and of those that read requests and grammars for it.
+Quiet and attacked times take turns, so that what else the machine does hits both; stalls are the worst of all turns.
 
 All share the machine's cores, so the attacker is made to cost little: its bytes are made beforehand, and it stands back
 behind the others (nice 19), as one on another machine would. The columns `cpu` say how many cores each of them took.
@@ -171,6 +172,17 @@ class Felt:
     def stall_ms(self) -> float:
         return max(self.live_ms, self.gap_ms)
 
+    @classmethod
+    def of(cls, turns: list[Felt]) -> Felt:
+        """The worst stalls and memory of all turns, the mean of what goes on all the time."""
+        return cls(
+            max(turn.live_ms for turn in turns),
+            max(turn.gap_ms for turn in turns),
+            sum(turn.tokens_per_s for turn in turns) / len(turns),
+            max(turn.memory_mb for turn in turns),
+            {role: sum(turn.cores.get(role, 0.0) for turn in turns) / len(turns) for role in ROLES},
+        )
+
 
 async def feel(url: str, seconds: float, pid: int, attacker: int | None = None) -> Felt:
     felt = Felt(0.0, 0.0, 0.0, memory_of(pid))
@@ -273,16 +285,19 @@ def server(folder: Path, options: list[str]) -> Iterator[tuple[str, int]]:
         process.wait(120)
 
 
-def measure(name: str, url: str, pid: int, seconds: float) -> dict[str, Any]:
-    """Undisturbed first, then under attack; a grammar is asked for before, so that what compiles it is there."""
-    before = asyncio.run(feel(url, seconds, pid))
-    attack = subprocess.Popen([sys.executable, __file__, "--attack", name, "--url", url])
-    try:
+def measure(name: str, url: str, pid: int, seconds: float, turns: int) -> dict[str, Any]:
+    quiet, attacked = [], []
+    for _ in range(turns):
+        quiet.append(asyncio.run(feel(url, seconds / turns, pid)))
+        attack = subprocess.Popen([sys.executable, __file__, "--attack", name, "--url", url])
+        try:
+            time.sleep(1)
+            attacked.append(asyncio.run(feel(url, seconds / turns, pid, attack.pid)))
+        finally:
+            attack.kill()
+            attack.wait()
         time.sleep(1)
-        under = asyncio.run(feel(url, seconds, pid, attack.pid))
-    finally:
-        attack.kill()
-        attack.wait()
+    before, under = Felt.of(quiet), Felt.of(attacked)
     result = {
         "attack": name,
         "undisturbed": asdict(before),
@@ -312,6 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ATTACKS), help="names of attacks, with commas")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--turns", type=int, default=3, help="quiet and attacked, of the seconds each has")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -324,7 +340,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only.split(","):
             with server(Path(folder), ["--max-num-batched-tokens", "256"]) as (url, pid):
-                results.append(measure(name, url, pid, arguments.seconds))
+                results.append(measure(name, url, pid, arguments.seconds, arguments.turns))
     goal = f"stalls up to {GOAL_STALL_MS} ms, memory up to {GOAL_MEMORY:g} times idle, goodput from {GOAL_GOODPUT:.0%}"
     kept = [
         each["attack"]

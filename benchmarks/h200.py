@@ -36,6 +36,10 @@ CASES = {
     "llama-3.3-70b-awq": ALL[:3],
     "gpt-oss-20b": ALL[:3],
     "gpt-oss-120b": ALL[:3],
+    "glm-4.7-flash": ALL[:3],
+    "deepseek-v3-fp8-tp8-rank": ALL[:3],
+    "qwen3.5-35b-a3b-fp8": ALL[:3],
+    "qwen3.5-27b-fp8": ALL[:3],
 }
 
 

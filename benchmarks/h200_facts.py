@@ -52,6 +52,48 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _latent(kind: str, layers: int, hidden: int, ffn: int, expert: int, heads: int, **more: Any) -> dict[str, Any]:
+    family = {"model_type": kind, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_shared_experts": 1}
+    routing = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    whole = _model(family | routing, layers, hidden, ffn, (heads, heads), moe_intermediate_size=expert, **more)
+    return {name: value for name, value in whole.items() if name != "head_dim"}
+
+
+_GLM_4_7_FLASH = _latent(
+    "glm4_moe_lite", 47, 2048, 10240, 1536, 20, vocab_size=154880, q_lora_rank=768, qk_nope_head_dim=192,
+    v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4, n_group=1, topk_group=1, routed_scaling_factor=1.8,
+    first_k_dense_replace=1, max_position_embeddings=202752, rms_norm_eps=1e-5, rope_theta=1000000,
+)  # fmt: skip
+_DEEPSEEK_ROPE = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+_DEEPSEEK_V3_RANK = _latent(
+    "deepseek_v3", 61, 7168, 18432 // 8, 2048 // 8, 128 // 8, vocab_size=129280 // 8, q_lora_rank=1536,
+    qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
+    routed_scaling_factor=2.5, first_k_dense_replace=3, max_position_embeddings=163840, rms_norm_eps=1e-6,
+    rope_theta=10000, rope_scaling=_DEEPSEEK_ROPE | {"original_max_position_embeddings": 4096},
+    quantization_config=_FP8,
+)  # fmt: skip
+_QWEN3_5 = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "quantization_config": _FP8,
+}
+
+
+def _qwen3_5(layers: int, hidden: int, ffn: int, heads: tuple[int, int], value_heads: int, **more: Any) -> Any:
+    nets = {"head_dim": 256, "linear_num_value_heads": value_heads}
+    return _model(_QWEN3_5, layers, hidden, ffn, heads) | nets | more
+
+
+_SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _model(_QWEN3, 28, 1024, 3072, (16, 8), vocab_size=151936, tie_word_embeddings=True),
     "llama-3.1-8b": _LLAMA_8B,
@@ -62,8 +104,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.3-70b-awq": _model(_LLAMA, 80, 8192, 28672, (64, 8), vocab_size=128256, quantization_config=_AWQ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "glm-4.7-flash": _GLM_4_7_FLASH,
+    "deepseek-v3-fp8-tp8-rank": _DEEPSEEK_V3_RANK,
+    "qwen3.5-35b-a3b-fp8": _qwen3_5(40, 2048, 512, (16, 2), 32, model_type="qwen3_5_moe_text", **_SHARED_EXPERT)
+    | {"num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3.5-27b-fp8": _qwen3_5(64, 5120, 17408, (24, 4), 48, model_type="qwen3_5_text"),
 }
-"""`tp4-shard` is what one rank of four computes of Llama-3.3-70B, written as a model of its own."""
+"""`tp4-shard` and `tp8-rank` are what one rank of four, or eight, computes, written as a model of its own."""
 
 VLLM: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-0.6b", "1x128x256"): {"tpot_ms": 1.889, "prefill_tok_s": 15545},
@@ -112,5 +159,14 @@ GOALS = {
     ("gpt-oss-120b", "1x128x256"): 2.0,
     ("gpt-oss-120b", "32x1024x256"): 12.3,
     ("gpt-oss-120b", "128x1024x256"): 19.8,
+    ("glm-4.7-flash", "1x128x256"): 2.8,
+    ("glm-4.7-flash", "32x1024x256"): 15.6,
+    ("glm-4.7-flash", "128x1024x256"): 19.5,
+    ("qwen3.5-35b-a3b-fp8", "1x128x256"): 1.9,
+    ("qwen3.5-35b-a3b-fp8", "32x1024x256"): 7.4,
+    ("qwen3.5-35b-a3b-fp8", "128x1024x256"): 13.2,
+    ("qwen3.5-27b-fp8", "1x128x256"): 7.1,
+    ("qwen3.5-27b-fp8", "32x1024x256"): 9.4,
+    ("qwen3.5-27b-fp8", "128x1024x256"): 15.8,
 }
 """TPOT in ms at most, or output tokens a second at least."""

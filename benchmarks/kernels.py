@@ -20,14 +20,21 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.delta_weights import DeltaWeights
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    delta,
     early,
     four_bit,
     gemm,
+    indexer,
+    invariant,
+    latent,
+    latent_prompts,
+    latent_rows,
     lookup,
     moe,
     rows,
@@ -100,6 +107,61 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[C
             yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
                 q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
             )
+
+
+def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
+    rank, rope = (512, 64) if dtype == HALF else (32, 16)
+    cache = some(8, 16, rank + rope, dtype=dtype)
+    tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
+    for heads, nope, v in ((20, 192, 256), (16, 128, 128), (128, 128, 128)):
+        for count in (1, 128):
+            asked = _queries(count, heads, nope, rank, rope, dtype)
+            places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
+            for best in (None, whole(count, 64, dtype=torch.int64)):
+                yield lambda a=asked, p=places, b=best: latent.decode_latents(a, cache, p, 0.1, a.brought, b)
+        asked = _queries(200, heads, nope, rank, rope, dtype)
+        yield lambda a=asked: latent.prefill_latents(a, cache, tiles, 0.1, a.brought)
+        wide, kept = some(200, heads, nope + v, dtype=dtype), some(200, rank + rope, dtype=dtype)
+        yield lambda a=asked, w=wide, k=kept, v=v: latent_prompts.prefill_wide(
+            *a[1:], w, k, tiles, 0.1, some(*a.q.shape[:2], v, dtype=dtype)
+        )
+    turn = some(4, 1, rope, dtype=dtype)
+    yield lambda: latent_rows.keep_latents(
+        some(4, 1536 + rank + rope, dtype=dtype)[:, 1536:], some(rank, dtype=dtype), 1e-6, turn, turn,
+        whole(4, dtype=torch.int64), cache,
+    )  # fmt: skip
+    matrices = some(16, 256, rank, dtype=dtype)
+    for count in (1, 128):
+        x, brought = some(count, 16, 128 + rope, dtype=dtype)[..., :128], some(count, 16, rank, dtype=dtype)
+        yield lambda x=x, b=brought: latent_rows.by_heads(x, matrices[:, :128], b)
+        yield lambda b=brought: latent_rows.by_heads(b, matrices[:, 128:].mT, some(len(b), 16, 128, dtype=dtype))
+    yield lambda: indexer.index_scores(
+        some(4, 64, 128, dtype=dtype), some(4, 64, dtype=torch.float32), some(8, 16, 128, dtype=dtype), whole(4, 4),
+        torch.arange(4), torch.arange(4), 64,
+    )  # fmt: skip
+
+
+def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.LatentQueries:
+    turn = some(count, 1, rope, dtype=dtype)
+    return latent.LatentQueries(
+        some(count, heads, rank, dtype=dtype), some(count, heads, nope + rope, dtype=dtype), turn, turn
+    )
+
+
+def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
+    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64)):
+        channels = (2 * k_heads + v_heads) * dim
+        heads = some(2, v_heads, dtype=torch.float32)
+        net = DeltaWeights(
+            k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
+        )
+        decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
+        tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
+        qkvz = some(9, channels + v_heads * dim, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 4, channels, dtype=dtype)
+        yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns: delta.delta_net(
+            x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128
+        )
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -188,6 +250,30 @@ def sums(quantised: bool) -> Iterator[Case]:
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
 
+def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
+    for outputs, inputs, leaves in ((4096, 4096, 8), (6144, 4096, 4), (128256, 4096, 1), (96, 320, 2)):
+        weight, bias = some(outputs, inputs, dtype=dtype), some(outputs, dtype=dtype)
+        for count, given in ((1, dtype), (64, torch.float32)):
+            yield lambda w=weight, b=bias, m=count, n=leaves, g=given: invariant.product(
+                some(m, w.shape[1], dtype=dtype), w, b, n, g
+            )
+    for ranks in (2, 4, 8):
+        yield lambda r=ranks: invariant.join_ranks(some(4, 4096 * r, dtype=torch.float32), r, dtype)
+    gate_up, down = some(32, 1024, 1024, dtype=dtype), some(32, 1024, 512, dtype=dtype)
+    weights, chosen = some(40, 4, dtype=torch.float32), (torch.arange(160) % 32).view(40, 4).int()
+    shared = some(8, 40, 1024, dtype=torch.float32)
+    for beside in (None, shared):
+        yield lambda b=beside: invariant.experts(
+            some(40, 1024, dtype=dtype), gate_up, down, weights, chosen, SILU, 8, dtype, b
+        )
+    for heads, kv_heads, dim, window in ((32, 8, 128, None), (9, 3, 64, 100)):
+        cache, sinks = some(8, 16, 2, kv_heads, dim, dtype=dtype), some(heads, dtype=torch.float32)
+        queries = some(40, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+        places = DecodeRows(whole(40, 4), torch.arange(40), torch.arange(40))
+        for sunk in (None, sinks):
+            yield lambda q=queries, c=cache, p=places, w=window, s=sunk: invariant.attention(q, c, p, w, False, 0.1, s)
+
+
 def choosing() -> Iterator[Case]:
     for dtype in (HALF, torch.float32):
         yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
@@ -207,14 +293,21 @@ def cases(capability: int, quick: bool) -> Iterator[Case]:
         return
     yield from choosing()
     yield from attending(HALF)
+    yield from latents()
     yield from four_bit_products(FOUR_BITS)
     yield from attending(torch.float32, torch.float32)
+    yield from latents(torch.float32)
     yield from by_rows(False, torch.float32, torch.float32)
+    yield from delta_nets(False)
+    yield from delta_nets(False, torch.float32)
     yield from products()
     yield from experts([None, *FOUR_BITS])
     yield from sums(False)
+    yield from in_one_order(HALF)
+    yield from in_one_order(torch.float32)
     if capability >= HAS_FP8:
         yield from by_rows(True, E4M3)
+        yield from delta_nets(True)
         yield from attending(E4M3)
         yield from fp8_products()
         yield from four_bit_products([NVFP4])
@@ -227,6 +320,7 @@ def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[s
     triton.runtime.driver.set_active(NoDriver(capability))
     early.starts_early.cache_clear()
     shared_memory.is_roomy.cache_clear()
+    shared_memory.is_vast.cache_clear()
     run, built, wrong = JITFunction.run, [], []
     processors = stream.multiprocessors
     most = SHARED_MEMORY[capability]

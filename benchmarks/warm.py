@@ -2,8 +2,9 @@
 
 Starts an engine twice for each way to warm up, first without any kernel on disk, and puts the second one under a load
 of random lengths at once: arrivals at random, prompts and answers of all sizes, greedy, drawn and penalised. The time
-between two tokens of a request is told for the first seconds and for as many later on; the last column is the p99 of
-the first window over that of the last. One process a start; the requests come in the engine's own process.
+between two tokens of a request is told window by window; the last column is the p99 of the first window over that of
+the last. One process a start; the requests come in the engine's own process. With `--once` the first start is the only
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 
 from h200_facts import MODELS
 
-WINDOWS = ("first", "last")
 LIMITS = {"max_model_len": 4096}
 
 
@@ -67,7 +67,7 @@ class Load:
         self.rng = random.Random(1)
         self.rate, self.window, self.until = options.rate, options.window, options.until
         self.told: dict[int, float] = {}
-        self.gaps: dict[str, list[float]] = {name: [] for name in WINDOWS}
+        self.gaps: list[list[float]] = [[] for _ in range(int(self.until // self.window) + 1)]
         self.most_running = 0
 
     def run(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Load:
                 self._step(began)
             elif not self.engine.runner.tend():
                 time.sleep(min(0.001, max(0.0, arrival - now)))
-        return {name: summary(self.gaps[name]) for name in WINDOWS} | {"most_running": self.most_running}
+        return {"windows": [summary(gaps) for gaps in self.gaps], "most_running": self.most_running}
 
     def _ask(self) -> None:
         from phalanx.engine.sampling import SamplingParams
@@ -98,11 +98,11 @@ class Load:
         outputs = self.engine.step()
         now = time.perf_counter() - began
         self.most_running = max(self.most_running, len(self.engine.scheduler.running))
-        window = "first" if now < self.window else "last" if now >= self.until else None
+        window = self.gaps[min(int(now // self.window), len(self.gaps) - 1)]
         for output in outputs:
             before = self.told.pop(output.request_id, None)
-            if before is not None and window is not None:
-                self.gaps[window].append(now - before)
+            if before is not None:
+                window.append(now - before)
             if output.finish_reason is None:
                 self.told[output.request_id] = now
 
@@ -127,19 +127,20 @@ def start(options: argparse.Namespace, how: str, kernels: str, load: bool) -> di
     return facts
 
 
-def table(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def table(rows: list[tuple[dict[str, Any], dict[str, Any]]], seconds: float) -> str:
     """Milliseconds between two tokens of a request."""
     lines = [
-        "| way | first start | second | blocks | free GiB | window | tokens | p50 | p99 | p99.9 | max | first/last |",
+        "| way | first start | second | blocks | free GiB | window | tokens | p50 | p99 | p99.9 | max | p99 to last |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cold, warm in rows:
         if "failed" in warm or "failed" in cold:
             lines.append(f"| {warm['warm_up']} | failed: {cold.get('failed')}, {warm.get('failed')} |")
             continue
-        for name in WINDOWS:
-            gaps = warm[name]
-            ratio = f"{warm['first']['p99'] / (warm['last']['p99'] or 1):.2f}x" if name == "first" else ""
+        windows = warm["windows"]
+        for number, gaps in enumerate(windows):
+            ratio = f"{gaps['p99'] / (windows[-1]['p99'] or 1):.2f}x"
+            name = f"{number * seconds:g}-{(number + 1) * seconds:g} s"
             head = f"{warm['warm_up']} | {cold['start_s']} s | {warm['start_s']} s | {warm['blocks']}"
             memory = f"{warm['free_gib']}, {warm['free_after_gib']}"
             numbers = " | ".join(str(gaps[key]) for key in ("tokens", "p50", "p99", "p999", "max"))
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=40.0, help="requests a second")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each window")
     parser.add_argument("--until", type=float, default=60.0, help="seconds from ready to the last window")
+    parser.add_argument("--once", action="store_true", help="leave out the start without kernels on disk")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
@@ -164,8 +166,10 @@ def main() -> None:
     rows = []
     for how in options.warm_ups:
         with tempfile.TemporaryDirectory() as kernels:
-            rows.append((start(options, how, kernels, load=False), start(options, how, kernels, load=True)))
-    print(table(rows))
+            cold = None if options.once else start(options, how, kernels, load=False)
+            warm = start(options, how, kernels, load=True)
+            rows.append((cold or warm, warm))
+    print(table(rows, options.window))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`pytest --quick`: all tests but the slow ones, and of these the ones that stand beside what was changed."""
+"""`pytest --quick`: of the parts that were changed all tests but the slow ones, and of these the ones that stand beside
+what was changed. A part is a folder of `src/phalanx` with its folder of `tests`. Tests of the whole, which are in no
+folder, run always."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[1]
+_SOURCES, _TESTS = _ROOT / "src/phalanx", _ROOT / "tests"
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], object]) -> None:
@@ -35,7 +38,27 @@ def _git(*words: str) -> list[str]:
         return []
 
 
-def is_of(test: Path, changed: list[Path]) -> bool:
-    """Whether it was changed, or what it mirrors: `runtime/test_grammar.py` is of `runtime/grammar.py`."""
-    mirrored = _ROOT / "src/phalanx" / test.relative_to(_ROOT / "tests").parent / test.name.removeprefix("test_")
-    return test in changed or mirrored in changed
+def is_needed(test: Path, slow: bool, changed: list[Path]) -> bool:
+    """Whether a test file has a say about these changes."""
+    if slow:
+        return test in changed or _mirrored(test) in changed
+    if test.parent == _TESTS or any(_is_shared(path) for path in changed):
+        return True
+    return _part(test) in map(_part, changed)
+
+
+def _mirrored(test: Path) -> Path:
+    """`runtime/test_grammar.py` is of `runtime/grammar.py`."""
+    return _SOURCES / test.relative_to(_TESTS).parent / test.name.removeprefix("test_")
+
+
+def _is_shared(path: Path) -> bool:
+    """What tests of all parts stand on: helpers of theirs, and the packages that are installed."""
+    return path.name in ("pyproject.toml", "constraints.txt") or (
+        path.parent == _TESTS and not path.name.startswith("test_")
+    )
+
+
+def _part(path: Path) -> str | None:
+    root = next((root for root in (_SOURCES, _TESTS) if path.is_relative_to(root)), None)
+    return path.relative_to(root).parts[0].removesuffix(".py") if root is not None else None

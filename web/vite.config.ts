@@ -35,6 +35,7 @@ export default defineConfig({
     outDir: "../src/phalanx/web/static",
     emptyOutDir: true,
     modulePreload: false,
+    assetsInlineLimit: 0,
     chunkSizeWarningLimit: 400,
     rollupOptions: {
       output: {

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from phalanx.bench import offline
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.lab import experiment
-from phalanx.bench.lab.experiment import Experiment, _checkpoint_of, run_lab
+from phalanx.bench.lab.experiment import Experiment, checkpoint_of, run_lab
 from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.report import markdown, remarks
 from phalanx.bench.lab.verdict import verdicts
@@ -109,6 +109,14 @@ def test_the_command_measures_real_ranks_and_writes_what_it_found(tiny_llama: Pa
     for use, told in record["verdicts"].items():
         assert f"- **{use}**: {told}" in (tmp_path / "lab.md").read_text()
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
+    again = CliRunner().invoke(app, ["lab", "--from", str(tmp_path / "lab.json"), "--output", str(tmp_path / "again")])
+    assert again.exit_code == 0, again.output
+    for name in ("lab.md", "lab.png"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+    (tmp_path / "other.json").write_text('{"points": 3}')
+    refused = CliRunner().invoke(app, ["lab", "--from", str(tmp_path / "other.json")])
+    assert refused.exit_code != 0
+    assert "is no lab.json" in refused.output
 
 
 def test_what_cannot_be_tried_is_refused(tiny_llama: Path) -> None:
@@ -121,10 +129,10 @@ def test_what_cannot_be_tried_is_refused(tiny_llama: Path) -> None:
 
 
 def test_a_model_of_the_catalog_needs_no_weights() -> None:
-    with _checkpoint_of(EngineConfig(model="Llama-3.3-70B")) as config:
+    with checkpoint_of(EngineConfig(model="Llama-3.3-70B")) as config:
         assert config.load_format == "dummy"
         assert json.loads((Path(config.model or "") / "config.json").read_text())["num_hidden_layers"] == 80
-    with _checkpoint_of(EngineConfig(model="a/folder")) as config:
+    with checkpoint_of(EngineConfig(model="a/folder")) as config:
         assert (config.model, config.load_format) == ("a/folder", "auto")
 
 

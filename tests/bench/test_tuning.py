@@ -7,7 +7,10 @@ import time
 import tomllib
 from pathlib import Path
 
-from phalanx.bench.tuning import Bench, LinearPrice, tune_for_real
+import pytest
+
+from phalanx.bench import tuning
+from phalanx.bench.tuning import Bench, LinearPrice, drive, tune_for_real
 from phalanx.bench.waterfall import config_toml, save_plot, table
 from phalanx.cli.serve import serve
 from phalanx.plan.goodput import Traffic
@@ -20,18 +23,47 @@ START = Setting(max_num_seqs=2, max_num_batched_tokens=64)
 BETTER = Setting(max_num_seqs=8, max_num_batched_tokens=256, prefix_caching=True)
 
 
-def test_the_start_and_the_best_are_measured(tiny_llama: Path) -> None:
+class Ticks:
+    """A clock that goes on by 20 ms whenever somebody looks at it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.02
+        return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def _check_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are so slow that not one run would end in time: all is over when it should be."""
+    ticks = Ticks()
+    monkeypatch.setattr(tuning, "time", ticks)
+    bench.deadline = 5.0
+    first, *_ = tune_for_real(bench, [Rung("start", START, Value(1.0)), Rung("sequences", BETTER, Value(2.0))], [])
+    assert ticks.now < 7
+    assert first.value.rate < 10
+    cut = drive(bench.engine(BETTER), [(8, 400)] * 20, [0.0] * 20, 0, seed=3, until=ticks.now + 0.5)
+    assert len(cut.requests_ttft) > 0
+    assert not bench.engine(BETTER).has_work
+
+
+def test_the_start_and_the_best_are_measured(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(tiny_llama), max_num_seqs=8, max_num_batched_tokens=256)
     traffic = Traffic(Workload(64, 8, shared_prefix=48), Slo.parse("ttft:600000"))
     told: list[str] = []
-    bench = Bench(config, traffic, 0.1, time.monotonic(), told.append)
+    bench = Bench(config, traffic, 0.1, time.monotonic() + 600, told.append)
     try:
         price, kv_tokens = bench.price(BETTER)
         assert isinstance(price, LinearPrice)
         assert price.step > 0
         assert kv_tokens >= 8 * 72
         rungs = tune_for_real(bench, [Rung("start", START, Value(1.0)), Rung("sequences", BETTER, Value(2.0))], [])
-        seen = bench._at(bench.engine(BETTER), 1000.0)
+        seen = bench._at(bench.engine(BETTER), 1000.0, until=time.monotonic() + 600)
+        _check_budget(bench, monkeypatch)
     finally:
         bench.close()
     assert rungs[0].setting == START

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from phalanx.doctor.facts import Corruption, Facts, GpuFacts, Measured, Software
 from phalanx.doctor.measure import measure, ranks
 from phalanx.doctor.measure.rates import _cpu_best, fp8_product
 from phalanx.errors import ConfigError
+from tests.forked import forked_popen
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +33,7 @@ INTS, FLOATS, HALVES = range(4), range(4, 8), range(8, 12)
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
+    forkserver.ensure_running()
     before = {child.pid for child in psutil.Process().children()}
     yield
     left = [child for child in psutil.Process().children() if child.pid not in before]
@@ -37,7 +41,9 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def measure_with(fault: str, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Measured:
-    """Only the all-reduces, in processes of which one has a fault."""
+    """Only the all-reduces, in processes of which one has a fault. They are forked: see `tests/forked.py`."""
+    forked = SimpleNamespace(Popen=forked_popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(ranks, "subprocess", forked)
     monkeypatch.setattr(measuring._Found, "rate", lambda self, count: None)
     monkeypatch.setattr(ranks, "WORKER", "tests.doctor.faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.kernels.sampling_table import pack
 
 
-class Asked(NamedTuple):
+class LatentQueries(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -22,37 +22,37 @@ class Asked(NamedTuple):
 
 
 KINDS = [
-    Asked(),
-    Asked(temperature=0.0, top_k=3, top_p=0.5),
-    Asked(top_k=50),
-    Asked(0.7, top_p=0.95),
-    Asked(top_k=50, top_p=0.95),
-    Asked(min_p=0.05),
-    Asked(1.3, 20, 0.9, 0.02),
-    Asked(top_p=0.9, min_p=0.1),
-    Asked(2.0, top_k=3000),
-    Asked(top_k=1),
-    Asked(top_p=1e-45),
-    Asked(top_p=1 - 1e-9),
-    Asked(100.0, top_p=0.99),
-    Asked(1e-3, top_p=0.5),
-    Asked(top_k=2**31),
-    Asked(top_p=0.5, min_p=1.0),
-    Asked(5.0, top_k=7, min_p=0.9),
+    LatentQueries(),
+    LatentQueries(temperature=0.0, top_k=3, top_p=0.5),
+    LatentQueries(top_k=50),
+    LatentQueries(0.7, top_p=0.95),
+    LatentQueries(top_k=50, top_p=0.95),
+    LatentQueries(min_p=0.05),
+    LatentQueries(1.3, 20, 0.9, 0.02),
+    LatentQueries(top_p=0.9, min_p=0.1),
+    LatentQueries(2.0, top_k=3000),
+    LatentQueries(top_k=1),
+    LatentQueries(top_p=1e-45),
+    LatentQueries(top_p=1 - 1e-9),
+    LatentQueries(100.0, top_p=0.99),
+    LatentQueries(1e-3, top_p=0.5),
+    LatentQueries(top_k=2**31),
+    LatentQueries(top_p=0.5, min_p=1.0),
+    LatentQueries(5.0, top_k=7, min_p=0.9),
 ]
 
 
-def table_of(asked: list[Asked]) -> Tensor:
+def table_of(asked: list[LatentQueries]) -> Tensor:
     """With a greedy row behind them, for a slot that nobody has."""
-    return torch.stack([pack(*each) for each in asked] + [pack(*Asked(temperature=0.0))])
+    return torch.stack([pack(*each) for each in asked] + [pack(*LatentQueries(temperature=0.0))])
 
 
-def mixed(rows: int, seed: int = 1) -> list[Asked]:
+def mixed(rows: int, seed: int = 1) -> list[LatentQueries]:
     rng = random.Random(seed)
     return [rng.choice(KINDS)._replace(seed=rng.randrange(-(2**63), 2**63)) for _ in range(rows)]
 
 
-def probabilities(scores: Tensor, asked: Asked) -> npt.NDArray[np.float64]:
+def probabilities(scores: Tensor, asked: LatentQueries) -> npt.NDArray[np.float64]:
     """Of every token of a row, in float64."""
     values = scores.double().numpy()
     logits = (values - values.max()) / asked.temperature
@@ -79,7 +79,7 @@ def random_number(seed: int, position: int) -> float:
     return ((state ^ (state >> 31)) >> 11) / 2**53
 
 
-def distance(scores: Tensor, asked: Asked, position: int, token: int) -> float:
+def distance(scores: Tensor, asked: LatentQueries, position: int, token: int) -> float:
     """How far the random number lies from the token's share of [0, 1): zero if it is the right one."""
     if asked.temperature == 0:
         return float(token != int(scores.float().numpy().argmax()))

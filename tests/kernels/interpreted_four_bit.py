@@ -17,7 +17,7 @@ from phalanx.spec.ffn import SILU, Activation
 from phalanx.spec.schemes import DEFAULTS, Scheme, awq, gptq, packed_int4
 
 CPU = torch.device("cpu")
-SMALL = Tile(16, 32, 128, 1, 1, 4)
+SMALL = Tile(16, 32, 64, 1, 1, 4)
 SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (awq(128), 384),
     (awq(32), 160),
@@ -77,10 +77,8 @@ def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
     torch.manual_seed(0)
     four_bit.LEAST_ROUNDS = 1
-    four_bit.MOST_STEP = 32
     check_products()
     four_bit.GROUPED_TILES = {16: SMALL}
-    moe.GROUPED_TILES = {16: SMALL}
     moe.BF16_TILES = {16: Tile(16, 32, 64, 1, 1)}
     check_experts(DEFAULTS["mxfp4"], 96, Activation("clamped", 0.5), biased=True, weighs_input=False)
     check_experts(awq(32), 32, SILU, biased=False, weighs_input=True)

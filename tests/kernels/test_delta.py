@@ -14,8 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.delta import CHUNK, DeltaRows, convolve, delta_rule, gated_norm, unit_length
-from phalanx.kernels.tiling import DecodeRows
+from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, prompts_of, unit_length
+from phalanx.kernels.delta_weights import CHUNK
+from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 
 HEADS, K_DIM, V_DIM, CHANNELS, KERNEL = 3, 8, 5, 14, 4
 PLACES = 6
@@ -87,7 +88,7 @@ def test_decodes_beginners_and_prompts_share_a_batch() -> None:
     """In places out of order: a decode, a sequence of one token that begins, a resumed prompt and a new one."""
     lengths = {4: 30, 0: 1, 3: CHUNK + 9, 1: 12}
     sequences = {slot: random_rows(length) for slot, length in lengths.items()}
-    states, columns = dirty(HEADS, K_DIM, V_DIM), dirty(KERNEL - 1, CHANNELS)
+    states, columns = dirty(HEADS, K_DIM, V_DIM), dirty(KERNEL, CHANNELS)
     inputs = {slot: torch.randn(length, CHANNELS) for slot, length in lengths.items()}
     taps = torch.randn(KERNEL, CHANNELS)
     begun = {4: 29, 0: 0, 3: 5, 1: 0}
@@ -109,6 +110,20 @@ def test_decodes_beginners_and_prompts_share_a_batch() -> None:
         torch.testing.assert_close(states[slot], alone[slot][1], atol=1e-5, rtol=0)
 
 
+def test_tiles_tell_of_whole_prompts() -> None:
+    """Those of one prompt are put together, those that fill up stay apart, and those of no rows are nothing."""
+    spans = [(3, 7, 2 * PROMPT_TILE), (1, 0, PROMPT_TILE), (4, 5, 2 * PROMPT_TILE + 1)]
+    tiles, first = [(0, 0, 0, 0, 0)], 2
+    for place, start, count in spans:
+        tiles += tile_prompt(place, first, count, start)
+        first += count
+    padding = [(PLACES, first + number * PROMPT_TILE, PROMPT_TILE, 0, 0) for number in range(2)]
+    cut = PrefillTiles(torch.empty(0), torch.tensor([*tiles, *padding, (0, 0, 0, 0, 0)]), True)
+    found = prompts_of(AttentionBatch(torch.empty(0), None, [], cut))
+    assert [(row.slot, row.start, row.count) for row in found] == spans + [(PLACES, 0, PROMPT_TILE)] * 2
+    assert [row.first for row in found] == [2, 258, 386, *(row[1] for row in padding)]
+
+
 def convolved(x: Tensor, taps: Tensor) -> Tensor:
     """By torch's own convolution, padded with zeros on the left."""
     padded = F.pad(x.t()[None], (len(taps) - 1, 0))
@@ -122,7 +137,7 @@ def test_the_convolution_goes_on_from_any_cut(kernel: int) -> None:
     expected = convolved(x, taps)
     for first in range(1, 10):
         for second in range(first + 1, 11):
-            kept, out = dirty(kernel - 1, CHANNELS), []
+            kept, out = dirty(kernel, CHANNELS), []
             for start, stop in ((0, first), (first, second), (second, 11)):
                 out.append(convolve(x[start:stop], taps, kept, batch_of((3, start, stop - start))))
             torch.testing.assert_close(torch.cat(out), expected, atol=1e-5, rtol=0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.kernels.sampling import draw, likeliest
-from tests.kernels.drawing import KINDS, Asked, distance, mixed, probabilities, table_of
+from tests.kernels.drawing import KINDS, LatentQueries, distance, mixed, probabilities, table_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -23,7 +23,7 @@ def randn(rows: int, width: int, dtype: torch.dtype = torch.float32, spread: flo
     return (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
 
 
-def drawn(scores: Tensor, asked: list[Asked], positions: Tensor | None = None) -> list[int]:
+def drawn(scores: Tensor, asked: list[LatentQueries], positions: Tensor | None = None) -> list[int]:
     rows = torch.arange(len(asked))
     return draw(scores, table_of(asked), rows, rows if positions is None else positions).tolist()
 
@@ -41,7 +41,7 @@ def test_each_token_is_the_one_that_its_random_number_points_at(width: int, spre
 
 
 @pytest.mark.parametrize("asked", [kind for kind in KINDS if kind.temperature > 0], ids=str)
-def test_tokens_come_as_often_as_they_should(asked: Asked) -> None:
+def test_tokens_come_as_often_as_they_should(asked: LatentQueries) -> None:
     """Chi-square over what is expected 5 times or more, against a bound that one case in a million passes."""
     draws, width = 20_000, 40
     scores = randn(1, width, spread=1.5)
@@ -58,14 +58,14 @@ def test_tokens_come_as_often_as_they_should(asked: Asked) -> None:
 def test_equal_scores_are_cut_together() -> None:
     scores = torch.tensor([[1.0, 5.0, 5.0, 0.0, 5.0, 1.0]]).repeat(300, 1)
     for asked, possible in (
-        (Asked(top_k=2), {1, 2, 4}),
-        (Asked(top_k=4), {0, 1, 2, 4, 5}),
-        (Asked(top_p=0.01), {1, 2, 4}),
-        (Asked(min_p=1.0), {1, 2, 4}),
-        (Asked(top_k=1, top_p=0.1, min_p=0.5), {1, 2, 4}),
+        (LatentQueries(top_k=2), {1, 2, 4}),
+        (LatentQueries(top_k=4), {0, 1, 2, 4, 5}),
+        (LatentQueries(top_p=0.01), {1, 2, 4}),
+        (LatentQueries(min_p=1.0), {1, 2, 4}),
+        (LatentQueries(top_k=1, top_p=0.1, min_p=0.5), {1, 2, 4}),
     ):
         assert set(drawn(scores, [asked] * 300)) == possible
-    assert drawn(scores[:1], [Asked(temperature=0.0)]) == [1]
+    assert drawn(scores[:1], [LatentQueries(temperature=0.0)]) == [1]
 
 
 def test_what_cannot_be_is_never_drawn_and_rows_without_a_finite_best_give_their_first_best() -> None:
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_never_drawn_and_rows_without_a_finite_best_give_their
     scores[2, 5] = float("inf")
     scores[3, 9] = torch.finfo(torch.float32).min
     scores[5, 1], scores[5, 2] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
-    tokens = drawn(scores, [Asked(top_k=50, top_p=0.9)] * 6)
+    tokens = drawn(scores, [LatentQueries(top_k=50, top_p=0.9)] * 6)
     assert tokens == [7, tokens[1], 5, 9, 0, 1]
     assert tokens[1] in {7, 70}
 
@@ -87,7 +87,9 @@ def test_a_row_is_drawn_alike_alone_and_in_company() -> None:
 
 
 def test_parameters_are_looked_up_by_slot() -> None:
-    table = table_of([Asked(top_k=1), Asked(temperature=0.0), Asked(seed=3), Asked(seed=4)])
+    table = table_of(
+        [LatentQueries(top_k=1), LatentQueries(temperature=0.0), LatentQueries(seed=3), LatentQueries(seed=4)]
+    )
     scores, positions = torch.zeros(1, 5000).index_fill_(1, torch.tensor([4000]), 1.0), torch.tensor([9])
     one, greedy, third, fourth, spare = (int(draw(scores, table, torch.tensor([slot]), positions)) for slot in range(5))
     assert one == greedy == spare == 4000
@@ -101,7 +103,7 @@ def test_parameters_are_looked_up_by_slot() -> None:
 )
 @pytest.mark.slow
 def test_the_kernels_draw_what_the_definition_draws(
-    tmp_path: Path, room: int, width: int, dtype: torch.dtype, kinds: list[Asked]
+    tmp_path: Path, room: int, width: int, dtype: torch.dtype, kinds: list[LatentQueries]
 ) -> None:
     """In Triton's interpreter, with rows of several stretches."""
     pytest.importorskip("triton")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.sampling import draw, draw_torch
-from tests.kernels.drawing import Asked, distance, mixed, table_of
+from tests.kernels.drawing import LatentQueries, distance, mixed, table_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -22,13 +22,13 @@ def random_scores(rows: int, width: int, dtype: torch.dtype, spread: float) -> T
     return (torch.randn(rows, width, device="cuda", generator=generator) * spread).to(dtype)
 
 
-def both(scores: Tensor, asked: list[Asked]) -> tuple[list[int], list[int]]:
+def both(scores: Tensor, asked: list[LatentQueries]) -> tuple[list[int], list[int]]:
     """Tokens of the kernels and of the definition, at positions that are the rows' numbers."""
     rows, table = torch.arange(len(asked), device="cuda"), table_of(asked).cuda()
     return draw(scores, table, rows, rows).tolist(), draw_torch(scores, table, rows, rows).tolist()
 
 
-def check(scores: Tensor, asked: list[Asked]) -> None:
+def check(scores: Tensor, asked: list[LatentQueries]) -> None:
     found, wanted = both(scores, asked)
     wrong = [row for row in range(len(asked)) if found[row] != wanted[row]]
     strays = {row: distance(scores[row].cpu(), asked[row], row, found[row]) for row in wrong}
@@ -48,10 +48,16 @@ def test_tokens_are_those_of_the_definition(rows: int, width: int, dtype: torch.
 @DTYPES
 @pytest.mark.parametrize(
     "asked",
-    [Asked(), Asked(0.8, top_p=0.95), Asked(top_k=50), Asked(0.6, 20, 0.95), Asked(top_p=0.99, min_p=0.01)],
+    [
+        LatentQueries(),
+        LatentQueries(0.8, top_p=0.95),
+        LatentQueries(top_k=50),
+        LatentQueries(0.6, 20, 0.95),
+        LatentQueries(top_p=0.99, min_p=0.01),
+    ],
     ids=str,
 )
-def test_thousands_of_draws(asked: Asked, dtype: torch.dtype) -> None:
+def test_thousands_of_draws(asked: LatentQueries, dtype: torch.dtype) -> None:
     """Scores as peaked as a model's: a heavy tail over a wide vocabulary."""
     scores = random_scores(8, 128256, torch.float32, 1.0)
     scores = (scores + 3 * random_scores(8, 128256, torch.float32, 1.0).abs() ** 1.5).to(dtype)
@@ -61,7 +67,13 @@ def test_thousands_of_draws(asked: Asked, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 30.0])
 def test_more_candidates_than_there_is_room_for(spread: float) -> None:
     """All scores alike, or nearly so, or a top-k beyond what the peaks of chunks can bound."""
-    kinds = [Asked(top_p=0.9), Asked(top_k=100_000), Asked(top_k=5000, top_p=0.7), Asked(1.5, 900), Asked(min_p=0.3)]
+    kinds = [
+        LatentQueries(top_p=0.9),
+        LatentQueries(top_k=100_000),
+        LatentQueries(top_k=5000, top_p=0.7),
+        LatentQueries(1.5, 900),
+        LatentQueries(min_p=0.3),
+    ]
     check(random_scores(5, 151936, torch.bfloat16, spread), [kind._replace(seed=9) for kind in kinds])
 
 
@@ -71,7 +83,14 @@ def test_rows_with_few_possible_tokens() -> None:
     scores[:3, 5] = -2.5
     scores[3, 128255] = float("inf")
     scores[4, 9] = float("nan")
-    asked = [Asked(top_k=50), Asked(top_p=0.9), Asked(min_p=0.1), Asked(), Asked(top_k=3, top_p=0.5), Asked()]
+    asked = [
+        LatentQueries(top_k=50),
+        LatentQueries(top_p=0.9),
+        LatentQueries(min_p=0.1),
+        LatentQueries(),
+        LatentQueries(top_k=3, top_p=0.5),
+        LatentQueries(),
+    ]
     found, _ = both(scores, asked)
     assert all(token in (5, 77_777) for token in found[:3])
     assert found[3:] == [128255, 77_777, 0]
@@ -92,6 +111,6 @@ def test_both_dtypes_and_any_company_give_the_same_tokens() -> None:
 
 def test_random_numbers_of_all_seeds_are_those_of_the_definition() -> None:
     """A flat row of many tokens shows the first digits of the number."""
-    asked = [Asked(seed=seed) for seed in (0, 1, -1, 42, 2**63 - 1, -(2**63), 123456789012345678)]
+    asked = [LatentQueries(seed=seed) for seed in (0, 1, -1, 42, 2**63 - 1, -(2**63), 123456789012345678)]
     found, wanted = both(torch.zeros(len(asked), 262144, device="cuda"), asked)
     assert all(abs(one - other) <= 1 for one, other in zip(found, wanted, strict=True))

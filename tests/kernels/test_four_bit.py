@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.kernels.four_bit import FourBitWeight, pack, unpack
+from phalanx.kernels.four_bit import FourBitWeight, Numbers, pack, unpack
 from phalanx.kernels.gemm import FourBitGemm, four_bit_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch
 from phalanx.quant import at_work
@@ -36,12 +36,15 @@ def test_the_kernels_compute_as_defined_and_can_be_built(module: str, interpret:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_codes_are_packed_by_halves_of_32_columns() -> None:
-    codes = torch.arange(40, dtype=torch.uint8)[None] % 16
-    packed = pack(codes)
+@pytest.mark.parametrize("numbers", ["int4", "e2m1"])
+def test_sixteen_bits_hold_every_eighth_of_32_columns(numbers: Numbers) -> None:
+    codes = torch.arange(40, dtype=torch.uint8)[None] * 7 % 16
+    packed = pack(codes, numbers)
     assert packed.shape == (1, 32)
-    assert packed[0, :2].tolist() == [0 | 0 << 4, 1 | 1 << 4]
-    assert torch.equal(unpack(packed, 40), codes)
+    assert torch.equal(unpack(packed, 40, numbers), codes)
+    alone = torch.zeros(1, 32, dtype=torch.uint8)
+    alone[0, [3, 11, 19, 27]] = 15
+    assert pack(alone, numbers).view(torch.int16)[0].tolist() == [0, 0, 0, -1, 0, 0, 0, 0]
 
 
 def made(scheme: Scheme, *shape: int) -> FourBitWeight:

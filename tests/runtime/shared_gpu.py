@@ -33,6 +33,24 @@ def tokens(model: str) -> dict[str, object]:
     return found
 
 
+def same_bits(model: str) -> dict[str, object]:
+    """Tokens and log-probabilities under `invariant`: of one rank with each prompt alone, of one and of two with all at
+    once, the prompts in other chunks.
+    """
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
+    found: dict[str, object] = {}
+    for dtype in ("fp32", "bf16"):
+        for tp, budget, alone in ((1, 256, True), (1, 48, False), (2, 32, False)):
+            options = OPTIONS | {"dtype": dtype, "max_num_batched_tokens": budget, "invariant": True}
+            with LLM(model, tp=tp, progress=False, share_gpus=True, **options) as llm:
+                asked = [[prompt] for prompt in PROMPTS] if alone else [PROMPTS]
+                answers = [answer for prompts in asked for answer in llm.generate(prompts, params)]
+            found[f"{dtype} {tp} {'alone' if alone else 'together'}"] = [
+                [answer.token_ids, [each.sampled for each in answer.logprobs or []]] for answer in answers
+            ]
+    return found
+
+
 def stopped(model: str) -> dict[str, object]:
     """Rank 1's process stops between steps: rank 0's kernels wait on the GPU, in a graph, for its flags."""
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -80,4 +98,8 @@ def killed(model: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"tokens": tokens, "stopped": stopped, "killed": killed}[sys.argv[1]](sys.argv[2])))
+    print(
+        json.dumps(
+            {"tokens": tokens, "bits": same_bits, "stopped": stopped, "killed": killed}[sys.argv[1]](sys.argv[2])
+        )
+    )

@@ -141,7 +141,9 @@ def test_a_bit_of_any_weight_is_found_in_one_pass(some_reference: Reference) -> 
 
 def one_pass(watch: WeightWatch) -> None:
     for _ in range(watch.steps):
-        watch.check(watch.read())
+        reading = watch.read()
+        assert reading is not None
+        watch.check(reading)
 
 
 @pytest.mark.usefixtures("forked_ranks")

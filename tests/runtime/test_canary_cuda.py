@@ -27,7 +27,7 @@ def test_digests_are_those_of_a_cpu_and_broken_rows_are_flagged() -> None:
     row_digest(rows.cuda(), there)
     assert int(here) == int(there)
     scores = torch.randn(3, 5000, device="cuda")
-    scores[0, 17], scores[2, 4000] = float("nan"), float("inf")
+    scores[0], scores[2, 4000] = float("nan"), float("inf")
     told = flag_broken(likeliest(scores), scores).tolist()
     assert (told[0], told[2]) == (-1, -1)
     assert told[1] == int(scores[1].argmax())
@@ -55,4 +55,5 @@ def one_pass(watch: WeightWatch) -> None:
     for _ in range(watch.steps):
         reading = watch.read()
         torch.cuda.synchronize()
-        watch.check(reading)
+        if reading is not None:
+            watch.check(reading)

@@ -11,7 +11,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from phalanx.engine.sampling import SamplingParams
-from tests.conftest import Reference
+from tests.conftest import LOGIT_NOISE, Reference
 from tests.heads import LAST_LAYER, HeadReference
 from tests.threaded_ranks import ThreadedEngine
 
@@ -59,4 +59,4 @@ def test_the_reference_is_that_of_transformers(
             position_ids=torch.arange(1, len(tokens))[None],
             mtp_cache=MtpCache(config=main.config.get_mtp_config()),
         )
-    assert torch.allclose(head.scores(tokens, [0])[0], logits[0, 0], atol=1e-4)
+    assert torch.allclose(head.scores(tokens, [0])[0], logits[0, 0], atol=LOGIT_NOISE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -66,6 +67,23 @@ def test_answers_have_the_same_bits_at_every_tp(family: str, references) -> None
         assert told(engine, prompts, params) == wanted
         engine.close()
     assert told(ThreadedEngine(reference.folder, 2), prompts, SCORED) != scored
+
+
+@pytest.mark.parametrize(("family", "drafted"), [("llama3_rope", "ngram"), ("glm4_moe", "mtp")])
+def test_drafts_change_no_bit(family: str, drafted: str, references, heads) -> None:  # type: ignore[no-untyped-def]
+    """Right ones and wrong ones, at two ranks, against no drafts at one; drawn tokens too. One has a shared expert."""
+    folder = references(family).folder if drafted == "ngram" else heads(family).folder
+    prompts = [[5, 9, 4] * 7, references(family).prompts[2]]
+    plain = ThreadedEngine(folder, 1, invariant=True, max_num_batched_tokens=64)
+    with_drafts = ThreadedEngine(folder, 2, invariant=True, speculate=drafted, max_num_batched_tokens=32)
+    speculation = with_drafts.engine.scheduler.speculation
+    assert speculation is not None
+    speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    for params in (SCORED, DRAWN):
+        longer = msgspec.structs.replace(params, max_tokens=3 * TOKENS)
+        assert told(with_drafts, prompts, longer) == told(plain, prompts, longer)
+    assert speculation.totals.draft_tokens > 4
+    with_drafts.close()
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -31,6 +31,17 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(family: str, tmp_path: Path
     assert found["2"] == found["1"]
 
 
+@pytest.mark.parametrize("family", ["llama3_rope", "qwen3_moe"])
+def test_two_ranks_on_one_gpu_give_the_bits_of_one(family: str, tmp_path: Path) -> None:
+    """Six engines: in float32 and bfloat16, each prompt alone and all together."""
+    make_checkpoint(family, tmp_path)
+    (told,) = run_all([["tests.runtime.shared_gpu", "bits", str(tmp_path)]], tmp_path, 3 * SECONDS)
+    found = json.loads(told.splitlines()[-1])
+    for dtype in ("fp32", "bf16"):
+        assert found[f"{dtype} 1 together"] == found[f"{dtype} 1 alone"]
+        assert found[f"{dtype} 2 together"] == found[f"{dtype} 1 alone"]
+
+
 def test_a_rank_stopped_on_a_shared_gpu_is_named_by_what_the_gpus_count(tmp_path: Path) -> None:
     """In decode graphs, of which the hosts' books know nothing."""
     make_checkpoint("llama", tmp_path)

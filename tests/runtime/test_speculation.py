@@ -13,7 +13,7 @@ from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import Drafter, RankDrafter, Speculation
 from phalanx.engine.step_plan import StepPlan
-from tests.conftest import Reference
+from tests.conftest import LOGIT_NOISE, Reference
 from tests.drafts import Answer, Knowing, Known, Rememberer, answers_of
 from tests.heads import LAST_LAYER, HeadReference
 from tests.threaded_ranks import ThreadedEngine
@@ -52,7 +52,7 @@ class Compared:
     def _check_same(self, found: list[Answer]) -> None:
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in self.plain]
         for (_, told), (_, wanted) in zip(found, self.plain, strict=True):
-            assert told == [score if score is None else pytest.approx(score, abs=1e-4) for score in wanted]
+            assert told == [score if score is None else pytest.approx(score, abs=LOGIT_NOISE) for score in wanted]
 
 
 def test_answers_are_the_same_with_drafts_and_without(reference: Reference, heads: Heads, companion: Path) -> None:

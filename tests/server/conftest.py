@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import VOCAB, make_checkpoint
+from tests.forked import start_beside_loop
 from tests.server.running import Server, running
 
 TEMPLATE = (
@@ -37,6 +39,14 @@ def add_tokenizer(folder: Path) -> None:
     raw.train_from_iterator([text.read_text()], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _forked_helpers() -> Iterator[None]:
+    """Processes that this one starts beside a loop start at once: see `tests/forked.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_beside_loop)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -70,11 +80,11 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="package")
 def locked(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server with keys and TLS, and its certificate."""
+    """A server with keys and TLS, started as a user would, and its certificate."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "keys").write_text("from-file\n\nanother\n")
     certificate, key = make_certificate(folder)
     options = ("--api-key", "from-flag", "--api-key-file", str(folder / "keys"), "--served-model-name", "tiny")
     tls = ("--tls-cert", str(certificate), "--tls-key", str(key), "--cors-origin", "https://app.example")
-    with running(tiny_chat, folder, *options, *tls) as server:
+    with running(tiny_chat, folder, *options, *tls, fresh=True) as server:
         yield server, certificate

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, as a user would start it."""
+"""A real server in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.forked import ForkedPython
+
 START_S = 240
 
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedPython
     url: str
     log: Path
 
@@ -42,7 +44,7 @@ class Server:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank above 0; ranks are started in order."""
-        workers = [child for child in self.engine().children() if _runs(child, "runtime.worker")]
+        workers = [child for child in self.engine().children() if _runs(child, "worker")]
         return sorted(workers, key=lambda worker: worker.create_time())[number - 1]
 
     def stop(self) -> int:
@@ -51,19 +53,34 @@ class Server:
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
-    return any(part.endswith(module) for part in process.cmdline())
+    return process.name() == module or any(part.endswith(f".{module}") for part in process.cmdline())
 
 
 @contextmanager
-def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
-    """A server on a free port, once it is ready. Its output goes to a log in the folder. Nothing is warmed ahead."""
+def running(
+    model: Path, folder: Path, *options: str, fresh: bool = False, most_files: int | None = None
+) -> Iterator[Server]:
+    """A server on a free port, once it is ready. Its output goes to a log in the folder. Nothing is warmed ahead.
+
+    A `fresh` one is started as a user would, with all its processes; else they are forked (`tests/forked.py`).
+    """
     log = folder / f"server-{time.monotonic_ns()}.log"
+    arguments = ("serve", str(model), "--port", "0", "--warm-up", "off", *options)
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", "--warm-up", "off", *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        process = (
+            subprocess.Popen(
+                [sys.executable, "-m", "phalanx.cli", *arguments], stdout=output, stderr=output, env=variables
+            )
+            if fresh
+            else ForkedPython(
+                "phalanx.cli",
+                *arguments,
+                variables=variables,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
+                most_files=most_files,
+            )
         )
     try:
         yield Server(process, _url(process, log), log)
@@ -77,7 +94,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
                 process.wait()
 
 
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _url(process: subprocess.Popen[bytes] | ForkedPython, log: Path) -> str:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         found = re.search(r"serves \S+ at (\S+)/v1 ", log.read_text())

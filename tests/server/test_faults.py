@@ -7,11 +7,10 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -50,20 +49,6 @@ def streaming(server: Server, pool: ThreadPoolExecutor, count: int = 1) -> list[
 def books_balance(server: Server) -> bool:
     body = server.health().json()
     return body["requests"] == 0 and body["kv_blocks"]["free"] == body["kv_blocks"]["total"]
-
-
-@contextmanager
-def few_files(count: int) -> Iterator[None]:
-    """Processes started here may open so many files and no more."""
-    real = subprocess.Popen.__init__
-
-    def limited(self: object, *args: object, **options: object) -> None:
-        limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))  # noqa: E731
-        real(self, *args, preexec_fn=limit, **options)  # type: ignore[arg-type, call-overload]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", limited)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +142,7 @@ def test_a_server_told_to_stop_finishes_a_stream_takes_no_more_and_leaves_nothin
     tiny_chat: Path, tmp_path: Path, temporary: Path
 ) -> None:
     with (
-        running(tiny_chat, tmp_path, "--tp", "2") as server,
+        running(tiny_chat, tmp_path, "--tp", "2", "--drain-timeout", "300") as server,
         ThreadPoolExecutor(1) as pool,
         server.client() as kept_open,
     ):
@@ -168,7 +153,7 @@ def test_a_server_told_to_stop_finishes_a_stream_takes_no_more_and_leaves_nothin
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "stopping" in server.text)
         assert is_refused(server)
-        finished = events.result(60)
+        finished = events.result(300)
         assert json.loads(finished[-2])["choices"][0]["finish_reason"] == "length"
         assert finished[-1] == "[DONE]"
         assert server.process.wait(60) == 0
@@ -236,7 +221,7 @@ def test_connections_that_do_nothing_leave_room_for_others(tiny_chat: Path, tmp_
     begun = (b"", b"G", b"GET /live HTTP/1.1\r\ncontent-length: 10\r\n\r\n", b"GET /live HTTP/1.1\r\n\r\n\r\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(1024, hard)), hard))
-    with few_files(256), running(tiny_chat, tmp_path) as server, ExitStack() as held:
+    with running(tiny_chat, tmp_path, most_files=256) as server, ExitStack() as held:
         host, port = server.url.removeprefix("http://").split(":")
         for number in range(300):
             connection = held.enter_context(socket.create_connection((host, int(port)), timeout=60))
@@ -247,10 +232,13 @@ def test_connections_that_do_nothing_leave_room_for_others(tiny_chat: Path, tmp_
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None:
+    """While the engine is stopped, what is asked for cannot end."""
+    lasting.engine().suspend()
     with ThreadPoolExecutor(6) as pool:
-        running_now = [pool.submit(stream, lasting) for _ in range(6)]
+        running_now = [pool.submit(stream, lasting, LONG | {"max_tokens": 3}) for _ in range(6)]
         assert eventually(lambda: lasting.health().json()["requests"] == 6)
         refused = httpx.post(lasting.url + "/v1/completions", json=LONG)
+        lasting.engine().resume()
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1

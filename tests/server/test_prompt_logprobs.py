@@ -114,7 +114,9 @@ def test_a_stream_begins_with_the_echo_and_its_logprobs(client: httpx.Client) ->
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     for part in ("tokens", "token_logprobs", "text_offset"):
         told = [each for chunk in chunks if chunk["logprobs"] for each in chunk["logprobs"][part]]
-        assert told == (pytest.approx(whole["logprobs"][part], abs=1e-4) if "log" in part else whole["logprobs"][part])
+        assert told == (
+            pytest.approx(whole["logprobs"][part], abs=LOGIT_NOISE) if "log" in part else whole["logprobs"][part]
+        )
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def make_traces(
     preempted: int = 0,
     in_graphs: int | None = None,
     prompts: tuple[int, int, int] = (0, 0, 0),
+    flops: float = 0.0,
 ) -> StepTraces:
     """Ranks that work so many us in each part of every layer, and meet after it for `exchange_us`. Between steps the
     host takes `pause_us`. A step with prompts takes `prompt_factor` as long. Weights are read at 0.7 of an H100's rate.
@@ -63,5 +64,7 @@ def make_traces(
         now += int(pause_us * US)
     parts = [("Gqa", "Dense")] * LAYERS
     held = list(weights) or [int(0.7 * min(work_us) * 2 * LAYERS * 3.35e6)] * len(work_us)
-    traces = [RankTrace(rank, parts, steps, device, held[rank], in_graphs) for rank, steps in enumerate(ranks)]
+    traces = [
+        RankTrace(rank, parts, steps, device, held[rank], in_graphs, flops=flops) for rank, steps in enumerate(ranks)
+    ]
     return StepTraces(hosts, traces, 1000, budget, 256, *prompts)

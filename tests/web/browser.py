@@ -6,15 +6,24 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Request,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 STATIC = Path(__file__).parents[2] / "src/phalanx/web/static"
-PHONE = {"width": 390, "height": 844}
-DESKTOP = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 900}
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
     "--no-sandbox",
@@ -24,6 +33,7 @@ _ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--process-per-site",
 )
 _REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -47,26 +57,49 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
+@pytest.fixture(scope="package")
+def context(browser: Browser) -> BrowserContext:
+    """One for the first page of every test. A page of ours that stays open keeps the process that draws them all: what
+    it has compiled is not compiled again."""
+    context = browser.new_context()
+    context.set_default_timeout(_PATIENCE_MS)
+    kept = context.new_page()
+    kept.route("**", lambda route: route.fulfill(body=""))
+    kept.goto("http://127.0.0.1/")
+    return context
+
+
 @pytest.fixture
-def new_page(browser: Browser) -> Iterator[NewPage]:
-    """Makes pages, each in a context of its own; keywords are those of the context.
+def new_page(browser: Browser, context: BrowserContext) -> Iterator[NewPage]:
+    """Makes pages; keywords are those of a context. The second of a test knows nothing of the first.
 
     `refused`: statuses with which the server may answer without failing the test.
     """
-    contexts: list[BrowserContext] = []
+    pages: list[Page] = []
     complaints: list[str] = []
 
-    def make(*, refused: tuple[int, ...] = (), **options: Any) -> Page:
-        context = browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce", **options})
-        context.set_default_timeout(_PATIENCE_MS)
-        contexts.append(context)
-        page = context.new_page()
+    def make(
+        *,
+        refused: tuple[int, ...] = (),
+        viewport: ViewportSize = DESKTOP,
+        color_scheme: Literal["light", "dark"] = "light",
+        reduced_motion: Literal["reduce", "no-preference"] = "reduce",
+        **options: Any,
+    ) -> Page:
+        page = (context if not pages and not options else browser.new_context(**options)).new_page()
+        page.set_default_timeout(_PATIENCE_MS)
+        page.set_viewport_size(viewport)
+        page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+        pages.append(page)
         watch(page, complaints, refused)
         return page
 
     yield make
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
+        if page.context != context:
+            page.context.close()
+    context.clear_cookies()
     assert not complaints, "\n".join(complaints)
 
 

@@ -1,4 +1,4 @@
-"""A studio for tests of pages, and the browser's fixtures."""
+"""A studio and a scripted server for tests of pages, and the browser's fixtures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.web.browser import browser, new_page
+from tests.web.browser import browser, context, new_page
+from tests.web.scripted import ScriptedServer, scripted_server
 
-__all__ = ["browser", "new_page", "studio"]
+__all__ = ["browser", "context", "new_page", "studio"]
+
+
+@pytest.fixture(scope="package")
+def scripted() -> Iterator[ScriptedServer]:
+    with scripted_server() as started:
+        yield started
+
+
+@pytest.fixture
+def server(scripted: ScriptedServer) -> ScriptedServer:
+    """Says what the test tells it to; one for all tests."""
+    scripted.reset()
+    return scripted
 
 
 @pytest.fixture(scope="package")

@@ -18,6 +18,8 @@ from playwright.sync_api import expect
 
 from phalanx.models import catalog
 from phalanx.server.error_handlers import add_error_handlers
+from phalanx.server.guard import Guard
+from phalanx.server.keys import KeyRing
 from phalanx.web.cockpit import About, cockpit_routes
 from phalanx.web.layout_routes import Served, layout_routes
 from phalanx.web.pages import add_pages
@@ -38,6 +40,7 @@ class Script:
     error: str = ""
     breaks_off: bool = False
     waits: bool = False
+    pace_s: float = 0.0
 
 
 def says(text: str) -> Script:
@@ -51,8 +54,19 @@ class ScriptedServer:
     name: str = "scripted"
     scripts: deque[Script] = field(default_factory=deque)
     asked: list[dict[str, Any]] = field(default_factory=list)
+    live: list[dict[str, Any]] = field(default_factory=list)
+    """Events of the live view; a stream stays open after them."""
+    live_asked: list[dict[str, str]] = field(default_factory=list)
     go_on: threading.Event = field(default_factory=threading.Event)
     url: str = ""
+
+    def reset(self) -> None:
+        """As new, for the next test. Streams of the last one end."""
+        self.go_on.set()
+        self.go_on = threading.Event()
+        self.scripts.clear()
+        for told in (self.asked, self.live, self.live_asked):
+            told.clear()
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -74,13 +88,28 @@ class ScriptedServer:
                 return JSONResponse({"error": {"message": script.error, "code": "told"}}, script.status)
             return StreamingResponse(self._events(script), media_type="text/event-stream")
 
+        @app.get("/cockpit/live")
+        async def live(request: Request) -> Response:
+            self.live_asked.append(dict(request.query_params))
+            return StreamingResponse(self._live_events(), media_type="text/event-stream")
+
         return app
 
+    async def _live_events(self) -> AsyncIterator[str]:
+        go_on = self.go_on
+        for event in self.live:
+            yield _event(event)
+        while not go_on.is_set():
+            await asyncio.sleep(0.05)
+
     async def _events(self, script: Script) -> AsyncIterator[str]:
+        go_on = self.go_on
         for index, delta in enumerate(script.deltas):
+            await asyncio.sleep(script.pace_s)
             logprobs = {"content": [script.logprobs[index]]} if script.logprobs else None
-            yield _event({"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]})
-        while script.waits and not self.go_on.is_set():
+            choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            yield _event({"choices": [choice], "usage": _usage(index + 1)})
+        while script.waits and not go_on.is_set():
             await asyncio.sleep(0.01)
         if script.breaks_off:
             return
@@ -88,8 +117,11 @@ class ScriptedServer:
             yield _event({"error": {"message": script.error, "code": "told"}})
             return
         yield _event({"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": script.finish}]})
-        usage = {"prompt_tokens": 41, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 32}}
-        yield _event({"choices": [], "usage": usage}) + "data: [DONE]\n\n"
+        yield _event({"choices": [], "usage": _usage(7)}) + "data: [DONE]\n\n"
+
+
+def _usage(output: int) -> dict[str, Any]:
+    return {"prompt_tokens": 41, "completion_tokens": output, "prompt_tokens_details": {"cached_tokens": 32}}
 
 
 def _event(content: dict[str, Any]) -> str:
@@ -97,10 +129,11 @@ def _event(content: dict[str, Any]) -> str:
 
 
 @contextmanager
-def scripted_server(name: str = "scripted") -> Iterator[ScriptedServer]:
-    """Runs in a thread of this process, on a free port."""
+def scripted_server(name: str = "scripted", keys: tuple[str, ...] = ()) -> Iterator[ScriptedServer]:
+    """Runs in a thread of this process, on a free port, behind the server's own guard."""
     served = ScriptedServer(name)
-    config = uvicorn.Config(served.app(), port=0, log_level="warning", lifespan="off")
+    app = Guard(served.app(), KeyRing(keys), 2**20)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

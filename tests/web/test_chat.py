@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters":
 
 STICKING_OUT = """() => document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("*")]
     .filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML.slice(0, 100))"""
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as started:
-        yield started
 
 
 @pytest.fixture
@@ -66,10 +59,11 @@ def conversation(server: ScriptedServer) -> list[tuple[str, Any]]:
 
 
 def test_an_answer_is_shown_while_it_comes_and_measured_when_it_is_there(page: Page, server: ScriptedServer) -> None:
-    server.scripts.append(Script([{"content": "Hello "}, {"content": "there"}], waits=True))
+    server.scripts.append(Script([{"content": "Hello "}, {"content": "there"}], waits=True, pace_s=0.02))
     send(page, "Hi")
     expect(answers(page)).to_contain_text("Hello there")
     expect(answers(page)).to_have_attribute("aria-busy", "true")
+    expect(answers(page)).to_contain_text(re.compile(r"[\d.,]+ tok/s.*2 tokens"))
     expect(button(page, "Stop")).to_be_visible()
     server.go_on.set()
     finished(page)
@@ -84,9 +78,10 @@ def test_an_answer_is_shown_while_it_comes_and_measured_when_it_is_there(page: P
 
 def test_what_is_asked_is_what_the_controls_say(page: Page, server: ScriptedServer) -> None:
     page.get_by_label("System prompt").fill("Be brief.")
-    for label, value in (("Temperature", "0"), ("Top-p", "0.5"), ("Top-k", "40"), ("Min-p", "0.1")):
-        page.get_by_label(label).fill(value)
-    page.get_by_label("Longest answer").fill("256")
+    for label, value in (("Temperature", "0.63"), ("Top-p", "0.5"), ("Top-k", "40"), ("Longest answer", "99999")):
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_label("Min-p, slider").fill("0.1")
+    expect(page.get_by_label("Min-p", exact=True)).to_have_value("0.1")
     page.get_by_label("Seed").fill("12x")
     expect(page.get_by_text("A whole number, or empty.")).to_be_visible()
     page.get_by_label("Seed").fill("12")
@@ -94,9 +89,9 @@ def test_what_is_asked_is_what_the_controls_say(page: Page, server: ScriptedServ
     finished(page)
     asked = server.asked[-1]
     sampling = {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")}
-    assert sampling == {"temperature": 0, "top_p": 0.5, "top_k": 40, "min_p": 0.1, "max_tokens": 256, "seed": 12}
+    assert sampling == {"temperature": 0.63, "top_p": 0.5, "top_k": 40, "min_p": 0.1, "max_tokens": 4096, "seed": 12}
     assert asked["model"] == "scripted"
-    assert asked["stream_options"] == {"include_usage": True}
+    assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert "logprobs" not in asked
     assert "tools" not in asked
     assert conversation(server) == [("system", "Be brief."), ("user", "Hi")]
@@ -140,14 +135,14 @@ def test_everything_is_done_from_the_keyboard(page: Page, server: ScriptedServer
 
 
 def test_escape_stops_the_answer_and_keeps_what_came(page: Page, server: ScriptedServer) -> None:
-    server.scripts.append(Script([{"content": "As far as"}], waits=True))
+    server.scripts.append(Script([{"content": "As "}, {"content": "far as"}], waits=True, pace_s=0.02))
     send(page, "Go")
     expect(answers(page)).to_contain_text("As far as")
     composer(page).fill("written meanwhile")
     page.keyboard.press("Enter")
     expect(composer(page)).to_have_value("written meanwhile")
     page.keyboard.press("Escape")
-    expect(answers(page)).to_contain_text("stopped")
+    expect(answers(page)).to_contain_text(re.compile(r"[\d.,]+ tok/s.*2 tokens.*stopped"))
     expect(button(page, "Stop")).to_have_count(0)
     expect(composer(page)).to_have_value("written meanwhile")
     page.keyboard.press("Enter")
@@ -268,7 +263,7 @@ def test_errors_are_told_in_place_and_nothing_is_lost(page: Page, server: Script
     server.scripts.append(Script(error="256 requests wait already.", status=429))
     send(page, "A question that took long to write")
     expect(page.get_by_role("alert")).to_have_text("256 requests wait already.")
-    expect(page.get_by_text("A question that took long to write")).to_be_visible()
+    expect(page.get_by_role("article", name="You")).to_have_text(re.compile("A question that took long to write"))
     server.scripts.append(Script([{"content": "Half an"}], error="The engine stopped."))
     button(page, "Try again").click()
     expect(page.get_by_role("alert")).to_have_text("The engine stopped.")
@@ -298,7 +293,7 @@ def test_a_cut_answer_says_so(page: Page, server: ScriptedServer) -> None:
     expect(answers(page)).to_contain_text("cut at the token limit")
 
 
-def test_the_conversation_outlives_a_change_of_view_but_not_the_page(page: Page, server: ScriptedServer) -> None:
+def test_the_conversation_outlives_a_change_of_view(page: Page, server: ScriptedServer) -> None:
     server.scripts.append(Script([{"content": "Still "}], waits=True))
     send(page, "Hi")
     expect(answers(page)).to_contain_text("Still")
@@ -310,10 +305,6 @@ def test_the_conversation_outlives_a_change_of_view_but_not_the_page(page: Page,
     finished(page)
     expect(answers(page)).to_contain_text("Still")
     expect(composer(page)).to_have_value("a draft")
-    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
-    page.reload()
-    expect(page.get_by_text("The conversation stays in this page")).to_be_visible()
-    expect(composer(page)).to_have_value("")
 
 
 def test_a_long_answer_is_followed_until_the_reader_scrolls(page: Page, server: ScriptedServer) -> None:
@@ -359,7 +350,7 @@ def test_a_servers_hostile_name_prompt_and_address_stay_text(new_page: NewPage) 
         expect(page.get_by_role("alert")).to_contain_text("is not in the catalog")
         expect(page.get_by_label("Model", exact=True)).to_have_value(HOSTILE_NAME + "x")
         assert page.evaluate("window.__pwned") is None
-        assert page.locator("img, script:not([src]), svg, iframe").count() == 0
+        assert page.locator("img, script:not([src]), svg:not(.emblem), iframe").count() == 0
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", DESKTOP), ("dark", PHONE)], ids=["light", "dark"])

@@ -29,12 +29,12 @@ def page(new_page: NewPage, server: Server) -> Page:
     page = new_page(refused=(400, 500, 503))
     page.goto(f"{server.url}/#/chat")
     expect(page.get_by_label("Message", exact=True)).to_be_visible(timeout=PATIENCE_MS)
-    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Temperature", exact=True).fill("0")
     return page
 
 
 def ask(page: Page, text: str, longest: int) -> None:
-    page.get_by_label("Longest answer").fill(str(longest))
+    page.get_by_label("Longest answer", exact=True).fill(str(longest))
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
 
@@ -105,5 +105,5 @@ def test_a_lost_engine_is_told_in_place(page: Page, server: Server) -> None:
     server.engine().kill()
     expect(page.get_by_role("alert")).to_be_visible(timeout=PATIENCE_MS)
     assert page.get_by_role("alert").inner_text().strip()
-    expect(page.get_by_text("Write a very long story about the sea.")).to_be_visible()
+    expect(page.get_by_role("article", name="You")).to_contain_text("Write a very long story")
     expect(page.locator(".md")).not_to_be_empty()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.browser import NewPage
-from tests.web.scripted import ScriptedServer, scripted_server
+from tests.web.scripted import ScriptedServer
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +24,11 @@ SIMPLE = """element => {
         if (node.tagName === "FIGCAPTION" || node.className === "md-address") return "";
         const tag = node.tagName.toLowerCase(), inner = [...node.childNodes].map(simple).join("");
         const note = tag === "a" ? ` ${node.getAttribute("href")}` : tag === "ol" ? ` ${node.start}` : "";
-        return ["figure", "div"].includes(tag) ? inner : `<${tag}${note}>${inner}</${tag}>`;
+        const isNone = ["figure", "div"].includes(tag) || node.className.startsWith("hl-");
+        return isNone ? inner : `<${tag}${note}>${inner}</${tag}>`;
     };
     return [...element.childNodes].map(simple).join("");
 }"""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as started:
-        yield started
 
 
 @pytest.fixture
@@ -179,8 +174,29 @@ def test_no_letter_is_lost_or_doubled_whatever_the_marks(draw: Draw, page: Page)
 
 def test_text_made_to_be_slow_is_not(draw: Draw) -> None:
     marks = ("*a ", "[", "> ", "- ", "**_", "[](", "`a", "1. ", "|-", "# ", "h")
-    for text in [mark * (20_000 // len(mark)) for mark in marks] + ["`" * 5001 + "a"]:
+    codes = (("js", "(x=>"), ("cpp", "a<"), ("xml", "<a "), ("python", "f'{"), ("yaml", "- "), ("sql", "a.("))
+    code = [f"```{language}\n{mark * (9_000 // len(mark))}\n```" for language, mark in codes]
+    for text in [mark * (20_000 // len(mark)) for mark in marks] + ["`" * 5001 + "a"] + code:
         assert draw(text), text[:10]
+
+
+def test_code_is_told_apart_by_its_language_and_stays_the_text_it_is(draw: Draw, page: Page) -> None:
+    codes = {
+        "python": "def f(x):  # <b>\n    return 'é' + str(1)",
+        "TS title=a.ts": "const x: number = 1; // no",
+        "bash": 'echo "$HOME" | wc -l',
+        "json": '{"a": [true, 1.5]}',
+        "cuda": "__global__ void f(int *p) { p[0] = 1; }",
+        "rust": 'fn main() { println!("{}", 1); }',
+    }
+    for language, code in codes.items():
+        draw(f"```{language}\n{code}\n```")
+        assert page.locator(".md pre").evaluate("e => e.textContent") == code
+        colours = page.locator(".md pre span").evaluate_all("all => all.map(e => getComputedStyle(e).color)")
+        assert len(set(colours)) >= 2, language
+    for plain in ("```\ndef f(): pass\n```", "```klingon\ndef f(): pass\n```", "```py\n" + "x = 1; " * 2000 + "\n```"):
+        draw(plain)
+        assert page.locator(".md pre span").count() == 0
 
 
 def test_code_can_be_copied(new_page: NewPage, server: ScriptedServer) -> None:

@@ -19,7 +19,7 @@ from phalanx.trace import perfetto
 from phalanx.trace.timeline import steps_of
 from tests.server.conftest import tiny_chat
 from tests.server.running import Server, eventually, running
-from tests.web.browser import PHONE, NewPage, check_accessible
+from tests.web.browser import NewPage, check_accessible
 
 pytestmark = pytest.mark.slow
 
@@ -186,35 +186,6 @@ def test_a_trace_is_taken_shown_and_saved(server: Server, new_page: NewPage, tmp
     assert len(steps_of(perfetto.read(tmp_path / "trace.json"))) == 4
 
 
-def test_notes_stand_in_the_live_view(server: Server, new_page: NewPage) -> None:
-    (event,) = events(server, 1)
-    note = {"level": "warning", "code": "slow_rank", "title": "Rank 1 is slower", "found": "30 % <b>more</b>"}
-    event["state"]["notes"] = [note | {"why": "All wait.", "fix": "Look at its card."}]
-    page = new_page()
-    page.route("**/cockpit/live", lambda route: route.fulfill(
-        headers={"content-type": "text/event-stream"}, body=f"data: {json.dumps(event)}\n\n"
-    ))  # fmt: skip
-    page.goto(server.url + "/#/live")
-    findings = page.get_by_role("region", name="Findings")
-    expect(findings).to_contain_text("Rank 1 is slower: 30 % <b>more</b>. All wait. Look at its card.")
-
-
-def test_the_keyboard_looks_back_and_returns_to_now(server: Server, new_page: NewPage) -> None:
-    page = new_page()
-    open_live(page, server)
-    slider, shown = page.get_by_label("Figures of"), page.locator(".live-moment output")
-    assert eventually(lambda: int(slider.get_attribute("max") or 0) > 5)
-    slider.focus()
-    for _ in range(4):
-        page.keyboard.press("ArrowLeft")
-    expect(shown).to_have_text(re.compile(r"\d+:\d+:\d+"))
-    moment = shown.inner_text()
-    page.wait_for_timeout(2500)
-    assert shown.inner_text() == moment, "the moment must stay while time passes"
-    page.get_by_role("button", name="Back to now").click()
-    expect(shown).to_have_text("now")
-
-
 def test_nothing_moves_while_figures_change(server: Server, new_page: NewPage) -> None:
     page = new_page()
     page.add_init_script(
@@ -228,14 +199,6 @@ def test_nothing_moves_while_figures_change(server: Server, new_page: NewPage) -
         assert eventually(lambda: figure(page, "Output", "output") > 0, 60)
         page.wait_for_timeout(3000)
     assert page.evaluate("window.moved") < 0.02
-
-
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE}], ids=["light", "dark", "phone"])
-def test_it_is_accessible_and_fits_its_screen(server: Server, new_page: NewPage, options: dict[str, Any]) -> None:
-    page = new_page(**options)
-    open_live(page, server)
-    check_accessible(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_a_killed_engine_is_told_with_its_reason_and_its_return_too(server: Server, new_page: NewPage) -> None:

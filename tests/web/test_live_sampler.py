@@ -109,10 +109,10 @@ def test_the_share_of_hits_is_that_of_the_window_and_none_where_nothing_was_aske
     assert (sample.hits, sample.accepted) == (0.25, 0.75)
 
 
-def test_ten_minutes_are_kept(place: Place) -> None:
+def test_an_hour_is_kept(place: Place) -> None:
     for _ in range(KEPT + 5):
         place.sample()
-    assert len(place.sampler.samples) == KEPT == 600
+    assert len(place.sampler.samples) == KEPT == 3600
     assert place.sampler.taken == KEPT + 5
 
 

@@ -26,14 +26,14 @@ STARTED = Started(vocab=100, max_model_len=64, max_num_seqs=4, num_blocks=8, blo
 class Client:
     """Reads a stream as it likes."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: Live, seconds: int = KEPT) -> None:
         self.sent: list[dict[str, Any]] = []
         self.reads = asyncio.Event()
         self.reads.set()
         self.left = asyncio.Event()
         self.aborted = False
         scope = {"type": "http", "extensions": {"abort": self._abort}}
-        self.task = asyncio.create_task(LiveStream(live)(scope, self._receive, self._send))
+        self.task = asyncio.create_task(LiveStream(live, seconds)(scope, self._receive, self._send))
 
     def _abort(self) -> None:
         self.aborted = True
@@ -101,6 +101,18 @@ def test_history_comes_first_and_then_one_sample_at_a_time() -> None:
         assert state["ranks"] == [
             {"rank": 0, "node": "here", "step": 7, "beat_age_s": 0.1, "busy_s": 0.0, "stuck": False}
         ]
+        client.task.cancel()
+
+    play(scene)
+
+
+def test_a_stream_begins_as_far_back_as_it_is_asked_to() -> None:
+    async def scene(place: Place) -> None:
+        await place.tick(9)
+        client = Client(place.live, seconds=4)
+        await settle()
+        await place.tick(1)
+        assert [len(event["samples"]) for event in client.events] == [4, 1]
         client.task.cancel()
 
     play(scene)

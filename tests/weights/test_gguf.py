@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from phalanx.errors import CheckpointError, ModelError, PhalanxError
 from phalanx.models import read_config
+from phalanx.quant.gguf import GgufWeight
 from phalanx.spec import Layout, ModelSpec
 from phalanx.spec.gguf import GgufFile
 from phalanx.weights.checkpoint import Checkpoint, locate
@@ -103,6 +104,19 @@ def test_a_slice_is_the_slice_of_the_whole_tensor(tmp_path: Path, kind: Kind) ->
         assert found.dtype == torch.float32
         assert np.array_equal(found.numpy(), whole[slices])
         assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", QUANTISED[3:], ids=lambda kind: kind.name)
+def test_blocks_held_as_stored_are_what_the_package_dequantises(kind: Kind) -> None:
+    """Every code, sign and minimum, bit for bit: what compares our own ways with each other would miss a wrong one."""
+    values = np.random.default_rng(1).normal(size=(32, 256)).astype(np.float32)
+    raw = gguf.quantize(values, kind)
+    whole = torch.from_numpy(gguf.dequantize(raw, kind))
+    assert whole.min() < -1 < 1 < whole.max()
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    weight = GgufWeight(kind.name, 256, torch.from_numpy(raw).unflatten(1, (-1, block_bytes)))
+    assert torch.equal(weight.dequantised(torch.float32), whole)
+    assert torch.equal(weight.panels().dequantised(torch.float32), whole)
 
 
 @pytest.mark.parametrize("kind", [*QUANTISED, *K_QUANTS], ids=lambda kind: kind.name)

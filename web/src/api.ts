@@ -1,8 +1,23 @@
-/** Calls to the server this page came from. The key lives in this variable and nowhere else. */
-let key = "";
+import { ofTab } from "./storage";
+
+const KEY = "phalanx.key";
+
+/** Calls to the server this page came from. The key is kept for this tab alone, once the server has taken it. */
+let key = ofTab.get(KEY) ?? "";
+
+export const hasKey = (): boolean => key !== "";
 
 export function useKey(given: string): void {
   key = given;
+}
+
+export function keepKey(): void {
+  ofTab.set(KEY, key);
+}
+
+export function forgetKey(): void {
+  key = "";
+  ofTab.remove(KEY);
 }
 
 /** An error in the words of the server. */

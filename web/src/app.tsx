@@ -1,5 +1,5 @@
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ApiError } from "./api";
+import { ApiError, forgetKey, hasKey } from "./api";
 import { ChatView } from "./chat/view";
 import { LayoutView } from "./layout/view";
 import { LiveView } from "./live/view";
@@ -8,6 +8,7 @@ import { CompareView } from "./plan/compare";
 import { PlanView } from "./plan/view";
 import { linkTo, usePlace } from "./router";
 import { about, type About } from "./session";
+import { Emblem } from "./ui/emblem";
 import { TraceView } from "./trace/view";
 
 const VIEWS = {
@@ -31,7 +32,8 @@ export function App() {
       setProblem("");
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      if (error.status !== 401) setProblem(error.message);
+      if (error.status === 401) forgetKey();
+      else setProblem(error.message);
       setLocked(error.status === 401);
       throw error;
     }
@@ -50,6 +52,11 @@ export function App() {
       </main>
     );
   return <Cockpit server={server} />;
+}
+
+function logOut(): void {
+  forgetKey();
+  location.reload();
 }
 
 function Cockpit(props: { server: About }) {
@@ -74,7 +81,9 @@ function Cockpit(props: { server: About }) {
         Skip to content
       </a>
       <header class="bar">
-        <span class="brand">Phalanx</span>
+        <span class="brand">
+          <Emblem /> Phalanx
+        </span>
         <nav aria-label="Views">
           {views.map((each) => (
             <a key={each} href={linkTo(each)} aria-current={each === view ? "page" : undefined}>
@@ -86,6 +95,11 @@ function Cockpit(props: { server: About }) {
           {server.model !== null && <span class="name">{server.model}</span>}
           {server.tp !== null && <span class="tag">TP={server.tp}</span>}
           {server.mode === "studio" && <span class="tag">studio</span>}
+          {hasKey() && (
+            <button type="button" class="link-button" onClick={logOut}>
+              Log out
+            </button>
+          )}
         </div>
       </header>
       <main ref={main} tabIndex={-1}>

@@ -1,8 +1,8 @@
 import { useState } from "preact/hooks";
-import { ApiError, useKey } from "./api";
+import { ApiError, keepKey, useKey } from "./api";
 import { TextField } from "./ui/field";
 
-/** Asks for the server's API key. It is kept in memory only: a reload asks again. */
+/** Asks for the server's API key. It is kept until the tab is closed. */
 export function Login(props: { enter: () => Promise<void> }) {
   const [given, setGiven] = useState("");
   const [problem, setProblem] = useState("");
@@ -11,6 +11,7 @@ export function Login(props: { enter: () => Promise<void> }) {
     useKey(given.trim());
     try {
       await props.enter();
+      keepKey();
     } catch (error) {
       setProblem(error instanceof ApiError && error.status === 401 ? "This key is wrong." : String(error));
     }
@@ -23,7 +24,7 @@ export function Login(props: { enter: () => Promise<void> }) {
           label="API key"
           value={given}
           onInput={setGiven}
-          hint={problem}
+          hint={problem || "Kept until this tab is closed, or you log out."}
           wrong={problem !== ""}
           input={{ type: "password", autoFocus: true }}
         />

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from phalanx.bench.lab.experiment import Tell
+from phalanx.bench.lab.experiment import Tell, checkpoint_of
 from phalanx.bench.offline import FixedBatch, Timing, time_case
 from phalanx.errors import ConfigError
+from phalanx.models.catalog import entries
 from phalanx.plan.measurements import Measurement
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device
@@ -39,14 +40,23 @@ def calibration_gpu(config: EngineConfig) -> Gpu:
 
 
 def measure_steps(config: EngineConfig, gpu: Gpu, cases: list[FixedBatch], tell: Tell) -> list[Measurement]:
-    """Every case that the KV cache has room for at once, on an engine of its own."""
+    """Every case that the KV cache has room for at once, on an engine of its own. A name of the catalog has random
+    weights.
+    """
+    with checkpoint_of(config) as settled:
+        name = config.model if config.model in entries() else str(locate(config.model))
+        return _measure(settled, name or "", gpu, cases, tell)
+
+
+def _measure(config: EngineConfig, name: str, gpu: Gpu, cases: list[FixedBatch], tell: Tell) -> list[Measurement]:
     path = locate(config.model)
     spec = Checkpoint(path, config.load_format).spec
     largest = max(case.batch for case in cases), max(case.inputs + case.outputs for case in cases)
     limits = msgspec.structs.replace(
         config, max_num_seqs=largest[0], max_model_len=min(largest[1], spec.max_positions), prefix_caching=False
     )
-    tell(f"Loading {model_name(path)}")
+    short = model_name(Path(name))
+    tell(f"Loading {short}")
     engine = start_engine(limits, path, lambda done, total: None)
     found = []
     try:
@@ -54,10 +64,10 @@ def measure_steps(config: EngineConfig, gpu: Gpu, cases: list[FixedBatch], tell:
         for case in cases:
             longest = case.inputs + case.outputs
             if longest <= spec.max_positions and case.batch * (longest + 16) <= pool.num_blocks * pool.block_size:
-                tell(f"{model_name(path)}: {case}")
+                tell(f"{short}: {case}")
                 timing = time_case(engine, case, _REPEATS)
                 if timing.whole > timing.first:  # else other work on this machine hid the steps
-                    found.append(_measurement(case, timing, config, gpu, path, spec.number_format))
+                    found.append(_measurement(case, timing, config, gpu, name, spec.number_format))
     finally:
         engine.close()
     return found
@@ -69,7 +79,7 @@ def default_cases() -> list[FixedBatch]:
 
 
 def _measurement(
-    case: FixedBatch, timing: Timing, config: EngineConfig, gpu: Gpu, path: Path, weights: str
+    case: FixedBatch, timing: Timing, config: EngineConfig, gpu: Gpu, name: str, weights: str
 ) -> Measurement:
     return Measurement(
         engine="phalanx",
@@ -77,7 +87,7 @@ def _measurement(
         gpu=gpu.name,
         tp=config.tp,
         ep=1,
-        model=str(path),
+        model=name,
         precision=weights,
         kv_dtype="fp8" if config.kv_cache_dtype == "fp8" else "bf16",
         input_tokens=case.inputs,

@@ -35,6 +35,8 @@ _PRICED_STEPS = 6
 _PRICED_PROMPT = 256
 _FEWEST = 6
 _MOST_PROBES = 4
+_CHOOSING = 0.4
+"""Of the time that there is, for the runs that choose whom to look at closely."""
 REAL_WORTH = 1.05
 """Runs of the same differ by this much: a lever that brings less was not seen to bring anything."""
 
@@ -54,7 +56,7 @@ class LinearPrice:
 class Bench:
     """An engine of this machine under this traffic: the model is loaded once, with a scheduler for each setting.
 
-    `seconds` is about what one run takes, and all of them together what is left until `deadline`, roughly.
+    `seconds` is about what one run takes. All of them together end by `deadline`: runs that would not are cut short.
     """
 
     def __init__(self, config: EngineConfig, traffic: Traffic, seconds: float, deadline: float, tell: Tell) -> None:
@@ -71,9 +73,10 @@ class Bench:
     def close(self) -> None:
         self._loaded.close()
 
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self.deadline
+    def _until(self, share: float, deadline: float | None = None) -> float:
+        """When so much of the time that is left, by default of all, is over."""
+        now = time.monotonic()
+        return now + share * max(0.0, (self.deadline if deadline is None else deadline) - now)
 
     def engine(self, setting: Setting) -> Engine:
         """A new scheduler before the same rank, with an empty prefix cache."""
@@ -108,30 +111,33 @@ class Bench:
         """By successive halving at saturation: short runs of all, twice as long ones of the better half. With the
         tokens a second that each made there.
         """
-        left, requests = list(dict.fromkeys(settings)), _FEWEST
+        left, requests, end = list(dict.fromkeys(settings)), _FEWEST, self._until(_CHOOSING)
         speeds: dict[Setting, float] = {}
         while len(left) > 1 or not speeds:
-            for setting in left:
+            for number, setting in enumerate(left):
                 self.tell(f"{requests} requests at once: {_named(setting)}")
-                speeds[setting] = self._saturated(self.engine(setting), requests)
-            keep = 1 if self.is_late else max(1, len(left) // 2)
+                until = self._until(1 / (len(left) - number), end)
+                speeds[setting] = self._saturated(self.engine(setting), requests, until)
+            keep = 1 if time.monotonic() > end else max(1, len(left) // 2)
             left = sorted(left, key=lambda each: -speeds[each])[:keep]
             requests *= 2
         return left[0], speeds
 
-    def value(self, setting: Setting, saturated: float) -> Value:
-        """The most goodput within the SLO, by bisection on the rate below what it makes at saturation."""
+    def value(self, setting: Setting, saturated: float, share: float = 1.0) -> Value:
+        """The most goodput within the SLO, by bisection on the rate below what it makes at saturation, in this share of
+        the time that is left.
+        """
         load, slo, engine = self.traffic.load, self.traffic.slo, self.engine(setting)
-        most = saturated / load.mean_output * HELD
+        most, end = saturated / load.mean_output * HELD, self._until(share)
         low, high, rate, found = 0.0, most, most, None
-        for _ in range(_MOST_PROBES):
+        for number in range(_MOST_PROBES):
             self.tell(f"{rate:.2f} requests/s: {_named(setting)}")
-            seen = self._at(engine, rate)
+            seen = self._at(engine, rate, self._until(1 / (_MOST_PROBES - number), end))
             if slo.excess(seen) <= 1:
                 low, found = rate, seen
             else:
                 high = rate
-            if low == most or (self.is_late and found is not None):
+            if low == most or time.monotonic() > end:
                 break
             rate = (low + high) / 2
         if found is None:
@@ -145,14 +151,14 @@ class Bench:
             load = replace(load, rate=1.0, requests=requests)
         return [(inputs, outputs) for _, inputs, outputs in load.lengths()][:requests]
 
-    def _saturated(self, engine: Engine, requests: int) -> float:
-        lengths = self._lengths(requests)
-        return drive(engine, lengths, [0.0] * len(lengths), self.traffic.load.shared_prefix, seed=1).throughput.mid
+    def _saturated(self, engine: Engine, requests: int, until: float) -> float:
+        lengths, shared = self._lengths(requests), self.traffic.load.shared_prefix
+        return drive(engine, lengths, [0.0] * len(lengths), shared, seed=1, until=until).throughput.mid
 
-    def _at(self, engine: Engine, rate: float) -> SeenRun:
+    def _at(self, engine: Engine, rate: float, until: float) -> SeenRun:
         lengths = self._lengths(max(_FEWEST, min(1000, round(rate * self.seconds))))
         arrivals = [at for at, *_ in Workload(rate=rate, requests=len(lengths)).lengths()]
-        return drive(engine, lengths, arrivals, self.traffic.load.shared_prefix, seed=2)
+        return drive(engine, lengths, arrivals, self.traffic.load.shared_prefix, seed=2, until=until)
 
 
 def _named(setting: Setting) -> str:
@@ -171,16 +177,19 @@ class _Timed:
 
 
 def drive(
-    engine: Engine, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float], shared: int, seed: int
+    engine: Engine, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float], shared: int, seed: int, until: float
 ) -> SeenRun:
-    """Requests of these lengths, each handed in when it is due; their prompts begin with the same `shared` tokens."""
+    """Requests of these lengths, each handed in when it is due; their prompts begin with the same `shared` tokens.
+    What has not come by the moment `until` is left out: who then still waits for a first token has waited so long. The
+    first request is always handed in.
+    """
     chance, common = random.Random(seed), [5 + place % 89 for place in range(shared)]
     coming = deque(zip(arrivals, lengths, strict=True))
     timed: dict[int, _Timed] = {}
     hits = -engine.scheduler.prefix_hits
     queries = -engine.scheduler.prefix_queries
     began = time.perf_counter()
-    while coming or engine.has_work:
+    while (coming or engine.has_work) and (not timed or time.monotonic() < until):
         now = time.perf_counter() - began
         while coming and coming[0][0] <= now:
             due, (inputs, outputs) = coming.popleft()
@@ -193,14 +202,18 @@ def drive(
         for output in engine.step():
             request, at = timed[output.request_id], time.perf_counter() - began
             request.first, request.last, request.made = request.first or at, at, request.made + 1
+    for request_id in timed:
+        engine.cancel(request_id)
+    while engine.has_work:
+        engine.step()
     hits, queries = hits + engine.scheduler.prefix_hits, queries + engine.scheduler.prefix_queries
-    return _seen(list(timed.values()), hits / queries if queries else 0.0)
+    return _seen(list(timed.values()), time.perf_counter() - began, hits / queries if queries else 0.0)
 
 
-def _seen(requests: Sequence[_Timed], cached: float) -> SeenRun:
-    first = [request.first - request.due for request in requests]
+def _seen(requests: Sequence[_Timed], ended: float, cached: float) -> SeenRun:
+    first = [(request.first or ended) - request.due for request in requests]
     between = [(request.last - request.first) / (request.made - 1) for request in requests if request.made > 1]
-    seconds = max(request.last for request in requests) - min(request.due for request in requests)
+    seconds = (max(request.last for request in requests) or ended) - min(request.due for request in requests)
     made = sum(request.made for request in requests) / seconds
     return SeenRun(
         Interval.around(fmean(first), 0.0),
@@ -245,7 +258,7 @@ def tune_for_real(bench: Bench, rungs: Sequence[Rung], extra: Sequence[Setting])
     start = rungs[0].setting
     candidates = [rung.setting for rung in rungs if rung.setting != start] + list(extra)
     best, speeds = bench.best_of([start, *candidates])
-    value = bench.value(best, speeds[best]) if best != start else None
+    value = bench.value(best, speeds[best], share=0.5) if best != start else None
     first = Rung("start", start, bench.value(start, speeds[start]))
     if value is None or value.goodput < REAL_WORTH * first.value.goodput:
         return [first]

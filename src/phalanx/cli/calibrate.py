@@ -11,13 +11,16 @@ from phalanx.cli.shared import Dtype, KvCacheDtype, LoadFormat, Tp, told_errors
 
 
 def calibrate(
-    models: Annotated[list[str] | None, typer.Argument(help="What to time: models that you serve.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="What to time: models that you serve; names of the catalog have random weights."),
+    ] = None,
     tp: Tp = 1,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
     cases: Annotated[
-        str | None, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas. Default: 14 from 1x128 to 256x128.")
+        str | None, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas. Default: 12 from 1x128 to 256x128.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Where to write the profile. Default: where plan, Live and lab look for it.")

@@ -30,16 +30,17 @@ def lab(
     kv_cache_dtype: KvCacheDtype = "auto",
     load_format: LoadFormat = "auto",
     output: Annotated[Path, typer.Option(help="Folder for lab.md, lab.json and lab.png.")] = Path("phalanx-lab"),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Show and draw an earlier lab.json; nothing is measured.")
+    ] = None,
 ) -> None:
     """Measure which TP a model should have here: speed, scaling, waiting, cost and room at each, and a verdict."""
     with told_errors():
-        import json
-        from importlib.util import find_spec
-
         from rich.console import Console
 
         from phalanx.bench.lab.experiment import Experiment, run_lab
-        from phalanx.bench.lab.report import markdown, record, remarks, table
+        from phalanx.bench.lab.files import read_lab, write_lab
+        from phalanx.bench.lab.report import remarks, table
         from phalanx.bench.lab.verdict import verdicts
         from phalanx.runtime.config import EngineConfig
 
@@ -49,20 +50,17 @@ def lab(
             config, tp, batch, isl, osl, iterations, warm_up, emulate, machine, all_reduce_us, usd_per_hour
         )  # fmt: skip
         with console.status("Looking") as status:
-            found = run_lab(asked, status.update)
+            found = run_lab(asked, status.update) if source is None else read_lab(source)
         console.print(table(found))
         for use, told in verdicts(found.points, found.on_gpus).items():
             console.print(f"{use}: {told}", highlight=False)
         for remark in remarks(found):
             console.print(remark, highlight=False)
-        output.mkdir(parents=True, exist_ok=True)
-        drawn = find_spec("matplotlib") is not None
-        (output / "lab.md").write_text(markdown(found, "lab.png" if drawn else None), encoding="utf-8")
-        (output / "lab.json").write_text(json.dumps(record(found), indent=1) + "\n")
-        if drawn:
-            from phalanx.bench.lab.plot import save_plot
-
-            save_plot(found, output / "lab.png")
-        else:
-            console.print("Without matplotlib there is no picture: pip install matplotlib", highlight=False)
-        console.print(f"Written to {output}: lab.md, lab.json{', lab.png' if drawn else ''}", highlight=False)
+        written = write_lab(found, output)
+        if "lab.png" not in written:
+            console.print(
+                f"Without matplotlib there is no picture: pip install matplotlib, then phalanx lab --from "
+                f"{output / 'lab.json'}",
+                highlight=False,
+            )
+        console.print(f"Written to {output}: {', '.join(written)}", highlight=False)

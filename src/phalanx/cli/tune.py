@@ -31,7 +31,7 @@ def tune(
         bool, typer.Option("--from-static", help="--plan: begin with static batches, as a model of them.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="For real: about what one run takes.")] = 3.0,
-    minutes: Annotated[float, typer.Option(min=0.1, help="For real: about what all of it takes.")] = 0.7,
+    budget: Annotated[float, typer.Option(min=1, help="For real: seconds for all of it, loading included.")] = 90.0,
     output: Annotated[Path, typer.Option(help="Folder for tune.json, tune.png and serve.toml.")] = Path("phalanx-tune"),
 ) -> None:
     """Find the options with the most goodput an SLO allows: lever by lever in virtual time, then the few for real."""
@@ -53,7 +53,7 @@ def tune(
         if machine:
             rungs, own_format = _plan(model, machine, traffic, same_answers, from_static, console)
         else:
-            rungs, own_format = _measure(model, traffic, seconds, minutes, planned, console)
+            rungs, own_format = _measure(model, traffic, seconds, budget, planned, console)
         _write(output, rungs, model, own_format, traffic, slo, console)
 
 
@@ -83,7 +83,7 @@ def _plan(
 
 
 def _measure(
-    model: str | None, traffic: Traffic, seconds: float, minutes: float, planned: bool, console: Console
+    model: str | None, traffic: Traffic, seconds: float, budget: float, planned: bool, console: Console
 ) -> tuple[list[Rung], str]:
     import time
     from dataclasses import replace
@@ -100,7 +100,7 @@ def _measure(
     start = Setting(weights=spec.number_format, kv=spec.number_format, max_num_seqs=4, max_num_batched_tokens=512)
     config = EngineConfig(model=model, max_num_seqs=32, max_num_batched_tokens=2048)
     with console.status("Loading") as status:
-        bench = Bench(config, traffic, seconds, time.monotonic() + 60 * minutes, status.update)
+        bench = Bench(config, traffic, seconds, time.monotonic() + budget, status.update)
         price, kv_tokens = bench.price(replace(start, max_num_seqs=16))
         judge = Priced(price, kv_tokens, traffic)
         levers = [*scheduling(32, 2048)[1:], *([caching()] if traffic.load.shared_prefix else [])]

@@ -38,7 +38,7 @@ class StepMarks(msgspec.Struct, array_like=True):
 class RankTrace(msgspec.Struct, frozen=True, tag=True):
     """`parts` are the kinds of mixer and FFN of each layer, `weights` the bytes of the rank's share, `in_graphs` how
     many of the steps ran as CUDA graphs, where there are some. The rank's clock is `ahead` ns of the engine's, give or
-    take `uncertain`.
+    take `uncertain`. A token takes `flops` of the rank, of numbers in the format `multiplied`; 0: not known.
     """
 
     rank: int
@@ -49,6 +49,8 @@ class RankTrace(msgspec.Struct, frozen=True, tag=True):
     in_graphs: int | None = None
     ahead: int = 0
     uncertain: int = 0
+    flops: float = 0.0
+    multiplied: str = "bf16"
 
 
 class HostStep(msgspec.Struct, array_like=True):

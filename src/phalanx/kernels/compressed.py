@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.latent import additive, spans
+from phalanx.kernels.spans import additive, spans
 from phalanx.kernels.tiling import PROMPT_TILE
 
 

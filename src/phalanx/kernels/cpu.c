@@ -1,8 +1,10 @@
 /* float32 kernels for CPUs. Each computes what the torch function of the same name in this folder defines. The last
- * function is none: by it ranks on the CPUs of one machine meet (fabric/host.py).
+ * two are none: by them ranks on the CPUs of one machine meet (fabric/host.py), and threads keep to cores (runtime/cores.py).
  * Compiled on first use by the machine's own C compiler (see cpu.py), so that it fits the machine's vector width.
  * Work is shared among OpenMP threads only where a thread's share outweighs waking it. */
+#define _GNU_SOURCE
 #include <math.h>
+#include <omp.h>
 #include <sched.h>
 #include <stddef.h>
 #include <string.h>
@@ -308,4 +310,15 @@ int meet(long long *flags, index_t rank, index_t ranks, index_t round, index_t l
             else if (looked > 500) sched_yield();
         }
     return 1;
+}
+
+/* Keeps each thread of the caller's pool to one core; the caller is the first. */
+void own_cores(const long long *cores, index_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        cpu_set_t own;
+        CPU_ZERO(&own);
+        CPU_SET(cores[omp_get_thread_num()], &own);
+        sched_setaffinity(0, sizeof own, &own);
+    }
 }

@@ -38,6 +38,7 @@ _SIGNATURES = {
     "e4m3_product": [_POINTER] * 4 + [_INDEX],
     "widen_e4m3": [_POINTER] * 2 + [_INDEX] * 2,
     "meet": [_POINTER] + [_INDEX] * 4,
+    "own_cores": [_POINTER, _INDEX],
 }
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state a head that each token decays, corrects and reads; and the convolution before it."""
+"""The gated delta net: a convolution, and a state a head that each token decays, corrects and reads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionBatch
-
-CHUNK = 64
-"""Tokens of a prompt whose corrections are solved for together."""
+from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
+from phalanx.kernels.fp8 import Quantised
 
 _LEAST_SQUARES = 1e-6
 
@@ -33,24 +32,91 @@ class DeltaRows(NamedTuple):
         return DeltaRows(*(part[first:stop] for part in self))
 
 
+def delta_net(
+    qkvz: Tensor,
+    rates: Tensor,
+    net: DeltaWeights,
+    states: Tensor,
+    columns: Tensor,
+    batch: AttentionBatch,
+    quantised: bool = False,
+) -> Tensor | Quantised:
+    """What a net makes of its projections, [tokens, v_heads * v_dim], as its last product takes it; a GPU brings it to
+    FP8 if asked.
+
+    `qkvz` are queries, keys, values and gates, `rates` what betas and decays come from. `states` and `columns`, which
+    lie by place, go on from there.
+    """
+    if qkvz.is_cuda:
+        from phalanx.kernels.gpu import delta as gpu
+
+        return gpu.delta_net(qkvz, rates, net, states, columns, batch.decode, batch.tiles, quantised)
+    return delta_net_torch(qkvz, rates, net, states, columns, batch)
+
+
+def delta_net_torch(
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, batch: AttentionBatch
+) -> Tensor:
+    """The definition."""
+    channels = sum(net.widths)
+    mixed = convolve(qkvz[:, :channels], net.taps.t().float(), columns, batch)
+    read = delta_rule(rows_of(mixed, rates, net), states, batch)
+    gate = qkvz[:, channels:].view(read.shape)
+    return gated_norm(read, gate, net.norm, net.eps, qkvz.dtype).flatten(1)
+
+
+def prompts_of(batch: AttentionBatch) -> list[PrefillRow]:
+    """The prompts of a batch, whole again where they were cut: the last tile of each comes first and tells of all."""
+    if batch.tiles is None:
+        return batch.prefills
+    found, goes_on = [], None
+    for place, first, count, start, begins in batch.tiles.tiles.tolist():
+        if count and goes_on != (place, start + count):
+            found.append(PrefillRow(first - start + begins, start + count - begins, begins, batch.write_to, place))
+        goes_on = place, start
+    return found
+
+
+def rows_of(mixed: Tensor, rates: Tensor, net: DeltaWeights) -> DeltaRows:
+    """What the rule takes; value heads that share a key head each have a copy of its queries and keys."""
+    q, k, v = (
+        part.unflatten(1, (heads, -1))
+        for part, heads in zip(mixed.split(net.widths, -1), (net.k_heads, net.k_heads, net.v_heads), strict=True)
+    )
+    q, k = (unit_length(part).repeat_interleave(net.v_heads // net.k_heads, 1) for part in (q, k))
+    beta, slow = rates.chunk(2, -1)
+    decay = -net.decay.exp() * F.softplus(slow.float() + net.decay_bias)
+    return DeltaRows(q * net.k_dim**-0.5, k, v.float(), decay, beta.sigmoid().float())
+
+
 def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Tensor:
     """SiLU of each channel's sum over its last tokens: x is [tokens, channels], taps [kernel, channels].
 
-    `kept` is [places, kernel - 1, channels]: what a sequence's next token looks back on.
+    `kept` is [places, kernel, channels]: the last tokens of a sequence, each at its position modulo the kernel. So
+    there is room for a token while those before it are still looked at.
     """
-    out = torch.empty_like(x)
+    out, kernel = torch.empty_like(x), len(taps)
+    back = torch.arange(1 - kernel, 0, device=x.device)
     if batch.decode is not None:
         slots, positions = batch.decode.slots, batch.decode.positions
-        window = torch.cat((_begun(kept[slots], positions), x[: len(positions), None]), 1)
+        before = _looked_back(kept[slots], positions[:, None] + back)
+        window = torch.cat((before, x[: len(positions), None]), 1)
         out[: len(positions)] = _weigh(window.transpose(0, 1), taps, x.dtype)
-        kept[slots] = window[:, 1:]
-    for row in batch.prefills:
+        kept[slots, positions % kernel] = x[: len(positions)]
+    for row in prompts_of(batch):
         span = slice(row.first, row.first + row.count)
-        before = kept[row.slot] if row.start else torch.zeros_like(kept[row.slot])
+        before = _looked_back(kept[row.slot][None], row.start + back[None])[0]
         seen = torch.cat((before, x[span]))
         out[span] = _weigh(seen.unfold(0, row.count, 1).movedim(-1, 1), taps, x.dtype)
-        kept[row.slot] = seen[row.count :]
+        last = torch.arange(max(0, row.count - kernel), row.count, device=x.device)
+        kept[row.slot, (row.start + last) % kernel] = x[row.first + last]
     return out
+
+
+def _looked_back(kept: Tensor, positions: Tensor) -> Tensor:
+    """The tokens of sequences at these positions, which lie no further back than they are kept; before 0, zeros."""
+    ring = (positions % kept.shape[1])[..., None].expand(-1, -1, kept.shape[2])
+    return kept.gather(1, ring).masked_fill_(positions[..., None] < 0, 0.0)
 
 
 def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,7 +134,7 @@ def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor
         slots, positions = batch.decode.slots, batch.decode.positions
         begun = _begun(states[slots], positions)
         out[: len(positions)], states[slots] = delta_step(rows.span(0, len(positions)), begun)
-    for row in batch.prefills:
+    for row in prompts_of(batch):
         state = states[row.slot] if row.start else torch.zeros_like(states[row.slot])
         stop = row.first + row.count
         out[row.first : stop], states[row.slot] = delta_prompt(rows.span(row.first, stop), state)

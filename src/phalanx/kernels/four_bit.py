@@ -13,14 +13,22 @@ from torch import Tensor
 from phalanx.kernels.panels import Panels
 
 BLOCK = 32
-"""Columns whose numbers lie together, in 16 bytes: the first half of them in the low halves of the bytes."""
+"""Columns whose numbers lie together, in eight times sixteen bits: number i of these holds columns i, i + 8, i + 16 and
+i + 24, which is how tensor cores want them dealt to threads."""
+EIGHTH = BLOCK // 4
 HALF = BLOCK // 2
+STEP = 256
+"""Columns whose scales lie together, row after row."""
 MIDDLE = 8
 """The zero of whole numbers that have no zero points."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Numbers = Literal["int4", "e2m1"]
+
+PLACES = {"int4": ((0, 3), (4, 7), (8, 11), (12, 15)), "e2m1": ((6, 15), (3, 12), (0, 14), (9, 13))}
+"""Where each of four numbers is in sixteen bits: the lowest of three bits, and the fourth bit. Those of e2m1 are where
+half precision has them too, or a shift away."""
 
 
 class Groups(NamedTuple):
@@ -78,33 +86,39 @@ def scale_values(scales: Tensor) -> Tensor:
     return scales.float()
 
 
-def pack(codes: Tensor) -> Tensor:
+def pack(codes: Tensor, numbers: Numbers) -> Tensor:
     """[rows, columns] codes as bytes [rows, blocks * 16], filled up with zeros to whole blocks."""
-    padded = F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, 2, HALF))
-    return (padded[..., 0, :] | (padded[..., 1, :] << 4)).flatten(-2)
+    quarters = F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, 4, EIGHTH)).int()
+    packed = torch.zeros_like(quarters[..., 0, :])
+    for quarter, (low, high) in zip(quarters.unbind(-2), PLACES[numbers], strict=True):
+        packed |= (quarter & 7) << low | (quarter >> 3) << high
+    return torch.stack((packed & 255, packed >> 8), -1).to(torch.uint8).flatten(-3)
 
 
-def unpack(values: Tensor, columns: int) -> Tensor:
-    blocks = values.unflatten(-1, (-1, 1, HALF))
-    return torch.cat((blocks & 15, blocks >> 4), -2).flatten(-3)[..., :columns]
+def unpack(values: Tensor, columns: int, numbers: Numbers) -> Tensor:
+    low_bytes, high_bytes = values.unflatten(-1, (-1, EIGHTH, 2)).int().unbind(-1)
+    packed = low_bytes | high_bytes << 8
+    quarters = [(packed >> low) & 7 | ((packed >> high) & 1) << 3 for low, high in PLACES[numbers]]
+    return torch.stack(quarters, -2).flatten(-3)[..., :columns].to(torch.uint8)
 
 
-def pack_halves(codes: Tensor) -> Tensor:
-    """[..., groups] codes, two neighbours to a byte."""
-    padded = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
-    return padded[..., 0] | (padded[..., 1] << 4)
+def by_steps(of_groups: Tensor, each: int) -> Tensor:
+    """[rows, groups] as [steps, rows, each]: of every row, what is in a step. Filled up with zeros."""
+    wide = of_groups.view(torch.uint8) if of_groups.element_size() == 1 else of_groups
+    steps = F.pad(wide, (0, -wide.shape[-1] % each)).unflatten(-1, (-1, each)).transpose(-2, -3)
+    return steps.contiguous().view(of_groups.dtype)
 
 
-def unpack_halves(values: Tensor, count: int) -> Tensor:
-    return torch.stack((values & 15, values >> 4), -1).flatten(-2)[..., :count]
+def by_rows(of_steps: Tensor, groups: int) -> Tensor:
+    return of_steps.transpose(-2, -3).flatten(-2)[..., :groups]
 
 
 @dataclass(frozen=True)
 class FourBitWeight:
-    """A matrix [outputs, inputs], or a stack of them: `values` as `pack` makes them, scales [outputs, groups].
+    """A matrix [outputs, inputs], or a stack of them: `values` as `pack` makes them, scales by steps.
 
     Scales are bytes (powers of two), e4m3 with a `factor` for each row, or plain numbers. Whole numbers may have zero
-    points, two groups' in a byte.
+    points, a byte each.
     """
 
     numbers: Numbers
@@ -128,19 +142,20 @@ class FourBitWeight:
     ) -> FourBitWeight:
         *stack, rows, columns = shape
         width = group or max(BLOCK, -(-columns // BLOCK) * BLOCK)
-        groups = -(-columns // width)
+        each = groups_of_step(width, columns)
+        steps = -(-columns // (width * each))
 
         def memory(dtype: torch.dtype, *last: int) -> Tensor:
-            return torch.empty(*stack, rows, *last, dtype=dtype, device=device)
+            return torch.empty(*stack, *last, dtype=dtype, device=device)
 
         return cls(
             numbers,
             columns,
             width,
-            memory(torch.uint8, -(-columns // BLOCK) * HALF),
-            memory(scale_dtype, groups),
-            memory(torch.uint8, -(-groups // 2)) if zeros else None,
-            memory(torch.float32) if factors else None,
+            memory(torch.uint8, rows, -(-columns // BLOCK) * HALF),
+            memory(scale_dtype, steps, rows, each),
+            memory(torch.uint8, steps, rows, each) if zeros else None,
+            memory(torch.float32, rows) if factors else None,
         )
 
     @property
@@ -150,6 +165,11 @@ class FourBitWeight:
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.values.shape[:-1], self.columns))
+
+    @property
+    def groups(self) -> int:
+        """Of each row."""
+        return -(-self.columns // self.group)
 
     @property
     def nbytes(self) -> int:
@@ -168,33 +188,34 @@ class FourBitWeight:
     def split(self, rows: list[int]) -> list[FourBitWeight]:
         """The matrices that were stacked, as views."""
         none = [None] * len(rows)
-        zeros = none if self.zeros is None else self.zeros.split(rows)
+        zeros = none if self.zeros is None else self.zeros.split(rows, -2)
         factors = none if self.factors is None else self.factors.split(rows)
-        parts = zip(self.values.split(rows), self.scales.split(rows), zeros, factors, strict=True)
+        parts = zip(self.values.split(rows), self.scales.split(rows, -2), zeros, factors, strict=True)
         return [self._each(*part) for part in parts]
 
     def fill(self, groups: Groups) -> None:
         """Take over a matrix of this shape, from whole groups."""
         assert groups.cut == 0
-        self.values.copy_(pack(groups.codes))
+        self.values.copy_(pack(groups.codes, self.numbers))
+        scales = by_steps(groups.scales, self.scales.shape[-1])
         if self.scales.element_size() == 1:
-            self.scales.view(torch.uint8).copy_(groups.scales.view(torch.uint8))
+            self.scales.view(torch.uint8).copy_(scales.view(torch.uint8))
         else:
-            self.scales.copy_(groups.scales)
+            self.scales.copy_(scales)
         if self.zeros is not None:
             assert groups.zeros is not None
-            self.zeros.copy_(pack_halves(groups.zeros))
+            self.zeros.copy_(by_steps(groups.zeros, self.zeros.shape[-1]))
         if self.factors is not None:
             assert groups.factor is not None
             self.factors.copy_((1 / groups.factor if groups.divides else groups.factor).expand(self.factors.shape))
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """What it stands for: the definition of all products with it."""
-        codes, count = unpack(self.values, self.columns), self.scales.shape[-1]
-        scales = scale_values(self.scales)
+        codes = unpack(self.values, self.columns, self.numbers)
+        scales = scale_values(by_rows(self.scales, self.groups))
         if self.factors is not None:
             scales = scales * self.factors[..., None]
-        zeros = None if self.zeros is None else unpack_halves(self.zeros, count)
+        zeros = None if self.zeros is None else by_rows(self.zeros, self.groups)
         spread = [
             part if part is None else part.repeat_interleave(self.group, -1)[..., : self.columns]
             for part in (scales, zeros)
@@ -205,11 +226,18 @@ class FourBitWeight:
     def panels(self) -> Panels:
         """Whole numbers alone; where they have zero points, zero less the point is the group's minimum."""
         assert self.numbers == "int4"
-        codes = unpack(self.values, self.columns)
+        codes, scales = unpack(self.values, self.columns, self.numbers), by_rows(self.scales, self.groups)
         if self.zeros is None:
-            return Panels.of(codes, self.scales, self.group, 4, MIDDLE)
-        zeros, scales = unpack_halves(self.zeros, self.scales.shape[-1]), self.scales.float()
-        return Panels.of(codes, scales, self.group, 4, 0, -(zeros.float() * scales))
+            return Panels.of(codes, scales, self.group, 4, MIDDLE)
+        zeros = by_rows(self.zeros, self.groups)
+        return Panels.of(codes, scales.float(), self.group, 4, 0, -(zeros.float() * scales.float()))
+
+
+def groups_of_step(width: int, columns: int) -> int:
+    """Groups whose scales lie together: those of a step; all, where steps would not be of whole groups."""
+    if width % STEP == 0:
+        return 1
+    return STEP // width if STEP % width == 0 else -(-columns // width)
 
 
 def round_int4(values: Tensor, group: int | None, asymmetric: bool, dtype: torch.dtype) -> Groups:

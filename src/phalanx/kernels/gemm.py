@@ -168,23 +168,6 @@ def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtyp
     return F.linear(widened, weight.dequantised(dtype), bias)
 
 
-class InvariantGemm(Gemm):
-    """The same bits for a row whatever rows are beside it, and, where the inner dimension is dealt to ranks in whole
-    units, the same bits for the tree of all their sums, however many ranks there are. Of these units it has `units`.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, units: int = 1) -> None:
-        super().__init__(weight, bias)
-        self.units = units
-
-    def pack(self) -> None:
-        """There is one way to compute it."""
-
-    def __call__(self, x: Tensor | Quantised) -> Tensor:
-        assert isinstance(x, Tensor)
-        return skinny_gemm(x, self.weight, self.bias, self.units)
-
-
 def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, units: int = 1) -> Tensor:
     """F.linear for few rows: every weight is read once for all of them. Sums are made by units, and of these a tree."""
     (rows, inputs), outputs = x.shape, weight.shape[0]

@@ -8,61 +8,117 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.attention import AttentionBatch, PrefillRow, visible
+from phalanx.kernels.attention import AttentionBatch, visible
 from phalanx.kernels.cache import take
+from phalanx.kernels.indexer import Best, Chosen
+from phalanx.kernels.norm import add_rms_norm
+from phalanx.kernels.rotary import apply_rotary
+from phalanx.kernels.spans import additive, causal, spans
+
+Turns = tuple[Tensor, Tensor]
+"""cos and signed sin of every row."""
 
 
 class Heads(NamedTuple):
-    """What a rank's heads make of latents: keys [heads, nope_dim, kv_rank] and values [heads, v_dim, kv_rank]."""
+    """What a rank's heads make of latents: [heads, nope_dim + v_dim, kv_rank], keys before values."""
 
-    keys: Tensor
-    values: Tensor
+    matrices: Tensor
+    nope_dim: int
 
+    @property
+    def keys(self) -> Tensor:
+        return self.matrices[:, : self.nope_dim]
 
-class Chosen(NamedTuple):
-    """The positions an indexer lets each row look at, as masks to be added to scores: of the rows of one token
-    together, [rows, positions], and of each prompt, [its tokens, positions].
-    """
-
-    decode: Tensor | None
-    prompts: list[Tensor]
-
-
-def spans(batch: AttentionBatch, block_size: int) -> list[PrefillRow]:
-    """The prompts of a step, on a GPU too."""
-    if batch.tiles is None:
-        return batch.prefills
-    starts: dict[int, list[int]] = {}
-    for sequence, first, count, start, _ in batch.tiles.tiles.tolist():
-        if count:
-            known = starts.setdefault(sequence, [first, first + count, start])
-            known[:] = min(known[0], first), max(known[1], first + count), min(known[2], start)
-    tables = batch.tiles.tables
-    return [
-        PrefillRow(
-            first,
-            stop - first,
-            start,
-            tables[sequence, : -(-(start + stop - first) // block_size)].long(),
-            sequence,
-        )
-        for sequence, (first, stop, start) in starts.items()
-    ]
+    @property
+    def values(self) -> Tensor:
+        return self.matrices[:, self.nope_dim :]
 
 
-def causal(row: PrefillRow, dtype: torch.dtype) -> Tensor:
-    positions = torch.arange(row.start + row.count, device=row.blocks.device)
-    return additive(visible(positions[row.start :, None], positions, None), dtype)
+def keep_latents(entered: Tensor, weight: Tensor, eps: float, turns: Turns, write_to: Tensor, cache: Tensor) -> Tensor:
+    """Norm the latents and turn the keys in `entered`, [tokens, kv_rank + rope_dim], into the cache; what was kept."""
+    if entered.is_cuda:
+        from phalanx.kernels.gpu import latent_rows as gpu
 
-
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+        return gpu.keep_latents(entered, weight, eps, *turns, write_to, cache)
+    rank = len(weight)
+    latent = add_rms_norm(entered[:, :rank], None, weight, eps)
+    kept = torch.cat((latent, apply_rotary(entered[:, None, rank:], *turns)[:, 0]), -1)
+    cache.flatten(0, 1)[write_to] = kept
+    return kept
 
 
 def latent_attention(
+    q: Tensor,
+    turns: Turns,
+    kept: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    heads: Heads,
+    scale: float,
+    chosen: Chosen | Best | None,
+) -> Tensor:
+    """Attend with q, [tokens, heads, nope_dim + rope_dim], not turned yet; [tokens, heads, v_dim].
+
+    What is `kept` of these tokens, [tokens, kv_rank + rope_dim], is cached already.
+    """
+    if q.is_cuda:
+        return latent_attention_gpu(q, turns, kept, cache, batch, heads, scale, chosen)
+    assert not isinstance(chosen, Best)
+    q = torch.cat((q[..., : heads.nope_dim], apply_rotary(q[..., heads.nope_dim :], *turns)), -1)
+    return latent_attention_torch(q, cache, batch, heads, scale, chosen)
+
+
+def latent_attention_gpu(
+    q: Tensor,
+    turns: Turns,
+    kept: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    heads: Heads,
+    scale: float,
+    chosen: Chosen | Best | None,
+) -> Tensor:
+    """Prompts that all begin in this step are widened; where others go on, all are attended where latents are."""
+    from phalanx.kernels.gpu import latent as gpu
+    from phalanx.kernels.gpu import latent_prompts
+
+    out = q.new_empty(*q.shape[:2], heads.values.shape[1])
+    tiles, rank, by_itself = batch.tiles, kept.shape[1] - turns[0].shape[-1], isinstance(chosen, Best)
+    resumed = tiles is not None and tiles.resumed
+    rows = len(q) if by_itself or resumed else 0 if batch.decode is None else len(batch.decode.positions)
+    if rows:
+        brought, attended = q.new_empty(rows, q.shape[1], rank), q.new_empty(rows, q.shape[1], rank)
+        by_heads(q[:rows, :, : heads.nope_dim], heads.keys, brought)
+        asked = gpu.LatentQueries(brought, q, *turns)
+        if isinstance(chosen, Best):
+            gpu.decode_latents(asked, cache, chosen.rows, scale, attended, chosen.positions)
+        else:
+            if batch.decode is not None:
+                gpu.decode_latents(asked, cache, batch.decode, scale, attended)
+            if tiles is not None and resumed:
+                gpu.prefill_latents(asked, cache, tiles, scale, attended)
+        by_heads(attended, heads.values.transpose(1, 2), out[:rows])
+    if tiles is not None and not resumed and not by_itself:
+        wide = kept[:, :rank] @ heads.matrices.flatten(0, 1).t()
+        latent_prompts.prefill_wide(q, *turns, wide, kept, tiles, scale, out)
+    return out
+
+
+def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """x, [tokens, heads, inputs], each head by its own matrix, [heads, inputs, outputs]."""
+    if x.is_cuda:
+        from phalanx.kernels.gpu import latent_rows as gpu
+
+        if len(x) <= gpu.FEW_ROWS:
+            gpu.by_heads(x, matrices, out)
+            return
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+
+
+def latent_attention_torch(
     q: Tensor, cache: Tensor, batch: AttentionBatch, heads: Heads, scale: float, chosen: Chosen | None
 ) -> Tensor:
-    """Attend with q, [tokens, heads, nope_dim + rope_dim], whose latents are cached; [tokens, heads, v_dim].
+    """The definition, of queries that are turned.
 
     Rows of one token do not widen what is cached: queries are brought to where latents are, and what is attended back.
     """
@@ -103,34 +159,3 @@ def _widened(q: Tensor, kept: Tensor, mask: Tensor, heads: Heads, scale: float) 
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale
     )
     return attended[0].transpose(0, 1)
-
-
-def choose(q: Tensor, weights: Tensor, keys: Tensor, batch: AttentionBatch, top_k: int, dtype: torch.dtype) -> Chosen:
-    """The best `top_k` positions of every row: by the sum over index heads of weight * relu(q . key).
-
-    q is [tokens, index_heads, head_dim], `weights` [tokens, index_heads] and the cached `keys` [blocks, block_size,
-    head_dim].
-    """
-    decode: Tensor | None = None
-    if batch.decode is not None:
-        table, positions = batch.decode.block_table, batch.decode.positions
-        rows = len(positions)
-        kept = keys[table.flatten()].view(rows, -1, keys.shape[-1])
-        scores = torch.einsum("thd,tsd->ths", q[:rows].float(), kept.float()).relu_()
-        allowed = visible(positions[:, None], torch.arange(kept.shape[1], device=q.device), None)
-        decode = _best(torch.einsum("th,ths->ts", weights[:rows], scores), allowed, top_k, dtype)
-    prompts = []
-    for row in spans(batch, keys.shape[1]):
-        span = slice(row.first, row.first + row.count)
-        kept = keys[row.blocks].flatten(0, 1)[: row.start + row.count]
-        scores = torch.einsum("thd,sd->ths", q[span].float(), kept.float()).relu_()
-        positions = torch.arange(len(kept), device=q.device)
-        allowed = visible(positions[row.start :, None], positions, None)
-        prompts.append(_best(torch.einsum("th,ths->ts", weights[span], scores), allowed, top_k, dtype))
-    return Chosen(decode, prompts)
-
-
-def _best(scores: Tensor, allowed: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    best = scores.topk(min(top_k, scores.shape[-1]), dim=-1).indices
-    return additive(torch.zeros_like(allowed).scatter_(-1, best, True) & allowed, dtype)

@@ -77,11 +77,13 @@ def rotate_and_store(
     kv_heads: int,
     norms: HeadNorms | None = None,
     scales: CacheScales = UNSCALED,
+    steady: bool = False,
 ) -> None:
     """Norm and rotate the query and key heads of qkv in place, then write keys and values to their places in the cache.
 
     qkv is [tokens, heads + 2 * kv_heads, head_dim], the cache [blocks, block_size, 2, kv_heads, head_dim]; `write_to`
-    is each token's place in the flattened cache. `scales` are an FP8 cache's.
+    is each token's place in the flattened cache. `scales` are an FP8 cache's. `steady`: a token has the same bits
+    whatever tokens are beside it.
     """
     if qkv.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
@@ -89,7 +91,7 @@ def rotate_and_store(
         if norms is not None and cos.shape[-1] < qkv.shape[-1]:
             norm_heads(qkv, heads, kv_heads, norms)
             norms = None
-        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms, scales)
+        gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms, scales, steady)
         return
     if norms is not None:
         norm_heads(qkv, heads, kv_heads, norms)

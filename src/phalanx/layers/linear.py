@@ -50,7 +50,8 @@ class RowParallelLinear:
         rows, columns = place.share_of(f"{name}.weight")
         self.rows = [rows]
         self.bias = place.empty(rows) if bias else None
-        self.product = place.product([name], [rows], columns, self.bias if place.group.rank == 0 else None, place.units)
+        own_bias = self.bias if place.group.rank == 0 else None
+        self.product = place.product([name], [rows], columns, own_bias, summed=True)
 
     @property
     def names(self) -> list[str]:

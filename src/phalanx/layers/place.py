@@ -10,7 +10,8 @@ from torch import Tensor
 
 from phalanx.fabric.group import Group
 from phalanx.kernels.fp8 import E4M3
-from phalanx.kernels.gemm import Gemm, Held, InvariantGemm, PanelGemm, Product
+from phalanx.kernels.gemm import Gemm, Held, PanelGemm, Product
+from phalanx.kernels.invariant import InvariantGemm, leaves_of
 from phalanx.quant import at_work
 from phalanx.quant.base import SchemeAtWork
 from phalanx.spec import Layout, ModelSpec, Scheme, Shard
@@ -75,16 +76,28 @@ class Place:
         kept = self.kept(names)
         return self.empty(*stack, sum(rows), columns) if kept is None else kept.empty(stack, rows, columns, self.device)
 
-    def gemm(self, weight: Tensor, bias: Tensor | None = None, units: int = 1) -> Gemm:
-        return Gemm(weight, bias) if self.units is None else InvariantGemm(weight, bias, units)
+    def gemm(self, weight: Tensor, bias: Tensor | None = None, outputs: int | None = None) -> Gemm:
+        """A product that this rank computes whole, of so many outputs on all ranks together."""
+        if self.units is None:
+            return Gemm(weight, bias)
+        on_gpu = self.device.type == "cuda"
+        return InvariantGemm(weight, bias, leaves_of(outputs or len(weight), weight.shape[1]) if on_gpu else 1)
+
+    def part_of_sum(self, weight: Tensor, bias: Tensor | None) -> Gemm:
+        """A product that gives this rank's part of a sum over ranks."""
+        if self.units is None:
+            return Gemm(weight, bias)
+        return InvariantGemm(weight, bias, self.units, wide=self.group.size > 1)
 
     def product(
-        self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None, units: int | None = None
+        self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None, summed: bool = False
     ) -> Product:
+        """`summed`: its results are parts of a sum over ranks."""
         kept, weight = self.kept(names), self.matrix(names, rows, columns)
         if kept is None:
             assert isinstance(weight, Tensor)
-            return self.gemm(weight, bias, units or 1)
+            outputs = sum(self.spec.tensors[f"{name}.weight"].shape[0] for name in names)
+            return self.part_of_sum(weight, bias) if summed else self.gemm(weight, bias, outputs)
         assert not isinstance(weight, Tensor)
         if self.in_panels:
             return PanelGemm(weight, bias)

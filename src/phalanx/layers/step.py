@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, SightMasks
-from phalanx.kernels.latent import Chosen
+from phalanx.kernels.indexer import Best, Chosen
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.watch import LayerWatch
@@ -44,7 +44,7 @@ class StepContext:
         self.batch = batch
         self.masks = SightMasks(batch, block_size, dtype)
         self._rotary = rotary
-        self.chosen: Chosen | None = None
+        self.chosen: Best | Chosen | None = None
         self._turns: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._made: dict[Hashable, Any] = {}
 

@@ -71,7 +71,7 @@ class Head:
         else:
             rows, columns = place.share_of(self.name)
             weight = place.matrix([self.name.removesuffix(".weight")], [rows], columns)
-        return place.gemm(weight) if isinstance(weight, Tensor) else PanelGemm(weight)
+        return place.gemm(weight, outputs=place.spec.vocab) if isinstance(weight, Tensor) else PanelGemm(weight)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         if self.tied is None:

@@ -79,11 +79,14 @@ class Batch:
         device: torch.device,
         groups: int = 1,
         states: bool = False,
+        whole_prompts: bool = False,
+        token_by_token: bool = False,
         token_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.token_by_token = False
+        self.token_by_token = token_by_token
         self.states = states
+        self._whole_prompts = whole_prompts or device.type == "cpu"
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
         self.plain_from = [0] * slots
@@ -125,7 +128,7 @@ class Batch:
                 decode=DecodeRows(tables, slot_of[:alone], positions[:alone], blocks=-(-longest // self.block_size))
                 if alone
                 else None,
-                prefills=[] if on_gpu and not self.states else self._prefill_rows(tables, plan, singles),
+                prefills=self._prefill_rows(tables, plan, singles) if self._whole_prompts else [],
                 tiles=tiles and replace(tiles, tables=tables),
             )
             for tables, write_to in zip(self._tables, places, strict=True)

@@ -19,6 +19,7 @@ from phalanx.errors import EngineDeadError, PhalanxError, StepLostError, StepMem
 from phalanx.fabric.group import FabricError, Group, Solo
 from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.cores import use_cores
 from phalanx.runtime.messages import (
     CONNECT,
     END_TRACE,
@@ -37,7 +38,7 @@ from phalanx.runtime.messages import (
     pack_adapter,
     pack_plan,
 )
-from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner, use_cores
+from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.runtime.workers import LocalWorkers, Workers
@@ -84,7 +85,7 @@ class Executor:
         self._group: Group = Solo()
         self.workers = start_workers(config, model_path)
         self.nodes = self.workers.nodes
-        use_cores(self.workers.spot)
+        use_cores(self.workers.spot.ranks_here)
         try:
             self.sizes = self._start(model_path, progress)
         except BaseException as error:

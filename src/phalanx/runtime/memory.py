@@ -126,6 +126,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
         place.group.rank,
         place.dtype,
         place.fp8_cache,
+        place.units,
         runner.limits,
         config.warm_up,
     )

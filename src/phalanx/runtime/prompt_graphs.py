@@ -65,13 +65,16 @@ def room_for(decodes: int) -> int | None:
 
 
 def size_for(plan: StepPlan, singles: int, most_tokens: int) -> GraphSize | None:
-    """The smallest graph that holds a plan whose first rows are `singles`, or None if there is none."""
+    """The smallest graph that holds a plan whose first rows are `singles`, or None if there is none.
+
+    Drafts that are computed like prompts yield several tokens each: what these are too many is room for decodes.
+    """
     rows, prompts = plan.num_tokens, len(plan.counts) - singles
-    room = room_for(sum(plan.counts[:singles]))
+    room = room_for(max(sum(plan.counts[:singles]), sum(plan.samples) - prompts))
     if room is None:
         return None
     sizes = (GraphSize(tokens, min(room, tokens)) for tokens in TOKENS if rows <= tokens <= most_tokens)
-    return next((size for size in sizes if prompts <= size.prompts), None)
+    return next((size for size in sizes if prompts <= size.prompts and sum(plan.samples) <= size.samples), None)
 
 
 def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import psutil
 import torch
@@ -33,6 +31,7 @@ from phalanx.weights.reader import Reader
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_PACK_SHARE = 0.25
 _FP8_CAPABILITY = (8, 9)
+_SCORES_IN_A_LOAD = 4
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -71,16 +70,6 @@ def make_group(config: EngineConfig, rank: int, spot: Spot) -> ProcessGroup:
     """The group this rank talks in, not connected yet."""
     gpus = [each.gpu for each in local_spots(config)] if config.executor == "local" else None
     return choose_group(rank, config.tp, pick_device(config, spot.gpu), gpus)
-
-
-def use_cores(spot: Spot) -> None:
-    """Threads as OMP_NUM_THREADS says, or this rank's share of the machine's cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(given) if given.isdigit() and int(given) else _share_of_cores(spot.ranks_here))
-
-
-def _share_of_cores(ranks: int) -> int:
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def on_gpus(config: EngineConfig) -> bool:
@@ -134,10 +123,10 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
         torch.cuda.set_device(device)
     layout, units = Layout(checkpoint.spec, group.size), None
     if config.invariant:
-        _check_invariant(config, dtype, device)
+        _check_invariant(config, checkpoint.spec, dtype, device)
         layout = invariant_layout(checkpoint.spec, group.size)
         units = inner_units(checkpoint.spec) // group.size
-        group = TreeGroup(group) if group.size > 1 else group
+        group = TreeGroup(group, dtype) if group.size > 1 else group
     reader = checkpoint.open_reader(device)
     in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
     place = Place(
@@ -168,14 +157,22 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
     return model
 
 
-def _check_invariant(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    exact = device.type == "cpu" and dtype == torch.float32 and cpu.library() is not None
+def _check_invariant(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    exact = device.type == "cuda" or (dtype == torch.float32 and cpu.library() is not None)
     if not exact or config.kv_cache_dtype != "auto" or config.lora_memory:
         raise ConfigError(
             "not_invariant",
-            f"invariant is for float32 on CPUs with a C compiler and without adapters so far; this is {dtype} on "
-            f"{device.type}, with a KV cache in {config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
-            "Use device cpu, dtype and kv_cache_dtype auto, no adapters, or leave invariant out.",
+            "invariant is for GPUs, and for float32 on CPUs with a C compiler, without adapters and with keys and "
+            f"values in the model's own dtype; this is {dtype} on {device.type}, with a KV cache in "
+            f"{config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
+            "Use dtype and kv_cache_dtype auto and no adapters, or leave invariant out.",
+        )
+    if device.type == "cuda" and spec.vocab % _SCORES_IN_A_LOAD:
+        raise ConfigError(
+            "not_invariant",
+            f"invariant on a GPU is for vocabularies of a multiple of {_SCORES_IN_A_LOAD} tokens; this one has "
+            f"{spec.vocab}, and the library sums up rows of scores by where they lie.",
+            "Use device cpu, or leave invariant out.",
         )
 
 
@@ -259,7 +256,6 @@ def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunn
     model.allocate_cache(sizes.num_blocks, config.block_size)
     model.allocate_states(state_places(config).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
-    runner.batch.token_by_token = config.invariant
     if config.canary:
         runner.weights = WeightWatch(model)
     warm_up(runner, config.warm_up)

@@ -95,11 +95,13 @@ class TorchRunner:
             model.place.device,
             groups=1 + len(spec.window_groups),
             states=spec.has_states,
+            whole_prompts=spec.has_states and not model.in_graphs,
+            token_by_token=model.place.units is not None,
             token_blocks=0 if spec.keeps_all_tokens else token_blocks(slots, max_model_len, model.block_size),
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = None
-        if self.graphs is not None and model.draft_head is None:
+        if self.graphs is not None and model.draft_head is None and not self.batch.token_by_token:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
         self.drafting = RankDrafts.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()

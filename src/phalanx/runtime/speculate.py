@@ -12,7 +12,6 @@ from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.errors import ConfigError, LayoutError
 from phalanx.runtime.config import SPECULATIONS, EngineConfig
 from phalanx.spec import Layout, ModelSpec
-from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 _OTHERWISE = "Use speculate ngram, which needs no weights, or name a small model with the same tokens."
@@ -72,6 +71,8 @@ def _check_companion(config: EngineConfig, model_path: Path, path: Path) -> None
 
 def _check_tokens(spec: ModelSpec, draft: ModelSpec, model_path: Path, draft_path: Path) -> None:
     """Both mean the same by the same numbers. Models that share their tokens may have more rows for them or fewer."""
+    from phalanx.text.tokenizer import Tokenizer  # transformers, which ranks have no other use for
+
     ours, theirs = Tokenizer.load(model_path), Tokenizer.load(draft_path)
     if ours is None or theirs is None:
         same, told = spec.vocab == draft.vocab, f"{draft.vocab} tokens and the model has {spec.vocab}"

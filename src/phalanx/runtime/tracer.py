@@ -38,15 +38,6 @@ class DeviceStamps:
         return self._zero_ns + int(self._zero.elapsed_time(event) * 1e6)
 
 
-class HostStamps:
-    """Moments of a CPU, which works while it is asked to."""
-
-    __call__ = staticmethod(time.monotonic_ns)
-
-    def ns(self, moment: int) -> int:
-        return moment
-
-
 class Tracer(Whereabouts):
     """Takes the place of a rank's page for as long as it is traced, and writes to that page as before.
 
@@ -57,7 +48,8 @@ class Tracer(Whereabouts):
         group = model.place.group
         self._page, self._numbers, self.look = group.where, group.where._numbers, group.where.look
         self._group, self._model = group, model
-        self._stamp = DeviceStamps() if model.place.device.type == "cuda" else HostStamps()
+        self._device = DeviceStamps() if model.place.device.type == "cuda" else None
+        self._now: Callable[[], Any] = self._device or time.monotonic_ns
         self._steps: dict[int, tuple[StepMarks, list[Stamped]]] = {}
         self._in_call = False
         self._hooks = Hooks()
@@ -75,20 +67,21 @@ class Tracer(Whereabouts):
 
     def _call_of(self, kind: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Around a collective. One that is made of others counts once; among a single rank there are none."""
+        now = self._now
 
         def make(call: Callable[..., Any]) -> Callable[..., Any]:
             def traced(tensor: Tensor, *more: Any) -> Any:
-                if self._in_call or self._group.size == 1:
+                if self._in_call:
                     return call(tensor, *more)
                 self._in_call = True
-                self._mark(kind, tensor.nbytes)
+                self.marks.append((kind, tensor.nbytes, now()))
                 try:
                     return call(tensor, *more)
                 finally:
                     self._in_call = False
-                    self._mark(CALL_ENDS, 0)
+                    self.marks.append((CALL_ENDS, 0, now()))
 
-            return traced
+            return call if self._group.size == 1 else traced
 
         return make
 
@@ -98,15 +91,12 @@ class Tracer(Whereabouts):
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
             def traced(*given: Any) -> Any:
                 found = function(*given)
-                self._mark(PLACE, place)
+                self.marks.append((PLACE, place, self._now()))
                 return found
 
             return traced
 
         return make
-
-    def _mark(self, what: int, value: int) -> None:
-        self.marks.append((what, value, self._stamp()))
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
@@ -114,17 +104,20 @@ class Tracer(Whereabouts):
         self._steps[number] = StepMarks(number, time.monotonic_ns()), self.marks
 
     def end_step(self, number: int) -> None:
-        """Its marks are told now: a graph that is replayed again writes over them."""
+        """Marks of a GPU are told now: a graph that is replayed again writes over them. Others wait until the end."""
         super().end_step(number)
         if number in self._steps:
             step, stamped = self._steps[number]
-            step.marks = [Mark(what, value, self._stamp.ns(moment)) for what, value, moment in stamped]
             step.ended = time.monotonic_ns()
-            stamped.clear()
+            if self._device is not None:
+                step.marks = [Mark(what, value, self._device.ns(moment)) for what, value, moment in stamped]
+                stamped.clear()
+            elif self.marks is stamped:
+                self.marks = []
 
     def at(self, place: int) -> None:
         super().at(place)
-        self._mark(PLACE, place)
+        self.marks.append((PLACE, place, self._now()))
 
     def leave_out(self, number: int) -> None:
         del self._steps[number]
@@ -133,11 +126,23 @@ class Tracer(Whereabouts):
         """The page is in its place again. What was written down until now."""
         self._hooks.remove()
         self._group.where = self._page
+        for step, stamped in self._steps.values():
+            step.marks = step.marks or [Mark(*each) for each in stamped]
         steps = [step for step, _ in self._steps.values() if step.ended]
         place = self._model.place
         device = "cpu" if place.device.type == "cpu" else torch.cuda.get_device_name(place.device)
         weights = place.layout.weight_bytes(self._group.rank, place.spec.number_format)
-        return RankTrace(self._group.rank, part_names(self._model), steps, device, weights, in_graphs)
+        quick = place.dtype != torch.float32
+        return RankTrace(
+            self._group.rank,
+            part_names(self._model),
+            steps,
+            device,
+            weights,
+            in_graphs,
+            flops=place.spec.flops_per_token() / self._group.size if quick else 0.0,
+            multiplied="fp8" if place.spec.number_format == "fp8" else "bf16",
+        )
 
 
 def part_names(model: Decoder) -> list[tuple[str, str]]:

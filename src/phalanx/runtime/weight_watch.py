@@ -15,6 +15,9 @@ from phalanx.layers.decoder import Decoder
 PASS_STEPS = 1024
 """Steps in which a dense model is read once. A decode reads all of it anyway: this is a thousandth more."""
 
+GPU_PAUSE = 8
+"""A GPU takes longer to begin a reading than to read that much: there it reads as much more every so many steps."""
+
 
 class Stretch(NamedTuple):
     """A stretch of a tensor's memory."""
@@ -36,23 +39,32 @@ class WeightWatch:
     Who has but a share of its parameters active in a step reads as much less at a time.
     """
 
+    _pause = 1
+
     def __init__(self, model: Decoder) -> None:
         spec = model.place.spec
         self._rank = model.place.group.rank
         tensors = [(name, tensor) for name, part in model.weights() for tensor in _tensors(part) if tensor.numel()]
         total = sum(tensor.nbytes for _, tensor in tensors)
-        at_once = max(1, int(total * spec.active_parameters / spec.parameters / PASS_STEPS))
+        if model.place.device.type == "cuda":
+            self._pause = GPU_PAUSE
+        at_once = max(1, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
         self._turns = list(_turns(tensors, at_once))
         self._loaded = [_digests(turn).tolist() for turn in self._turns]
-        self._next = 0
+        self._next = self._steps = 0
 
     @property
     def steps(self) -> int:
         """After so many steps every weight has been looked at."""
-        return len(self._turns)
+        return len(self._turns) * self._pause
 
-    def read(self) -> DigestReading:
-        """Begin the next turn. Its digests may be checked once the device has come that far."""
+    def read(self) -> DigestReading | None:
+        """Behind a step: begin the next turn, if it is time. Its digests may be checked once the device has come that
+        far.
+        """
+        self._steps += 1
+        if self._steps % self._pause:
+            return None
         turn, self._next = self._next, (self._next + 1) % len(self._turns)
         return DigestReading(turn, _digests(self._turns[turn]).to("cpu", non_blocking=True))
 
@@ -90,7 +102,7 @@ def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Str
 
 
 def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
-    yield from tensor.view(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
+    yield from tensor.reshape(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
 
 
 def _digests(turn: list[Stretch]) -> Tensor:

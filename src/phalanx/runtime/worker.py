@@ -18,6 +18,7 @@ from phalanx.engine.whereabouts import Whereabouts
 from phalanx.errors import PhalanxError, StepMemoryError
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.runtime.channel import Context, Gate, Lookout, Receiver, Sender
+from phalanx.runtime.cores import use_cores
 from phalanx.runtime.messages import (
     CONNECT,
     END_TRACE,
@@ -40,7 +41,7 @@ from phalanx.runtime.messages import (
     unpack_sizes,
 )
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
-from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner, use_cores
+from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
@@ -72,7 +73,7 @@ def _die_with_parent() -> None:
 
 def _serve(assignment: RankAssignment) -> None:
     config, spot, meeting, rank = assignment.config, assignment.spot, assignment.meeting, assignment.rank
-    use_cores(spot)
+    use_cores(spot.ranks_here)
     ends = _Ends(assignment)
     totals, where = Totals(), _page(assignment)
     pulse = Pulse(rank, totals, where)

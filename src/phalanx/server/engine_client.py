@@ -160,12 +160,12 @@ class EngineClient:
         return ready.result()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        """In a session of its own: a Ctrl-C is for the API process, and a stuck engine can be ended with its ranks."""
+        """In a group of its own: a Ctrl-C is for the API process, and a stuck engine can be ended with its ranks."""
         process = await asyncio.create_subprocess_exec(
             *child.command(self.launch.module),
             stdin=asyncio.subprocess.PIPE,
             env=child.environment(),
-            start_new_session=True,
+            preexec_fn=os.setpgrp,
         )
         assert process.stdin is not None
         startup = Startup(self.launch.config, str(self._folder), self._token)

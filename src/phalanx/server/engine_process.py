@@ -28,6 +28,7 @@ from phalanx.engine.tracing import EngineTracer
 from phalanx.errors import AdapterError, ConfigError, PhalanxError
 from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.cores import keep_to_own_cores
 from phalanx.runtime.pulse import Pulse, every_beat
 from phalanx.runtime.rank import device_name
 from phalanx.runtime.stacks import tell_stacks
@@ -188,6 +189,8 @@ class EngineLoop:
         gc.freeze()
         self._tell(self._started())
         every_beat(self._beat)
+        if self._device == "cpu":
+            keep_to_own_cores()
         while True:
             self._take_orders()
             if self.engine.has_work:

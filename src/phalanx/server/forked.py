@@ -16,7 +16,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +24,9 @@ import msgspec
 
 FRAME = struct.Struct("<cII")
 HELLO, ASKED, ANSWERED, LOST = b"H", b"Q", b"A", b"L"
+
+ENDED_BY = signal.SIGTERM
+"""What ends the process of a lane whose message nobody waits for any more."""
 
 _REPLACED_BEYOND_BYTES = 64 * 2**20
 _WELL, _GROWN = 0, 3
@@ -41,7 +44,13 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 def serve(sockets: Sequence[socket.socket], lanes: Sequence[Lane], answer: Answering) -> None:
-    """Keep a process on every lane until the other ends are closed. For a process with one thread."""
+    """Keep a process on every lane until the other ends are closed. For a process with one thread.
+
+    To fork takes time too: this process stands back as far as all its lanes do.
+    """
+    least = min(lane.niceness for lane in lanes)
+    os.nice(least)
+    lanes = [msgspec.structs.replace(lane, niceness=lane.niceness - least) for lane in lanes]
     underway = mmap.mmap(-1, _NUMBER.size * len(lanes))
     numbers: dict[int, int] = {_fork(index, sockets, lanes, answer, underway): index for index in range(len(lanes))}
     while numbers:
@@ -75,17 +84,28 @@ def _work(connection: socket.socket, lane: Lane, answer: Answering, underway: me
     at_first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stream = connection.makefile("rb")
     _told(connection, HELLO, 0, str(os.getpid()).encode())
-    while head := stream.read(FRAME.size):
-        _, number, length = FRAME.unpack(head)
-        _NUMBER.pack_into(underway, 0, number)
+    while connection.recv(1, socket.MSG_PEEK):
+        with _whole():
+            _, number, length = FRAME.unpack(stream.read(FRAME.size))
+            _NUMBER.pack_into(underway, 0, number)
+            message = stream.read(length)
         signal.setitimer(signal.ITIMER_PROF, lane.cpu_s)
-        body = answer(stream.read(length))
+        body = answer(message)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _told(connection, ANSWERED, number, body)
-        _NUMBER.pack_into(underway, 0, 0)
+        with _whole():
+            _told(connection, ANSWERED, number, body)
+            _NUMBER.pack_into(underway, 0, 0)
         if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - at_first) * 1024 > _REPLACED_BEYOND_BYTES:
             os._exit(_GROWN)
     os._exit(_WELL)
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """A frame is read and written whole before `ENDED_BY` ends the process: the rest would be taken for the next."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ENDED_BY})
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {ENDED_BY})
 
 
 def limit_memory(more_bytes: int) -> None:

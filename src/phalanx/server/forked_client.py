@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from phalanx.errors import ConfigError
 from phalanx.runtime import child
-from phalanx.server.forked import ANSWERED, ASKED, FRAME, HELLO, LOST, Lane
+from phalanx.server.forked import ANSWERED, ASKED, ENDED_BY, FRAME, HELLO, LOST, Lane
 
 _START_LIMIT_S = 120.0
 _PATIENCE = 10.0
 _LARGEST_READ = 2**20
+_STOPPED_AFTER_S = 2.0
+"""A process that has not ended by then was stopped, and is killed."""
 
 
 class Lost(Exception):
@@ -90,18 +92,25 @@ class _Line:
             self._pid_fd = -1
 
     async def _settle(self) -> None:
-        """Kill the process and wait until it is told dead, or had just answered."""
+        """End the process and wait until it is told dead, or had just answered."""
         with contextlib.suppress(Lost, OSError, asyncio.IncompleteReadError):
             while self._pid_fd < 0:
                 kind, _ = await self._frame()
                 if kind == ANSWERED:
                     break
             else:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pid_fd, signal.SIGKILL)
-                await self._answer()
+                self._signal(ENDED_BY)
+                killing = asyncio.get_running_loop().call_later(_STOPPED_AFTER_S, self._signal, signal.SIGKILL)
+                try:
+                    await self._answer()
+                finally:
+                    killing.cancel()
         self._settling = None
         self._settled.set()
+
+    def _signal(self, signum: int) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pid_fd, signum)
 
     def _forget_process(self) -> None:
         if self._pid_fd >= 0:
@@ -177,7 +186,7 @@ class Forked:
             stderr=DEVNULL,
             env=child.environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=""),
             pass_fds=theirs,
-            start_new_session=True,
+            preexec_fn=os.setpgrp,
         )
         for _, other in pairs:
             other.close()
@@ -234,7 +243,7 @@ async def _exchange(process: asyncio.subprocess.Process, message: bytes) -> byte
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """With all it has forked: they are one session."""
+    """With all it has forked: they are one group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

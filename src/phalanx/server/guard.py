@@ -15,7 +15,7 @@ from phalanx.server.incoming import BODY_DONE, CLIENT, OPERATOR
 from phalanx.server.keys import Key, KeyRing
 
 PROBE_PATHS = ("/ready", "/health", "/metrics")
-PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css")
+PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css", "/cockpit.svg")
 """The cockpit's files hold no secret: the page asks for the key."""
 OPEN_PATHS = frozenset({"/live", "/docs", *PAGE_PATHS})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})

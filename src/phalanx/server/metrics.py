@@ -14,6 +14,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Totals
@@ -175,6 +176,10 @@ class Metrics:
                     each.queue_time.observe(choice.queued_s)
                     each.prefill_time.observe(max(choice.first_at - answer.arrived - choice.queued_s, 0.0))
                     each.decode_time.observe(choice.last_at - choice.first_at)
+
+    def add(self, collector: Collector) -> None:
+        """Metrics that another part tells whenever it is asked."""
+        self._registry.register(collector)
 
     def expose(self) -> bytes:
         return generate_latest(self._registry)

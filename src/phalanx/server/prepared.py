@@ -15,7 +15,7 @@ from phalanx.server.parsers import ToolSchema
 from phalanx.spec.pooling import USUAL, Pooling
 
 QUICK, LARGE = 0, 1
-LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=5))
+LANES = (Lane(cpu_s=2.0), Lane(cpu_s=20.0, niceness=10))
 """Small requests do not wait for large ones."""
 
 RequestKind = Literal[

@@ -10,7 +10,10 @@ from fastapi.responses import HTMLResponse
 
 from phalanx.version import __version__
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "table{border-collapse:collapse}td,th{text-align:left;padding:.15rem 1rem .15rem 0;vertical-align:top}"
@@ -41,7 +44,8 @@ def _page(schema: Schema) -> str:
             routes.append(f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{link}")
     sections = "".join(_section(name, body) for name, body in bodies.items())
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Phalanx {__version__}: the API</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8"><link rel="icon" href="/cockpit.svg">'
+        f"<title>Phalanx {__version__}: the API</title>"
         f"<style>{_STYLE}</style><h1>Phalanx {__version__}</h1>"
         '<p>For programs: <a href="/openapi.json">openapi.json</a>, which needs the key where keys are set.</p>'
         f"<h2>Routes</h2><table><tr><th>method<th>path<th>body{''.join(routes)}</table>{sections}</html>"

@@ -49,8 +49,8 @@ class DeltaNet:
 
     @property
     def state_bytes(self) -> int:
-        """The recurrent state in float32, and the columns the convolution looks back on in bf16."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * (self.kernel - 1)
+        """The recurrent state in float32, and in bf16 the last columns, as many as the convolution has taps."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.kernel
 
     @property
     def cache(self) -> LayerCache:

@@ -19,7 +19,13 @@ MOST_UNITS = 8
 
 def inner_units(spec: ModelSpec) -> int:
     """The most units, up to 8, that whole heads and whole columns of all FFNs can be cut into: a power of two."""
-    return gcd(MOST_UNITS, spec.heads, spec.intermediate, spec.moe.intermediate if spec.moe else 0)
+    return gcd(MOST_UNITS, spec.heads, *_columns(spec))
+
+
+def _columns(spec: ModelSpec) -> list[int]:
+    """The inner dimensions of its FFNs."""
+    sizes = (spec.intermediate, *((spec.moe.intermediate, spec.moe.shared) if spec.moe else ()))
+    return [size for size in sizes if size]
 
 
 def invariant_layout(spec: ModelSpec, tp: int) -> Layout:
@@ -37,11 +43,11 @@ def invariant_layout(spec: ModelSpec, tp: int) -> Layout:
     units = inner_units(spec)
     allowed = [each for each in (1, 2, 4, 8) if each <= units and _is_even(spec, each, units)]
     if tp not in allowed:
-        columns = [size for size in (spec.intermediate, spec.moe.intermediate if spec.moe else 0) if size]
+        columns = " and ".join(map(str, _columns(spec)))
         raise LayoutError(
             "not_invariant",
             f"TP={tp}, but {spec.heads} query heads over {spec.kv_heads} KV heads and FFNs of "
-            f"{' and '.join(map(str, columns))} columns go into equal units at TP {', '.join(map(str, allowed))}.",
+            f"{columns} columns go into equal units at TP {', '.join(map(str, allowed))}.",
             "Use one of these, or leave invariant out.",
         )
     return Layout(spec, tp, units)
@@ -58,8 +64,8 @@ def _foreign(mixer: object, ffn: object) -> list[str]:
     else:
         if ffn.activation != SILU:
             found.append("a gate other than SiLU")
-        if isinstance(ffn, Moe) and (ffn.shared or ffn.bias or ffn.router.weighs_input):
-            found.append("experts that are shared, have biases or weigh their input")
+        if isinstance(ffn, Moe) and (ffn.bias or ffn.router.weighs_input):
+            found.append("experts that have biases or weigh their input")
     return found
 
 

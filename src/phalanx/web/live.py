@@ -1,13 +1,13 @@
-"""The live view's stream: ten minutes of samples at once, then one a second, with the state of engine and ranks."""
+"""The live view's stream: past samples at once, then one a second, with the state of engine, ranks and GPUs."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,12 +16,13 @@ from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import RankHealth
+from phalanx.server.gpu_watch import GpuReading, GpuWatch
 from phalanx.server.recent import Recent
 from phalanx.server.supervisor import Supervisor, condition
 from phalanx.spec import Layout
 from phalanx.web.expect import Expectation, expectation
 from phalanx.web.notes import notes_of
-from phalanx.web.sampler import EVERY_S, LoadSampler, Sample
+from phalanx.web.sampler import EVERY_S, KEPT, LoadSampler, Sample
 from phalanx.weights.checkpoint import Checkpoint, locate
 
 STUCK_WRITE_S = 30.0
@@ -45,6 +46,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     expected: dict[str, str] | None
     viewers: int
     notes: list[Finding] = []
+    gpus: list[GpuReading] = []
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -57,9 +59,10 @@ class Live:
     of its own that a slow reader could fill.
     """
 
-    def __init__(self, supervisor: Supervisor, recent: Recent) -> None:
+    def __init__(self, supervisor: Supervisor, recent: Recent, gpus: GpuWatch | None = None) -> None:
         self.viewers = 0
-        self.sampler = LoadSampler(supervisor, recent)
+        self._gpus = gpus or GpuWatch()
+        self.sampler = LoadSampler(supervisor, recent, self._gpus.readings)
         self._supervisor = supervisor
         self._fresh = asyncio.Event()
         self._latest: tuple[int, bytes] = (-1, b"")
@@ -76,6 +79,8 @@ class Live:
             started = self._supervisor.client.started
             if self.sampler.expectation is None and started is not None:
                 config = self._supervisor.launch.config
+                if started.device != "cpu":
+                    self._gpus.start()
                 self.sampler.expectation, self._shares = await asyncio.to_thread(_known, config, started.device)
             self.tick()
 
@@ -132,6 +137,7 @@ class Live:
             expected={"kind": expected.kind, "source": expected.source} if expected is not None else None,
             viewers=self.viewers,
             notes=self.notes if death is None else [],
+            gpus=self._gpus.readings(),
         )
 
 
@@ -155,12 +161,13 @@ def _known(config: EngineConfig, device: str) -> tuple[Expectation, list[float]]
 
 
 class LiveStream(Response):
-    """Sends events until the client goes, or does not read for too long, or the server ends."""
+    """Sends seconds of the past, then what comes, until the client goes or reads no more, or the server ends."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: Live, seconds: int = KEPT) -> None:
         self.status_code = 200
         self.background = None
         self._live = live
+        self._seconds = seconds
 
     @cached_property
     def _head(self) -> dict[str, Any]:
@@ -184,7 +191,8 @@ class LiveStream(Response):
             gone.cancel()
 
     async def _tell(self, send: Send) -> None:
-        live, taken, more = self._live, 0, True
+        live, more = self._live, True
+        taken = max(live.sampler.taken - self._seconds, 0)
         await send(self._head)
         while more:
             event, taken, more = live.event_since(taken), live.sampler.taken, not live.is_over
@@ -203,8 +211,8 @@ def live_route(live: Live) -> APIRouter:
     router = APIRouter(prefix="/cockpit", include_in_schema=False)
 
     @router.get("/live")
-    async def watch() -> Response:
-        return LiveStream(live)
+    async def watch(seconds: Annotated[int, Query(ge=1, le=KEPT)] = KEPT) -> Response:
+        return LiveStream(live, seconds)
 
     @router.get("/notes")
     async def notes() -> list[dict[str, str]]:

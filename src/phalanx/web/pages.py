@@ -15,6 +15,7 @@ _FILES = (
     ("index.html", "text/html; charset=utf-8"),
     ("cockpit.js", "text/javascript"),
     ("cockpit.css", "text/css"),
+    ("cockpit.svg", "image/svg+xml"),
 )
 PAGES = dict(zip(PAGE_PATHS, _FILES, strict=True))
 

@@ -1,26 +1,29 @@
-"""Sampler: one sample a second of what the engine does; ten minutes of them are kept, whether or not someone looks."""
+"""Sampler: one sample a second of what the engine does; an hour of them is kept, whether or not someone looks."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 
 from phalanx.engine.step_plan import Totals
 from phalanx.server.engine_client import EngineClient
+from phalanx.server.gpu_watch import GpuReading
 from phalanx.server.messages import Books
 from phalanx.server.recent import Heard, Recent
 from phalanx.server.supervisor import Supervisor
 from phalanx.web.expect import Expectation, Expected, Load
 
 EVERY_S = 1.0
-KEPT = 600
+KEPT = 3600
 WINDOW = 10
 """Samples that percentiles and the share of hits look back on."""
+LONG_WINDOW = 600
+"""Samples that the usual lengths of requests look back on."""
 
 PARTS = ("schedule", "launch", "device", "all_reduce", "sample")
 _NOTHING = Books(0, 0, 0, 0, 0, 0, Totals())
@@ -31,6 +34,14 @@ class RankSample(msgspec.Struct, array_like=True, frozen=True):
 
     parts_ms: list[float]
     busy: float
+
+
+class GpuSample(msgspec.Struct, array_like=True, frozen=True):
+    """GiB in use, watts, degrees Celsius."""
+
+    memory: float | None
+    watts: float | None
+    celsius: int | None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", "outputs": "out", "time": "t"}):
@@ -61,17 +72,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     preemptions: int
     steps: float
     ranks: list[RankSample | None]
+    gpus: list[GpuSample] = []
 
 
 class LoadSampler:
     """Makes a sample of what `recent` heard and the ranks told since the last one. A new engine counts from zero."""
 
-    def __init__(self, supervisor: Supervisor, recent: Recent) -> None:
+    def __init__(self, supervisor: Supervisor, recent: Recent, gpus: Callable[[], list[GpuReading]] = list) -> None:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
         self.taken = 0
         self.expectation: Expectation | None = None
         self._supervisor = supervisor
         self._recent = recent
+        self._gpus = gpus
         self._client: EngineClient | None = None
         self._books = _NOTHING
         self._ranks: dict[int, tuple[Totals, float]] = {}
@@ -79,7 +92,7 @@ class LoadSampler:
         self._gaps: deque[array[float]] = deque(maxlen=WINDOW)
         self._prefixes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._drafts: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        self._requests: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
+        self._requests: deque[tuple[int, int, int]] = deque(maxlen=LONG_WINDOW)
 
     def sample(self) -> Sample:
         """Take one now; it joins those kept."""
@@ -131,6 +144,7 @@ class LoadSampler:
             preemptions=after.preemptions - before.preemptions,
             steps=_short(steps / heard.seconds),
             ranks=self._rank_samples(client) if up else [],
+            gpus=[_gpu_sample(reading) for reading in self._gpus()],
         )
 
     def _expected(self, before: Totals, after: Totals, gap_s: float | None) -> Expected | None:
@@ -173,6 +187,13 @@ def _rank_sample(before: tuple[Totals, float] | None, now: tuple[Totals, float])
         return None
     spent = [getattr(totals, f"{part}_s") - getattr(earlier, f"{part}_s") for part in PARTS]
     return RankSample([_short(part / finished * 1e3) for part in spent], _short(min(sum(spent) / seconds, 1.0)))
+
+
+def _gpu_sample(reading: GpuReading) -> GpuSample:
+    memory, watts = reading.memory_used, reading.watts
+    return GpuSample(
+        None if memory is None else _short(memory), None if watts is None else _short(watts), reading.celsius
+    )
 
 
 def _short(value: float) -> float:

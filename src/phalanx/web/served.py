@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from phalanx.server.gpu_watch import GpuWatch
 from phalanx.server.service import Service
 from phalanx.web.cockpit import About, cockpit_routes
 from phalanx.web.layout_routes import Served, layout_routes
@@ -16,7 +17,9 @@ class ServedCockpit:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._live = Live(service.supervisor, service.metrics.recent)
+        gpus = GpuWatch()
+        service.metrics.add(gpus)
+        self._live = Live(service.supervisor, service.metrics.recent, gpus)
 
     def mount(self, app: FastAPI) -> None:
         service, tp = self._service, self._service.supervisor.launch.config.tp

@@ -1,69 +1,32 @@
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, events, postStream } from "../api";
+import { ofTab } from "../storage";
+import { library, type Saved } from "./library";
 import { requestOf, settings } from "./settings_store";
+import { messagesOf, newTurn, take, type Chunk, type Turn } from "./turn";
 
-/** A token of an answer, and those that were likely in its place. */
-export interface Token {
-  text: string;
-  logprob: number;
-  top: { text: string; logprob: number }[];
-}
+const OPEN = "phalanx.open";
+const LONGEST_TITLE = 60;
 
-/** A call the model wrote; `result` is what the user will give back for it. */
-export interface Call {
-  id: string;
-  name: string;
-  arguments: string;
-  result: string;
-}
-
-/** One message. Turns change in place while they stream; `version` counts the changes. */
-export interface Turn {
-  key: number;
-  version: number;
-  role: "user" | "assistant" | "tool";
-  text: string;
-  reasoning: string;
-  calls: Call[];
-  tokens: Token[];
-  callId: string;
-  error: string;
-  finish: "" | "stop" | "length" | "tool_calls" | "stopped";
-  sentAt: number;
-  firstAt: number;
-  lastAt: number;
-  usage: { prompt: number; cached: number; output: number } | null;
-}
-
-interface Entry {
-  token: string;
-  logprob: number;
-  bytes: number[] | null;
-}
-
-interface Chunk {
-  error?: { message: string; code?: string };
-  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens?: number } };
-  choices?: {
-    finish_reason: Turn["finish"] | null;
-    delta: {
-      content?: string | null;
-      reasoning_content?: string | null;
-      reasoning?: string | null;
-      tool_calls?: { index: number; id?: string; function?: { name?: string; arguments?: string } }[];
-    };
-    logprobs?: { content?: (Entry & { top_logprobs: Entry[] })[] | null } | null;
-  }[];
-}
-
-/** The conversation lives here, in memory, for as long as the page does: views come and go. */
-class Conversation {
+/** The conversation that is open. It lives here for as long as the page does, while views come and go; the library keeps
+ * it beyond that, and this tab finds it again after a reload. */
+export class Conversation {
+  id = newId();
+  title = "";
   turns: Turn[] = [];
   draft = "";
+  /** The browser has no room for it. */
+  unkept = false;
   running: AbortController | null = null;
   private keys = 0;
   private frame = 0;
   private listeners = new Set<() => void>();
+
+  constructor() {
+    const open = ofTab.get(OPEN);
+    if (open !== null) this.open(open);
+    addEventListener("pagehide", () => this.running && this.leave());
+  }
 
   listen(listener: () => void): () => void {
     this.listeners.add(listener);
@@ -91,23 +54,8 @@ class Conversation {
     return this.running === null && this.last?.role === "assistant";
   }
 
-  add(role: Turn["role"], text: string, callId = ""): Turn {
-    const turn: Turn = {
-      key: this.keys++,
-      version: 0,
-      role,
-      text,
-      callId,
-      reasoning: "",
-      calls: [],
-      tokens: [],
-      error: "",
-      finish: "",
-      sentAt: 0,
-      firstAt: 0,
-      lastAt: 0,
-      usage: null,
-    };
+  private add(role: Turn["role"], text: string, callId = ""): Turn {
+    const turn = newTurn(this.keys++, role, text, callId);
     this.turns.push(turn);
     return turn;
   }
@@ -138,10 +86,67 @@ class Conversation {
     this.running?.abort();
   }
 
+  /** Begin a new one. */
   clear(): void {
-    this.stop();
-    this.turns = [];
+    this.leave();
+    this.show({ id: newId(), title: "", turns: [] });
+    ofTab.remove(OPEN);
+  }
+
+  open(id: string): void {
+    const saved = library.open(id);
+    if (saved === null) return;
+    this.leave();
+    settings.change({ system: saved.system });
+    this.show(saved);
+    ofTab.set(OPEN, id);
+  }
+
+  rename(title: string): void {
+    this.title = title.trim().slice(0, LONGEST_TITLE) || titleOf(this.turns);
+    this.keep();
     this.changed();
+  }
+
+  /** Deletes it and begins a new one. Returns what is needed to bring it back. */
+  remove(): Saved {
+    this.leave();
+    const removed = this.saved();
+    library.remove(this.id);
+    this.clear();
+    return removed;
+  }
+
+  saved(): Saved {
+    const { model, system } = settings.value;
+    const turns = this.turns.map(({ tokens, ...turn }) => turn);
+    return { id: this.id, title: this.title, changed: Date.now(), model, system, turns };
+  }
+
+  private show(saved: Pick<Saved, "id" | "title" | "turns">): void {
+    this.id = saved.id;
+    this.title = saved.title;
+    this.unkept = false;
+    this.turns = saved.turns.map((turn) => {
+      const key = this.keys++;
+      return { ...newTurn(key, turn.role, turn.text), ...turn, key };
+    });
+    this.changed();
+  }
+
+  /** Ends what runs, and keeps what has come of it. */
+  private leave(): void {
+    if (this.running === null) return;
+    this.stop();
+    this.running = null;
+    this.last!.finish = "stopped";
+    this.keep();
+  }
+
+  private keep(): void {
+    this.title ||= titleOf(this.turns);
+    ofTab.set(OPEN, this.id);
+    this.unkept = !library.save(this.saved());
   }
 
   private async answer(): Promise<void> {
@@ -150,6 +155,7 @@ class Conversation {
     const turn = this.add("assistant", "");
     this.running = running;
     turn.sentAt = performance.now();
+    this.keep();
     this.changed();
     try {
       await this.read(turn, await postStream("v1/chat/completions", request, running.signal));
@@ -157,7 +163,10 @@ class Conversation {
       if (running.signal.aborted) turn.finish = "stopped";
       else turn.error = error instanceof ApiError ? error.message : "The connection to the server was lost.";
     }
-    if (this.running === running) this.running = null;
+    if (this.running === running) {
+      this.running = null;
+      this.keep();
+    }
     this.changed(turn);
   }
 
@@ -172,54 +181,15 @@ class Conversation {
   }
 }
 
-function take(turn: Turn, chunk: Chunk, decoder: TextDecoder): void {
-  if (chunk.error) throw new ApiError(0, chunk.error.code ?? "error", chunk.error.message);
-  if (chunk.usage)
-    turn.usage = {
-      prompt: chunk.usage.prompt_tokens,
-      cached: chunk.usage.prompt_tokens_details?.cached_tokens ?? 0,
-      output: chunk.usage.completion_tokens,
-    };
-  const choice = chunk.choices?.[0];
-  if (!choice) return;
-  turn.lastAt = performance.now();
-  turn.firstAt ||= turn.lastAt;
-  turn.text += choice.delta.content ?? "";
-  turn.reasoning += choice.delta.reasoning_content ?? choice.delta.reasoning ?? "";
-  for (const part of choice.delta.tool_calls ?? []) {
-    const call = (turn.calls[part.index] ??= { id: "", name: "", arguments: "", result: "" });
-    call.id ||= part.id ?? "";
-    call.name ||= part.function?.name ?? "";
-    call.arguments += part.function?.arguments ?? "";
-  }
-  for (const entry of choice.logprobs?.content ?? [])
-    turn.tokens.push({
-      text: entry.bytes ? decoder.decode(new Uint8Array(entry.bytes), { stream: true }) : entry.token,
-      logprob: entry.logprob,
-      top: entry.top_logprobs.map((other) => ({ text: other.token, logprob: other.logprob })),
-    });
-  turn.finish = choice.finish_reason ?? turn.finish;
+/** Not a UUID: browsers make those over HTTPS alone. */
+function newId(): string {
+  return `${Date.now().toString(36)}${Math.random().toString(36).slice(2)}`;
 }
 
-/** The messages as the API takes them; answers that never came are left out. */
-function messagesOf(turns: Turn[]): object[] {
-  return turns
-    .filter((turn) => turn.role !== "assistant" || turn.text || turn.calls.length)
-    .map((turn) => {
-      if (turn.role === "user") return { role: "user", content: turn.text };
-      if (turn.role === "tool") return { role: "tool", tool_call_id: turn.callId, content: turn.text };
-      if (!turn.calls.length) return { role: "assistant", content: turn.text };
-      return {
-        role: "assistant",
-        content: turn.text || null,
-        reasoning_content: turn.reasoning || undefined,
-        tool_calls: turn.calls.map((call) => ({
-          id: call.id,
-          type: "function",
-          function: { name: call.name, arguments: call.arguments },
-        })),
-      };
-    });
+/** The beginning of the first question. */
+function titleOf(turns: Turn[]): string {
+  const words = turns.find((turn) => turn.role === "user")?.text.trim().replace(/\s+/g, " ") ?? "";
+  return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 1)}…` : words;
 }
 
 export const conversation = new Conversation();

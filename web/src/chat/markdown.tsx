@@ -1,5 +1,6 @@
 import { Component, type ComponentChild } from "preact";
 import { CopyButton } from "../ui/copy";
+import { highlighted } from "./highlight";
 import { inline } from "./inline";
 
 /** Markdown as nodes. Nothing here makes HTML from text: what is not understood stays the text it is. */
@@ -106,6 +107,7 @@ function Code(props: { lines: string[] }) {
   const last = props.lines.at(-1)!.trim();
   const closed = props.lines.length > 1 && last.startsWith(fence[1]!) && !last.replaceAll(fence[1]![0]!, "");
   const text = props.lines.slice(1, closed ? -1 : undefined).join("\n");
+  const [language = ""] = fence[2]!.trim().toLowerCase().split(/[\s{:]/, 1);
   return (
     <figure class="md-code">
       <figcaption>
@@ -113,7 +115,7 @@ function Code(props: { lines: string[] }) {
         <CopyButton text={text} what="this code" />
       </figcaption>
       <pre tabIndex={0} aria-label="Code">
-        <code>{text}</code>
+        <code>{highlighted(text, language, !closed)}</code>
       </pre>
     </figure>
   );

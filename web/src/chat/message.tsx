@@ -2,9 +2,10 @@ import { Component } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { millis, number } from "../format";
 import { CopyButton } from "../ui/copy";
-import { conversation, type Call, type Turn } from "./conversation";
+import { conversation } from "./conversation";
 import { Markdown } from "./markdown";
 import { TokenView } from "./tokens";
+import { rateOf, type Call, type Turn } from "./turn";
 
 interface Place {
   isLast: boolean;
@@ -198,15 +199,18 @@ function pretty(text: string): string {
 function Stats(props: { turn: Turn; streams: boolean }) {
   const { turn, streams } = props;
   if (!turn.firstAt) return <p class="stats">{turn.finish === "stopped" ? "stopped" : " "}</p>;
-  const output = turn.usage?.output ?? 0;
-  const seconds = (turn.lastAt - turn.firstAt) / 1000;
+  const rate = rateOf(turn);
   return (
     <p class="stats">
       <span title="Time to first token, measured in this page">TTFT {millis(turn.firstAt - turn.sentAt)}</span>
-      {output > 1 && seconds > 0 && <span>{number((output - 1) / seconds)} tok/s</span>}
+      {rate !== null && (
+        <span class={streams ? "rate now" : "rate"} title="Tokens a second since the first one">
+          {number(rate)} tok/s
+        </span>
+      )}
       {turn.usage && (
         <>
-          <span>{number(output, 6)} tokens</span>
+          <span>{number(turn.usage.output, 6)} tokens</span>
           <span>
             prompt {number(turn.usage.prompt, 6)}, cached {number(turn.usage.cached, 6)}
           </span>

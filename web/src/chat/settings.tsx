@@ -1,5 +1,5 @@
 import { useId } from "preact/hooks";
-import { Field, Select, Slider, TextField } from "../ui/field";
+import { Field, NumberSlider, Select, TextField } from "../ui/field";
 import { seedProblem, settings, toolsProblem, useSettings, type Settings } from "./settings_store";
 
 const EXAMPLE = [
@@ -18,7 +18,6 @@ export function SettingsPanel(props: { longest: number | null }) {
   const value = useSettings();
   const set = (part: Partial<Settings>) => settings.change(part);
   const most = Math.min(props.longest ?? 8192, 32_768);
-  const off = (text: string, isOff: boolean) => (isOff ? "off" : text);
   return (
     <div class="stack">
       <Field label="System prompt">
@@ -34,35 +33,35 @@ export function SettingsPanel(props: { longest: number | null }) {
       </Field>
       <fieldset>
         <legend>Sampling</legend>
-        <Slider
+        <NumberSlider
           label="Temperature"
           {...{ min: 0, max: 2, step: 0.05, value: value.temperature }}
-          text={value.temperature === 0 ? "0 (always the likeliest)" : undefined}
+          note={value.temperature === 0 ? "always the likeliest" : undefined}
           onInput={(temperature) => set({ temperature })}
         />
-        <Slider
+        <NumberSlider
           label="Top-p"
           {...{ min: 0.01, max: 1, step: 0.01, value: value.topP }}
-          text={off(String(value.topP), value.topP === 1)}
+          note={value.topP === 1 ? "off" : undefined}
           onInput={(topP) => set({ topP })}
         />
-        <Slider
+        <NumberSlider
           label="Top-k"
           {...{ min: 0, max: 200, step: 1, value: value.topK }}
-          text={off(String(value.topK), value.topK === 0)}
-          onInput={(topK) => set({ topK })}
+          note={value.topK === 0 ? "off" : undefined}
+          onInput={(topK) => set({ topK: Math.round(topK) })}
         />
-        <Slider
+        <NumberSlider
           label="Min-p"
           {...{ min: 0, max: 0.5, step: 0.01, value: value.minP }}
-          text={off(String(value.minP), value.minP === 0)}
+          note={value.minP === 0 ? "off" : undefined}
           onInput={(minP) => set({ minP })}
         />
-        <Slider
+        <NumberSlider
           label="Longest answer"
-          {...{ min: 16, max: most, step: 16, value: Math.min(value.maxTokens, most) }}
-          text={`${Math.min(value.maxTokens, most)} tokens`}
-          onInput={(maxTokens) => set({ maxTokens })}
+          {...{ min: 1, max: most, step: 1, value: Math.min(value.maxTokens, most) }}
+          note="tokens"
+          onInput={(maxTokens) => set({ maxTokens: Math.round(maxTokens) })}
         />
         <TextField
           label="Seed"

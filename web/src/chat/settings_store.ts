@@ -19,7 +19,7 @@ const TOP_LOGPROBS = 5;
 
 let listeners: (() => void)[] = [];
 
-/** In memory only, like the conversation. */
+/** In memory only; the system prompt is kept with its conversation. */
 export const settings = {
   value: {
     model: "",
@@ -76,7 +76,7 @@ export function requestOf(given: Settings, messages: object[]): object {
     model: given.model,
     messages: [...system, ...messages],
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true },
     temperature: given.temperature,
     top_p: given.topP,
     top_k: given.topK,

@@ -1,7 +1,7 @@
 import { Component } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { percent } from "../format";
-import type { Token } from "./conversation";
+import type { Token } from "./turn";
 
 /** From the likely to the surprising. Each level has an underline of its own beside its colour. */
 const LEVELS = [

@@ -4,10 +4,12 @@ import { number } from "../format";
 import type { About } from "../session";
 import "../styles/chat.css";
 import { Composer } from "./composer";
-import { useConversation, type Turn } from "./conversation";
+import { useConversation } from "./conversation";
 import { Message } from "./message";
 import { SettingsPanel } from "./settings";
+import { SavedList } from "./saved";
 import { settings } from "./settings_store";
+import type { Turn } from "./turn";
 
 const NEAR_THE_END = 48;
 const FIRST_WORDS = [
@@ -24,34 +26,45 @@ const SHORTCUTS = [
   ["Alt + N", "new conversation"],
   ["Alt + P", "token probabilities on or off"],
   ["Alt + S", "to the settings"],
+  ["Alt + C", "to the conversations"],
 ] as const;
+
+const PANES = { saved: "Conversations", settings: "Settings" } as const;
 
 export function ChatView(props: { server: About }) {
   const model = props.server.model ?? "";
   const chat = useConversation();
   const [editing, setEditing] = useState<Turn | null>(null);
-  const [showsSettings, setShowsSettings] = useState(false);
+  const [shows, setShows] = useState<"" | "settings" | "saved">("");
   const longest = useLongest(model);
   const running = chat.running !== null;
   useEffect(() => settings.change({ model }), [model]);
+  useEffect(() => setEditing(null), [chat.id]);
   const startAnew = () => {
     chat.clear();
-    setEditing(null);
+    setShows("");
     document.getElementById("composer")?.focus();
   };
   const toSettings = () => {
-    setShowsSettings(true);
+    setShows("settings");
     requestAnimationFrame(() => document.querySelector<HTMLElement>(".chat-settings textarea")?.focus());
+  };
+  const toSaved = () => {
+    setShows("saved");
+    requestAnimationFrame(() => document.querySelector<HTMLElement>(".chat-saved li button")?.focus());
   };
   const toggleProbabilities = () => settings.change({ probabilities: !settings.value.probabilities });
   useShortcuts(
-    { KeyR: () => chat.regenerate(), KeyN: startAnew, KeyP: toggleProbabilities, KeyS: toSettings },
+    { KeyR: () => chat.regenerate(), KeyN: startAnew, KeyP: toggleProbabilities, KeyS: toSettings, KeyC: toSaved },
     () => chat.stop(),
   );
   const panel = useMemo(() => <SettingsPanel longest={longest} />, [longest]);
   const used = chat.turns.findLast((turn) => turn.usage)?.usage;
   return (
-    <div class={showsSettings ? "chat shows-settings" : "chat"}>
+    <div class={shows ? `chat shows-${shows}` : "chat"}>
+      <nav class="chat-saved" aria-label="Conversations">
+        <SavedList chat={chat} startAnew={startAnew} opened={() => setShows("")} />
+      </nav>
       <section class="chat-main" aria-label="Conversation">
         {chat.turns.length === 0 ? (
           <Welcome model={model} longest={longest} send={(text) => chat.send(text)} />
@@ -65,15 +78,18 @@ export function ChatView(props: { server: About }) {
             editLast={() => !running && chat.lastQuestion && setEditing(chat.lastQuestion)}
           />
           <div class="chat-tools small quiet">
-            <button
-              type="button"
-              class="link-button settings-button"
-              aria-expanded={showsSettings}
-              onClick={() => setShowsSettings(!showsSettings)}
-            >
-              {showsSettings ? "Close settings" : "Settings"}
-            </button>
-            <button type="button" class="link-button" disabled={!chat.turns.length} onClick={startAnew}>
+            {(["saved", "settings"] as const).map((pane) => (
+              <button
+                key={pane}
+                type="button"
+                class={`link-button ${pane}-button`}
+                aria-expanded={shows === pane}
+                onClick={() => setShows(shows === pane ? "" : pane)}
+              >
+                {shows === pane ? `Close ${PANES[pane].toLowerCase()}` : PANES[pane]}
+              </button>
+            ))}
+            <button type="button" class="link-button new-button" disabled={!chat.turns.length} onClick={startAnew}>
               New conversation
             </button>
             <Shortcuts />
@@ -124,8 +140,8 @@ function Welcome(props: { model: string; longest: number | null; send: (text: st
     <div class="welcome">
       <h2>{props.model}</h2>
       <p class="quiet">
-        {props.longest ? `${number(props.longest, 6)} tokens of context. ` : ""}The conversation stays in this page: a
-        reload forgets it.
+        {props.longest ? `${number(props.longest, 6)} tokens of context. ` : ""}Conversations stay in
+        this browser.
       </p>
       <ul>
         {FIRST_WORDS.map((text) => (

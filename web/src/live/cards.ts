@@ -16,12 +16,17 @@ const rate = (value: number) => `${number(value)} tok/s`;
 const requests = (value: number) => (value >= 10 ? `${Math.round(value)}` : number(value, 2));
 
 /** The lines of each card. `expected` is what measurements are held against: `plan` or `baseline`. */
-export const outputLines = (expected: string): Shown[] => [
+export const outputLines = (expected: string, drafts: boolean): Shown[] => [
   { label: "output", color: "series-1", read: (s) => s.out, text: rate, big: true },
   { label: expected, color: "ink-2", read: (s) => s.expected_out, text: number, style: "dashed" },
   { label: `of ${expected}`, color: "ink-2", read: ofExpected, text: percent, style: "figure" },
-  { label: "drafts came true", color: "series-4", read: (s) => s.accepted, text: percent, style: "figure" },
+  ...(drafts ? [acceptedLine] : []),
 ];
+
+const acceptedLine: Shown = {
+  ...{ label: "drafts true", color: "series-4", read: (s: Sample) => s.accepted, text: percent },
+  style: "figure",
+};
 
 const ofExpected = (s: Sample) => (s.expected_out ? s.out / s.expected_out : null);
 

@@ -2,7 +2,7 @@ import { useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { axis, Chart, token } from "../ui/chart";
 import { columns, roundAbove, type Reading } from "./columns";
-import { KEPT_S, type Sample } from "./stream";
+import type { Sample } from "./stream";
 
 /** One line of a chart, and how a person reads its value. */
 export interface Line {
@@ -10,12 +10,14 @@ export interface Line {
   color: string;
   read: Reading;
   text: (value: number) => string;
-  /** `bound`: one of the two edges of a band. `figure`: not drawn. */
+  /** `bound`: one of the two edges of a band. `figure`: told above the chart alone. */
   style?: "line" | "dashed" | "area" | "bound" | "figure";
 }
 
 /** What all charts of the view share: the rows they draw, the moment under the cursor. */
 export interface Timeline {
+  /** How far back it reaches. */
+  seconds: number;
   rows: (Sample | number)[];
   outages: [number, number][];
   /** The row under the cursor. */
@@ -23,10 +25,11 @@ export interface Timeline {
 }
 
 const SYNC = "live";
-const TIME_STEPS_S = [60, 120, 300, 600];
+const TIME_STEPS_S = [10, 30, 60, 120, 300, 600, 900];
 const AXIS_WIDTH = 54;
 
-const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+const minutes = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+export const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
 
 /** Puts the cursor of all charts on a time, once they have drawn what they were given; null takes it away. */
 export function pointAt(time: number | null): void {
@@ -38,7 +41,7 @@ function pointNow(time: number | null): void {
     chart.setCursor(time === null ? { left: -10, top: -10 } : { left: chart.valToPos(time, "x"), top: 4 });
 }
 
-/** The last ten minutes of some lines. All such charts have the same time axis and move their cursors together. */
+/** Some lines over the time of the view. All such charts have the same time axis and move their cursors together. */
 export function TimeChart(props: {
   label: string;
   height: number;
@@ -73,20 +76,46 @@ function chartOptions(props: () => Props): Omit<uPlot.Options, "width" | "height
       y: false,
     },
     scales: {
-      x: { time: true, range: (_, __, last) => [last - KEPT_S, last] },
+      x: { time: true, range: (_, __, last) => [last - props().timeline.seconds, last] },
       y: { range: (_, __, top) => [0, Math.min(roundAbove(top ?? 0, props().least), props().most ?? Infinity)] },
     },
     axes: [
-      axis({ values: (_, times) => times.map((time) => clock.format(time * 1000)), incrs: TIME_STEPS_S, space: 56, size: 28 }),
+      axis({ values: timesOf, incrs: TIME_STEPS_S, space: 64, size: 28 }),
       axis({ values: (_, values) => values.map(axisText), size: AXIS_WIDTH, space: 32, ticks: { show: false } }),
     ],
     series: [{}, ...lines.map(seriesOf)],
     bands: bounds.length === 2 ? [{ series: [bounds[1]!, bounds[0]!], fill: `${token("ink-2")}38` }] : [],
     hooks: {
+      draw: [(chart) => markClipped(chart, lines)],
       drawClear: [(chart) => shadeOutages(chart, props().timeline.outages)],
       setCursor: [(chart) => props().timeline.onCursor(chart.cursor.idx ?? null)],
     },
   };
+}
+
+const timesOf: uPlot.Axis.DynamicValues = (_, times, __, ___, step) =>
+  times.map((time) => (step < 60 ? clock : minutes).format(time * 1000));
+
+/** A small arrow at the upper edge for what lies beyond it. */
+function markClipped(chart: uPlot, lines: Line[]): void {
+  const { ctx, bbox, data } = chart;
+  const size = 4 * devicePixelRatio;
+  const [times, ...series] = data;
+  ctx.save();
+  for (const [index, values] of series.entries()) {
+    if (lines[index]!.style === "bound") continue;
+    ctx.fillStyle = token(lines[index]!.color);
+    for (const [at, value] of values.entries()) {
+      if (typeof value !== "number" || value <= chart.scales.y!.max! || times[at]! < chart.scales.x!.min!) continue;
+      const x = chart.valToPos(times[at]!, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top - size);
+      ctx.lineTo(x + size, bbox.top + size / 2);
+      ctx.lineTo(x - size, bbox.top + size / 2);
+      ctx.fill();
+    }
+  }
+  ctx.restore();
 }
 
 function seriesOf(line: Line): uPlot.Series {

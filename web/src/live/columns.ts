@@ -39,6 +39,27 @@ export function outages(samples: Sample[]): [number, number][] {
   return found;
 }
 
+export interface Peak {
+  value: number;
+  time: number;
+}
+
+/** The spike that an axis should not reach up to, and where it should end instead: above nearly all values, so that one
+ * long prompt does not flatten an hour. Null where values are alike, or too few to tell. */
+export function spike(rows: (Sample | number)[], readings: Reading[]): { usual: number; peak: Peak } | null {
+  const highest: number[] = [];
+  let peak: Peak = { value: 0, time: 0 };
+  for (const row of rows) {
+    if (typeof row === "number") continue;
+    const value = Math.max(0, ...readings.map((read) => read(row) ?? 0));
+    if (value > 0) highest.push(value);
+    if (value > peak.value) peak = { value, time: row.t };
+  }
+  highest.sort((a, b) => a - b);
+  const usual = 1.15 * (highest[Math.floor(0.97 * highest.length)] ?? 0);
+  return peak.value > 1.5 * usual && usual > 0 ? { usual, peak } : null;
+}
+
 /** The end of an axis: a round number a little above the largest value, so that it seldom changes. */
 export function roundAbove(value: number, least: number): number {
   const top = Math.max(value * 1.05, least);

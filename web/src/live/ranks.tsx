@@ -49,7 +49,7 @@ export function Ranks(props: {
   );
 }
 
-/** The axis ends above nearly all steps: one long prompt must not flatten ten minutes. The longest is told in words. */
+/** The axis ends above nearly all steps: one long prompt must not flatten the rest. The longest is told in words. */
 function usualMost(samples: Sample[], ranks: number[]): number {
   const totals = samples.flatMap((sample) => ranks.flatMap((rank) => stepTotal(sample, rank) ?? []));
   totals.sort((a, b) => a - b);
@@ -103,7 +103,7 @@ function Rank(props: {
         <span>longest {props.longest ? millis(props.longest) : "–"}</span>
       </p>
       <TimeChart
-        label={`Milliseconds a step of rank ${rank}, last ten minutes, by part`}
+        label={`Milliseconds a step of rank ${rank}, by part`}
         height={132}
         lines={lines}
         timeline={props.timeline}

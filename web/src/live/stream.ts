@@ -1,4 +1,4 @@
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, call, events } from "../api";
 import type { Finding } from "../trace/data";
 
@@ -26,6 +26,16 @@ export interface Sample {
   steps: number;
   /** Of each rank: milliseconds a step by part, and its busy share. */
   ranks: ([number[], number] | null)[];
+  /** Of each GPU: GiB in use, watts, degrees Celsius. */
+  gpus: [number | null, number | null, number | null][];
+}
+
+/** A GPU of the server's machine; memory in GiB. */
+export interface Gpu {
+  gpu: number;
+  name: string;
+  memory: number | null;
+  watts_limit: number | null;
 }
 
 export interface RankHealth {
@@ -50,6 +60,7 @@ export interface EngineState {
   viewers: number;
   /** What there is to say of its last minute. */
   notes: Finding[];
+  gpus: Gpu[];
 }
 
 /** How the page stands with the server: `refused` is final, `lost` is tried again. */
@@ -61,12 +72,12 @@ export interface Live {
   samples: Sample[];
 }
 
-export const KEPT_S = 600;
+const KEPT_S = 3600;
 const SILENT_MS = 6000;
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 4000;
 
-/** Samples by time, of the last ten minutes. After a reconnect the server's own history takes the place of ours. */
+/** Samples by time, of the last hour. After a reconnect the server's own history takes the place of ours. */
 export function merged(known: Sample[], fresh: Sample[]): Sample[] {
   if (!fresh.length) return known;
   const first = fresh[0]!.t;
@@ -75,28 +86,35 @@ export function merged(known: Sample[], fresh: Sample[]): Sample[] {
   return [...older, ...fresh];
 }
 
-/** Follows the server's stream; when it is lost, comes back to it by itself. */
-export function useLive(): Live {
+/** Follows the server's stream, which begins so many seconds ago; when it is lost, comes back to it by itself. */
+export function useLive(seconds: number): Live {
   const [live, setLive] = useState<Live>({ link: "connecting", state: null, samples: [] });
+  const longest = useRef(0);
+  longest.current = Math.max(longest.current, seconds);
   useEffect(() => {
     const stop = new AbortController();
     const take = (data: string) => {
       const { state, samples } = JSON.parse(data) as { state: EngineState; samples: Sample[] };
       setLive((before) => ({ link: "open", state, samples: merged(before.samples, samples) }));
     };
-    void follow(stop.signal, take, (link) => setLive((before) => ({ ...before, link })));
+    void follow(longest.current, stop.signal, take, (link) => setLive((before) => ({ ...before, link })));
     return () => stop.abort();
-  }, []);
+  }, [longest.current]);
   return live;
 }
 
-async function follow(stop: AbortSignal, take: (data: string) => void, tell: (link: Link) => void): Promise<void> {
+async function follow(
+  seconds: number,
+  stop: AbortSignal,
+  take: (data: string) => void,
+  tell: (link: Link) => void,
+): Promise<void> {
   let pause = FIRST_PAUSE_MS;
   while (!stop.aborted) {
     const silent = new AbortController();
     let watchdog = setTimeout(() => silent.abort(), SILENT_MS);
     try {
-      const answer = await call("cockpit/live", { signal: AbortSignal.any([stop, silent.signal]) });
+      const answer = await call(`cockpit/live?seconds=${seconds}`, { signal: AbortSignal.any([stop, silent.signal]) });
       for await (const data of events(answer)) {
         clearTimeout(watchdog);
         watchdog = setTimeout(() => silent.abort(), SILENT_MS);

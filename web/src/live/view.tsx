@@ -13,21 +13,36 @@ import {
   promptLines,
   requestLines,
 } from "./cards";
-import { pointAt, type Timeline } from "./chart";
+import { clock, pointAt, type Timeline } from "./chart";
 import { outages, withHoles } from "./columns";
+import { Gpus } from "./gpus";
 import { Ranks } from "./ranks";
 import { Status } from "./status";
 import { Findings } from "../trace/findings";
 import "../styles/trace.css";
+import { ofTab } from "../storage";
 import { useLive, type Sample } from "./stream";
 
-/** What the engine does now and did in the last ten minutes. */
+const MINUTES = [1, 5, 15, 60];
+const USUAL = 15;
+const CHOSEN = "phalanx.live.minutes";
+
+/** What the engine does now and did in the last minutes. */
 export function LiveView(props: { server: About }) {
-  const { link, state, samples } = useLive();
+  const [minutes, setMinutes] = useState(() => Number(ofTab.get(CHOSEN)) || USUAL);
+  const { link, state, samples: known } = useLive(60 * minutes);
+  const samples = useMemo(() => lastOf(known, 60 * minutes), [known, minutes]);
+  const choose = (chosen: number) => {
+    setMinutes(chosen);
+    ofTab.set(CHOSEN, String(chosen));
+  };
   const [cursor, setCursor] = useState<number | null>(null);
   const rows = useMemo(() => withHoles(samples), [samples]);
   const [pinned, setPinned] = useState<number | null>(null);
-  const timeline: Timeline = useMemo(() => ({ rows, outages: outages(samples), onCursor: setCursor }), [rows]);
+  const timeline: Timeline = useMemo(
+    () => ({ seconds: 60 * minutes, rows, outages: outages(samples), onCursor: setCursor }),
+    [rows],
+  );
   useEffect(() => {
     if (pinned !== null) pointAt(pinned);
   }, [rows, pinned]);
@@ -44,7 +59,8 @@ export function LiveView(props: { server: About }) {
   const isPast = pointed !== undefined && typeof pointed !== "number";
   const moment = isPast ? pointed : (samples[samples.length - 1] ?? null);
   const kind = state?.expected?.kind ?? "plan";
-  const output = useMemo(() => outputLines(kind), [kind]);
+  const drafts = samples.some((sample) => sample.accepted !== null);
+  const output = useMemo(() => outputLines(kind, drafts), [kind, drafts]);
   const gaps = useMemo(() => gapLines(kind), [kind]);
   const tp = props.server.tp ?? 1;
   const shared = { moment, timeline };
@@ -56,7 +72,10 @@ export function LiveView(props: { server: About }) {
           <Findings findings={state.notes} />
         </section>
       )}
-      <Moment rows={rows} shown={isPast ? shown : null} isLost={link === "lost"} pin={pin} />
+      <div class="live-time">
+        <Range minutes={minutes} choose={choose} />
+        <Moment rows={rows} shown={isPast ? shown : null} isLost={link === "lost"} pin={pin} />
+      </div>
       <div class="live-cards">
         <ChartCard title="Output" hint="tokens a second" lines={output} least={10} axisText={axisCount} {...shared} />
         <ChartCard title="Time to first token" hint="last 10 s" lines={firstTokenLines} least={10} axisText={millis} {...shared} />
@@ -65,13 +84,38 @@ export function LiveView(props: { server: About }) {
         <ChartCard title="Requests" hint="mean of a second" lines={requestLines} least={4} axisText={axisCount} {...shared} />
         <ChartCard title="KV cache" hint="share of blocks" lines={memoryLines} least={0.1} most={1} axisText={axisPercent} {...shared} />
       </div>
+      <Gpus gpus={state?.gpus ?? []} {...shared} />
       <Ranks count={tp} state={state} lost={link === "lost"} samples={samples} {...shared} />
-      <Notes samples={samples} kind={kind} source={state?.expected?.source} viewers={state?.viewers ?? 1} />
+      <Notes samples={samples} minutes={minutes} kind={kind} source={state?.expected?.source} viewers={state?.viewers ?? 1} />
     </div>
   );
 }
 
-const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
+function lastOf(samples: Sample[], seconds: number): Sample[] {
+  const from = (samples.at(-1)?.t ?? 0) - seconds;
+  return samples.filter((sample) => sample.t > from);
+}
+
+/** How far back the view reaches. */
+function Range(props: { minutes: number; choose: (minutes: number) => void }) {
+  return (
+    <fieldset class="live-range">
+      <legend class="hidden-label">Minutes shown</legend>
+      {MINUTES.map((each) => (
+        <label key={each}>
+          <input
+            type="radio"
+            name="live-range"
+            value={each}
+            checked={each === props.minutes}
+            onChange={() => props.choose(each)}
+          />
+          {each} min
+        </label>
+      ))}
+    </fieldset>
+  );
+}
 
 type Pin = (time: number | null) => void;
 
@@ -109,18 +153,19 @@ function Moment(props: { rows: (Sample | number)[]; shown: number | null; isLost
 }
 
 /** What the lines are held against, and what seldom happens. */
-function Notes(props: { samples: Sample[]; kind: string; source: string | undefined; viewers: number }) {
+function Notes(props: { samples: Sample[]; minutes: number; kind: string; source: string | undefined; viewers: number }) {
   const preemptions = props.samples.reduce((sum, sample) => sum + sample.preemptions, 0);
   const title = props.kind === "plan" ? "Plan" : "Baseline";
   return (
     <section class="card live-notes small" aria-label="Notes">
       <p>
         <strong>{title}.</strong>{" "}
-        {props.source ?? "Known once the engine is ready."} The shaded band holds nine in ten.
+        {props.source ?? "Known once the engine is ready."}
       </p>
       <p>
-        <strong>Preemptions.</strong> {preemptions === 0 ? "None" : preemptions.toLocaleString("en-US")} in the last ten
-        minutes{preemptions === 0 ? "." : ": requests were put back because KV blocks ran out. More KV memory or fewer requests at once would help."}
+        <strong>Preemptions.</strong> {preemptions === 0 ? "None" : preemptions.toLocaleString("en-US")} in the last{" "}
+        {props.minutes === 1 ? "minute" : `${props.minutes} minutes`}
+        {preemptions === 0 ? "." : ": requests were put back because KV blocks ran out. More KV memory or fewer requests at once would help."}
       </p>
       <p class="quiet">
         {props.viewers === 1 ? "One view of this page is open." : `${props.viewers} views of this page are open.`}

@@ -1,5 +1,5 @@
 import type { ComponentChildren, InputHTMLAttributes } from "preact";
-import { useId } from "preact/hooks";
+import { useId, useState } from "preact/hooks";
 
 /** A label above a control. `hint` keeps its line even when empty, so that nothing moves when it comes. */
 export function Field(props: {
@@ -76,15 +76,16 @@ export function TextField(props: {
   );
 }
 
-export function Slider(props: {
+interface Scale {
   label: string;
   value: number;
   min: number;
   max: number;
   step: number;
   onInput: (value: number) => void;
-  text?: string;
-}) {
+}
+
+export function Slider(props: Scale & { text?: string }) {
   return (
     <Field label={`${props.label}: ${props.text ?? props.value}`}>
       {(id) => (
@@ -100,5 +101,47 @@ export function Slider(props: {
         />
       )}
     </Field>
+  );
+}
+
+/** A slider and, beside it, the number itself to type: it takes values between the slider's steps, and none beyond its
+ * ends. `note` says what the number means where that is not plain. */
+export function NumberSlider(props: Scale & { note?: string }) {
+  const { label, value, min, max, step, onInput } = props;
+  const [typed, setTyped] = useState<string | null>(null);
+  const id = useId();
+  const type = (text: string) => {
+    setTyped(text);
+    const given = Number(text);
+    if (text.trim() && given >= min && given <= max) onInput(given);
+  };
+  const leave = () => {
+    const given = Number(typed ?? value);
+    if (typed?.trim() && !Number.isNaN(given)) onInput(Math.min(Math.max(given, min), max));
+    setTyped(null);
+  };
+  return (
+    <div class="field number-slider">
+      <label for={id}>{label}</label>
+      <span id={`${id}-note`} class="note small">
+        {props.note}
+      </span>
+      <input
+        type="range"
+        aria-label={`${label}, slider`}
+        aria-valuetext={props.note ? `${value}, ${props.note}` : undefined}
+        {...{ min, max, step, value }}
+        onInput={(event) => onInput(Number(event.currentTarget.value))}
+      />
+      <input
+        id={id}
+        type="number"
+        aria-describedby={props.note ? `${id}-note` : undefined}
+        {...{ min, max, step, value: typed ?? value }}
+        onInput={(event) => type(event.currentTarget.value)}
+        onBlur={leave}
+        onKeyDown={(event) => event.key === "Enter" && leave()}
+      />
+    </div>
   );
 }

@@ -69,7 +69,7 @@ class Lab:
 
 def run_lab(asked: Experiment, tell: Tell) -> Lab:
     """Measure every degree. Those that the model cannot be dealt to are refused before anything loads."""
-    with _checkpoint_of(asked.config) as config:
+    with checkpoint_of(asked.config) as config:
         path = locate(config.model)
         spec = Checkpoint(path, config.load_format).spec
         device = pick_device(config, 0)
@@ -106,7 +106,7 @@ def run_lab(asked: Experiment, tell: Tell) -> Lab:
 
 
 @contextmanager
-def _checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
+def checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
     """A model of the catalog that is given by its name is built from its configuration, with random weights."""
     entry = entries().get(config.model or "")
     if entry is None:

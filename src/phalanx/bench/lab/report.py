@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
 
 from rich.table import Table
 
 from phalanx.bench.lab.experiment import Lab
 from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.verdict import verdicts
-from phalanx.version import __version__
 
 _CLOCKS_AGREE = 0.03
 
@@ -81,8 +78,3 @@ def markdown(lab: Lab, picture: str | None) -> str:
     lines += [f"- **{use}**: {told}" for use, told in verdicts(lab.points, lab.on_gpus).items()]
     lines += [f"- {remark}" for remark in remarks(lab)]
     return "\n".join([*lines, "", *([f"![Scaling]({picture})", ""] if picture else [])])
-
-
-def record(lab: Lab) -> dict[str, object]:
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": date, "phalanx": __version__, **asdict(lab), "verdicts": verdicts(lab.points, lab.on_gpus)}

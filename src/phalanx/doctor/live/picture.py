@@ -16,6 +16,8 @@ from phalanx.spec.machine import Gpu, Machine
 from phalanx.trace.timeline import Step, steps_of
 
 _MS = 1e-6
+_LAUNCH_MS = 0.5
+"""Of a layer of a traced step with prompts, launched kernel by kernel: arithmetic that takes less is hidden."""
 _COMPUTED = ("prepare", "embedding", "sampling", "read tokens")
 """Parts of a step that every rank does alike."""
 
@@ -26,7 +28,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     `worked` is what each rank did by itself in its layers, `share` its share of the weights, as the layout deals them.
     `last` is in what share of collectives each rank came last. `exchange_expected` is by the cost model of the link.
-    `least` is the least that memory, or for prompts arithmetic, allows.
+    `least` is the least that memory, or for prompts arithmetic, allows; `prompt_worked` is held against the latter.
     """
 
     ranks: int = 1
@@ -44,6 +46,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     least: float | None = None
     prompt_step: float | None = None
     prompt_exchanged: float | None = None
+    prompt_worked: float | None = None
     prompt_least: float | None = None
     prompt_full: float | None = None
     budget: int | None = None
@@ -84,6 +87,8 @@ def picture_of(traces: StepTraces) -> Picture:
         least=_least(traces) if decodes else None,
         prompt_step=_period(prompts) if decodes and prompts else None,
         prompt_exchanged=_calls(prompts, "exchanged") if prompts else None,
+        prompt_worked=max(_worked(prompts, rank) for rank in range(len(traces.ranks))) if prompts else None,
+        prompt_least=_least_of_prompts(traces, prompts) if prompts else None,
         prompt_full=fmean(full) if full else None,
         budget=traces.budget,
         waiting=fmean(host.waiting for host in hosts),
@@ -125,6 +130,17 @@ def _least(traces: StepTraces) -> float | None:
     if gpu is None or any(ffn != "Dense" for _, ffn in traces.ranks[0].parts):
         return None
     return max(rank.weights for rank in traces.ranks) / gpu.bandwidth * 1e3
+
+
+def _least_of_prompts(traces: StepTraces, prompts: Sequence[Step]) -> float | None:
+    """To multiply all tokens of a step at the rate of the data sheet, where that is most of what it takes."""
+    first = traces.ranks[0]
+    gpu = _gpu(first.device)
+    if gpu is None or not first.flops:
+        return None
+    tokens = fmean(step.host.prompt_tokens + step.host.decodes for step in prompts)
+    least = tokens * first.flops / gpu.peak(first.multiplied) * 1e3
+    return least if least >= _LAUNCH_MS * len(first.parts) else None
 
 
 def _gpu(device: str) -> Gpu | None:

@@ -167,14 +167,19 @@ def low_bandwidth(seen: Picture) -> Finding | None:
 
 
 def low_arithmetic(seen: Picture) -> Finding | None:
-    if seen.prompt_least is None or not seen.prompt_step or seen.prompt_least / seen.prompt_step >= _LOW_ARITHMETIC:
+    """Prompts that are multiplied much slower than the matrix units could."""
+    if seen.prompt_least is None or not seen.prompt_worked:
+        return None
+    achieved = seen.prompt_least / seen.prompt_worked
+    if achieved >= _LOW_ARITHMETIC:
         return None
     return Finding(
         "warning", "low_arithmetic", "Prompts are far from what arithmetic allows",
-        f"{seen.prompt_least / seen.prompt_step:.0%} of it: a prompt step takes {seen.prompt_step:.2f} ms, "
-        f"{seen.prompt_least:.2f} ms would do",
-        "Few tokens a step leave the matrix units idle.",
-        "Raise --max-num-batched-tokens, or measure the matrix rate (phalanx doctor --measure).",
+        f"{achieved:.0%} of it: {seen.prompt_worked:.2f} ms of work a step with prompts, {seen.prompt_least:.2f} ms "
+        "would do",
+        "Clocks held down by heat or power, kernels that use no matrix units, or few tokens a step.",
+        "Look at clocks and power (phalanx doctor), measure the matrix rate (--measure), and raise "
+        "--max-num-batched-tokens.",
     )  # fmt: skip
 
 

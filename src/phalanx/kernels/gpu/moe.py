@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.gpu.four_bit import GROUPED_TILES, grouped_product
+from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
@@ -237,7 +237,7 @@ def fused_experts(
 ) -> Tensor:  # fmt: skip
     """Where weights multiply what experts take, every pair has a row of its own."""
     (rows, width), top, experts = x.shape, chosen.shape[1], gate_up[0].shape[0]
-    way = _way(gate_up[0])
+    way = _way(gate_up[0], down[0], x.dtype)
     tile = way.tile(rows * top, experts)
     pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, x.dtype)
     if weighs_input:
@@ -277,10 +277,12 @@ class _Way(NamedTuple):
         return pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
 
 
-def _way(weight: Tensor | Fp8Weight | FourBitWeight) -> _Way:
-    if isinstance(weight, Fp8Weight):
+def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
+    if isinstance(gate_up, Fp8Weight):
         return _Way(FP8_TILES, _grouped, True, FEW_EXPERTS)
-    return _Way(GROUPED_TILES, _four_bit_grouped) if isinstance(weight, FourBitWeight) else _Way(BF16_TILES, _grouped)
+    if isinstance(gate_up, FourBitWeight):
+        return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
+    return _Way(BF16_TILES, _grouped)
 
 
 def _four_bit_grouped(

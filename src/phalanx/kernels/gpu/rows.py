@@ -220,8 +220,12 @@ def rotate_and_store(
     kv_heads: int,
     norms: HeadNorms | None = None,
     scales: CacheScales = UNSCALED,
+    steady: bool = False,
 ) -> None:
-    """Norms reach over the rotated dimensions only, which in the models that have them are all."""
+    """Norms reach over the rotated dimensions only, which in the models that have them are all.
+
+    More warps sum up in another order: `steady` keeps to one number of them.
+    """
     tokens, all_heads, head_dim = qkv.shape
     rotary = cos.shape[-1]
     assert norms is None or rotary == head_dim
@@ -230,7 +234,7 @@ def rotate_and_store(
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,
         1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE,
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
-        LARGEST=LARGEST, num_warps=2 if tokens <= FEW_TOKENS else 4, launch_pdl=starts_early(),
+        LARGEST=LARGEST, num_warps=2 if steady or tokens <= FEW_TOKENS else 4, launch_pdl=starts_early(),
     )  # fmt: skip
 
 

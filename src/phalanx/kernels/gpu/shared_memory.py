@@ -8,6 +8,8 @@ from triton.language.target_info import current_target
 
 ROOMY = {80, 87, 90, 100, 103}
 """Compute capabilities with 160 KiB or more for a program; the others, cards for desktops among them, have 99."""
+VAST = {90, 100, 103}
+"""Those with 227 KiB."""
 MOST_IN_LITTLE = 2
 
 
@@ -15,6 +17,12 @@ MOST_IN_LITTLE = 2
 def is_roomy() -> bool:
     target = current_target()
     return target is None or target.arch in ROOMY
+
+
+@cache
+def is_vast() -> bool:
+    target = current_target()
+    return target is None or target.arch in VAST
 
 
 def stages_here(stages: int) -> int:

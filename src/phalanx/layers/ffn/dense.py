@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
+from phalanx.kernels.invariant import InvariantGemm
 from phalanx.kernels.panels import Panels
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.place import Part, Place
@@ -49,6 +50,11 @@ class Mlp:
         entered = self.gate_up(x, adapters)
         gated = gate_and_mul_quantised if self.down.product.takes_fp8 else gate_and_mul
         return self.down(gated(entered, self.activation), adapters)
+
+    def unit_sums(self, x: Tensor) -> Tensor:
+        """This rank's part of that sum, unit by unit, under `invariant`."""
+        assert isinstance(self.down.product, InvariantGemm)
+        return self.down.product.unit_sums(gate_and_mul(self.gate_up(x), self.activation))
 
 
 RECORD, PART = Dense, Mlp

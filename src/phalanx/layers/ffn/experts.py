@@ -26,7 +26,7 @@ class Experts:
         hidden, first = place.spec.hidden, place.group.rank == 0
         router = f"{self.path}{self.names.router}."
         bias = place.empty_for(router + "bias") if record.router.bias else None
-        self.units = place.units
+        self.units, self.alone = place.units, place.group.size == 1
         self.router = place.gemm(place.empty_for(router + "weight"), bias)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
@@ -96,12 +96,21 @@ class Experts:
         told = self.table[step.tokens].long() if self.table is not None else None
         weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction, told)
         if self.units is not None:
-            return invariant_experts(x, self.held, weights, experts, record.activation, self.units)
+            return invariant_experts(
+                x, self.held, weights, experts, record.activation, self.units, not self.alone, self._beside(x)
+            )
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None:
             return out
         shared = self.shared(x, step)
         return out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
+
+    def _beside(self, x: Tensor) -> Tensor | None:
+        """The shared expert's units, under `invariant`."""
+        if self.shared is None:
+            return None
+        sums = self.shared.unit_sums(x)
+        return sums if self.shared_gate is None else sums * torch.sigmoid(self.shared_gate(x).float())
 
 
 RECORD, PART = Moe, Experts

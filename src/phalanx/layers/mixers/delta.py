@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, unit_length
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.delta import delta_net
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
+from phalanx.kernels.fp8 import GROUP, Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.place import Part, Place
@@ -24,14 +24,13 @@ class DeltaMixer:
     A sequence that begins finds zeros, whatever is in its place.
     """
 
-    in_graphs = False
+    in_graphs = True
     takes_fp8 = False
 
     def __init__(self, place: Place, record: DeltaNet, prefix: str) -> None:
-        self.record, self.path, self.dtype = record, f"{prefix}{record.module}.", place.dtype
-        self.eps = place.spec.norm_eps
-        self.shared = record.v_heads // record.k_heads
-        self.v_heads = len(place.shard.state_heads) * self.shared
+        self.record, self.path = record, f"{prefix}{record.module}."
+        k_heads = len(place.shard.state_heads)
+        self.v_heads = k_heads * (record.v_heads // record.k_heads)
         self.qkvz = ColumnParallelLinear(place, [f"{self.path}in_proj_{letter}" for letter in "qkvz"])
         self.rates = ColumnParallelLinear(place, [f"{self.path}in_proj_{letter}" for letter in "ba"])
         self.widths = self.qkvz.rows[:3]
@@ -40,7 +39,11 @@ class DeltaMixer:
         self.decay_bias = place.empty_for(self.path + "dt_bias")
         self.norm = place.empty_for(self.path + "norm.weight")
         self.output = RowParallelLinear(place, self.path + "out_proj")
-        self.columns = place.empty(0, record.kernel - 1, sum(self.widths))
+        self.weights = DeltaWeights(
+            k_heads, self.v_heads, record.k_dim, record.v_dim, self.conv[:, 0], self.decay, self.decay_bias, self.norm,
+            place.spec.norm_eps,
+        )  # fmt: skip
+        self.columns = place.empty(0, record.kernel, sum(self.widths))
         self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
@@ -62,10 +65,15 @@ class DeltaMixer:
         """Nothing that grows with a sequence is kept."""
 
     def working_bytes(self, tokens: int, rows: int) -> int:
-        """In float32: what is made of all tokens, and a copy of the state of each sequence that decodes."""
-        record = self.record
-        read = self.v_heads * record.v_dim
-        return 4 * (tokens * (5 * sum(self.widths) + read) + rows * read * record.k_dim)
+        """In float32: what is made of all tokens, and a copy of the state of each sequence that decodes.
+
+        A GPU makes less of them, and no copy.
+        """
+        channels, read = sum(self.widths), self.v_heads * self.record.v_dim
+        if self.columns.is_cuda:
+            of_chunks = self.v_heads * (CHUNK + 3) * 4
+            return tokens * ((2 * channels + 3 * read + self.v_heads * CHUNK) * self.columns.element_size() + of_chunks)
+        return 4 * (tokens * (5 * channels + read) + rows * read * self.record.k_dim)
 
     def states(self) -> list[Tensor]:
         return [self.memory, self.columns]
@@ -77,27 +85,12 @@ class DeltaMixer:
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what the net adds to these rows, all by default."""
         assert isinstance(x, Tensor)
-        qkv, gate = self.qkvz(x).split([sum(self.widths), self.qkvz.rows[3]], -1)
-        mixed = convolve(qkv, self.conv[:, 0].t().float(), self.columns, step.batch)
-        read = delta_rule(self._rows(mixed, self.rates(x)), self.memory, step.batch)
-        gate = gate.view(read.shape)
+        quantised = rows is None and self.output.product.takes_fp8 and self.record.v_dim == GROUP
+        mixed = delta_net(self.qkvz(x), self.rates(x), self.weights, self.memory, self.columns, step.batch, quantised)
         if rows is not None:
-            read, gate = read[rows], gate[rows]
-        return self.output(gated_norm(read, gate, self.norm, self.eps, self.dtype).flatten(1))
-
-    def _rows(self, mixed: Tensor, rates: Tensor) -> DeltaRows:
-        """What the rule takes; value heads that share a key head each have a copy of its queries and keys."""
-        record = self.record
-        q, k, v = (part.unflatten(1, (-1, width)) for part, width in self._split(mixed))
-        q, k = (unit_length(part).repeat_interleave(self.shared, 1) for part in (q, k))
-        beta, slow = rates.chunk(2, -1)
-        decay = -self.decay.exp() * F.softplus(slow.float() + self.decay_bias)
-        return DeltaRows(q * record.k_dim**-0.5, k, v.float(), decay, beta.sigmoid().float())
-
-    def _split(self, mixed: Tensor) -> Iterator[tuple[Tensor, int]]:
-        yield from zip(
-            mixed.split(self.widths, -1), (self.record.k_dim, self.record.k_dim, self.record.v_dim), strict=True
-        )
+            assert isinstance(mixed, Tensor)
+            mixed = mixed[rows]
+        return self.output(mixed)
 
 
 RECORD, PART = DeltaNet, DeltaMixer

@@ -12,6 +12,7 @@ from phalanx.kernels.attention import Sight, paged_attention
 from phalanx.kernels.cache import UNSCALED, HeadNorms, store
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
+from phalanx.kernels.invariant import invariant_attention
 from phalanx.kernels.norm import add_rms_norm_torch
 from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -26,6 +27,7 @@ class Attention(Stateless):
     def __init__(self, place: Place, record: Gqa, prefix: str) -> None:
         self.record = record
         self.group = place.group
+        self.invariant = place.units is not None
         self.path = f"{prefix}{record.module}."
         self.eps = place.spec.norm_eps
         self.heads, self.kv_heads = len(place.shard.query_heads), len(place.shard.kv_heads)
@@ -74,7 +76,7 @@ class Attention(Stateless):
     @property
     def in_graphs(self) -> bool:
         """Whether a GPU computes it without asking the host."""
-        return self.sight.is_plain
+        return self.sight.is_plain or self.invariant
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
@@ -83,9 +85,14 @@ class Attention(Stateless):
         scales = self.cache_scales
         scale = self.record.scale * scales.key
         batch = step.batch.of(self.cache_group)
-        attended = paged_attention(
-            qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
-        ).flatten(1)
+        if self.invariant:
+            assert batch.decode is not None
+            heads = qkv[:, : self.heads]
+            attended = invariant_attention(heads, self.cache, batch.decode, step.masks, self.sight, scale).flatten(1)
+        else:
+            attended = paged_attention(
+                qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
+            ).flatten(1)
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x))
         return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
@@ -96,7 +103,16 @@ class Attention(Stateless):
         if record.rope is not None and record.head_norm in (None, "each"):
             cos, sin = step.turns(record.rope)
             rotate_and_store(
-                qkv, cos, sin, write_to, self.cache, self.heads, self.kv_heads, self._each_head(), self.cache_scales
+                qkv,
+                cos,
+                sin,
+                write_to,
+                self.cache,
+                self.heads,
+                self.kv_heads,
+                self._each_head(),
+                self.cache_scales,
+                steady=self.invariant,
             )
             return
         turned = qkv[:, : self.heads + self.kv_heads]

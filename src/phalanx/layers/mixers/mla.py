@@ -8,9 +8,11 @@ from itertools import chain
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.kernels.latent import Heads, choose, latent_attention
+from phalanx.kernels.indexer import choose
+from phalanx.kernels.latent import Heads, keep_latents, latent_attention
 from phalanx.kernels.rotary import apply_rotary
 from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
@@ -24,9 +26,15 @@ _LATENT_EPS = 1e-6
 
 
 class LatentAttention(Stateless):
-    in_graphs = False
+    in_graphs = True
 
     def __init__(self, place: Place, record: Mla, prefix: str) -> None:
+        if place.fp8_cache:
+            raise ConfigError(
+                "unsupported_cache",
+                f"kv_cache_dtype is 'fp8', which Phalanx does not keep {place.spec.model_type}'s latents in.",
+                "Use kv_cache_dtype auto.",
+            )
         self.record, self.path = record, f"{prefix}{record.module}."
         self.heads = len(place.shard.query_heads)
         entering = ["q_a_proj"] if record.q_rank else []
@@ -40,7 +48,10 @@ class LatentAttention(Stateless):
         indexer = record.indexer
         self.indexer = LightningIndexer(place, record, indexer, f"{self.path}indexer.") if indexer else None
 
-    takes_fp8 = False
+    @property
+    def takes_fp8(self) -> bool:
+        """An indexer wants what comes in, and what makes queries, as they are."""
+        return self.indexer is None and self.enter.product.takes_fp8 and self.query.product.takes_fp8
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
@@ -64,31 +75,24 @@ class LatentAttention(Stateless):
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
-        assert isinstance(x, Tensor)
         record = self.record
-        entered = self.enter(x).split(
-            [*([record.q_rank] if record.q_rank else []), record.kv_rank, record.rope_dim], -1
-        )
-        latent, key = self.latent_norm(entered[-2].contiguous()), entered[-1]
-        low = x if self.query_norm is None else self.query_norm(entered[0].contiguous())
+        first, entered = self.enter(x).split([record.q_rank or 0, record.width], -1)
+        low = x if self.query_norm is None else self._normed(first)
+        turns = step.turns(record.rope)
+        kept = keep_latents(entered, self.latent_norm.weight, _LATENT_EPS, turns, step.batch.write_to, self.cache)
         q = self.query(low).view(-1, self.heads, record.head_dim)
-        cos, sin = step.turns(record.rope)
-        q[..., record.nope_dim :] = apply_rotary(q[..., record.nope_dim :], cos, sin)
-        self._keep(latent, apply_rotary(key[:, None], cos, sin)[:, 0], step)
         if self.indexer is not None:
+            assert isinstance(x, Tensor)
+            assert isinstance(low, Tensor)
             self.indexer(x, low, step)
         chosen = step.chosen if self.indexer is not None else None
-        attended = latent_attention(q, self.cache, step.batch, self._widened(), record.scale, chosen).flatten(1)
+        heads = Heads(self.widening.view(self.heads, -1, record.kv_rank), record.nope_dim)
+        attended = latent_attention(q, turns, kept, self.cache, step.batch, heads, record.scale, chosen).flatten(1)
         return self.output(attended if rows is None else attended[rows])
 
-    def _keep(self, latent: Tensor, key: Tensor, step: StepContext) -> None:
-        places = self.cache.flatten(0, 1)
-        places[step.batch.write_to, : self.record.kv_rank] = latent
-        places[step.batch.write_to, self.record.kv_rank :] = key
-
-    def _widened(self) -> Heads:
-        both = self.widening.view(self.heads, -1, self.record.kv_rank)
-        return Heads(*both.split([self.record.nope_dim, self.record.v_dim], 1))
+    def _normed(self, x: Tensor) -> Tensor | Quantised:
+        assert self.query_norm is not None
+        return self.query_norm.quantised(x) if self.takes_fp8 else self.query_norm(x)
 
 
 class LightningIndexer:

@@ -111,7 +111,7 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
         return None
     capability = device.ask("its compute capability", "nvmlDeviceGetCudaComputeCapability")
     unified = has_unified_memory(name)
-    total, used = (None, None) if unified else _memory(device)
+    total, used = (None, None) if unified else memory_of(device)
     mig = device.ask("MIG mode", "nvmlDeviceGetMigMode")
     ecc = device.ask("ECC mode", "nvmlDeviceGetEccMode")
     rows = device.ask("remapped rows", "nvmlDeviceGetRemappedRows")
@@ -132,9 +132,9 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
         remapped=None if rows is None else RemappedRows(rows[0], rows[1], bool(rows[2]), bool(rows[3])),
         temperature_c=device.ask("its temperature", "nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),
         throttle=throttle_of(device),
-        power_w=_watts(device.ask("power", "nvmlDeviceGetPowerUsage")),
-        power_limit_w=_watts(device.ask("power limit", "nvmlDeviceGetPowerManagementLimit")),
-        power_default_w=_watts(device.ask("default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")),
+        power_w=watts_of(device.ask("power", "nvmlDeviceGetPowerUsage")),
+        power_limit_w=watts_of(device.ask("power limit", "nvmlDeviceGetPowerManagementLimit")),
+        power_default_w=watts_of(device.ask("default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")),
         pcie_width=device.ask("PCIe width", "nvmlDeviceGetCurrPcieLinkWidth"),
         pcie_width_max=device.ask("PCIe width", "nvmlDeviceGetMaxPcieLinkWidth"),
         persistence=None if persistence is None else bool(persistence),
@@ -145,7 +145,7 @@ def _read_gpu(index: int, device: Device, pci: Any, ends: tuple[LinkEnd, ...] | 
     return None if LOST in device.codes else gpu
 
 
-def _memory(device: Device) -> tuple[int | None, int | None]:
+def memory_of(device: Device) -> tuple[int | None, int | None]:
     """MiB in all and in use, the driver's own share left out where it tells it apart, as nvidia-smi does."""
     version = getattr(device.nvml, "nvmlMemory_v2", None)
     memory = version and device.ask("memory", "nvmlDeviceGetMemoryInfo", version)
@@ -178,7 +178,7 @@ def throttle_of(device: Device) -> tuple[Throttle, ...] | None:
     return None if bits is None else throttles_of(bits)
 
 
-def _watts(milliwatts: int | None) -> float | None:
+def watts_of(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 

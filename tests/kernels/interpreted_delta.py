@@ -1,0 +1,32 @@
+"""Gated delta nets by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import torch
+from triton.language.extra import cuda
+
+from phalanx.kernels.gpu import delta_prompts
+from tests.kernels.delta_nets import Nets, random_net
+
+
+def main() -> None:
+    """Prompts from their start, then cut at odd places, beside rows of one token that begin or go on."""
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    torch.manual_seed(0)
+    delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
+    shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)
+    shared.check([(3, 0, 1), (shared.spare, 0, 1), (1, 0, 63), (0, 0, 64), (4, 0, 65)], 1e-5)
+    shared.check([(3, 1, 1), (1, 63, 1), (0, 64, 2), (4, 65, 130)], 1e-5)
+    shared.check([(3, 2, 1), (0, 0, 1), (1, 64, 3)], 1e-5)
+    odd = Nets(random_net((2, 2), (12, 5), 3, torch.float32, "cpu"), 4)
+    odd.check([(2, 0, 1), (0, 0, 129), (3, 0, 2)], 1e-5)
+    odd.check([(2, 1, 1), (0, 129, 1), (3, 2, 17)], 1e-5)
+    narrow = Nets(random_net((1, 2), (16, 16), 4, torch.float16, "cpu"), 3)
+    narrow.check([(1, 0, 1), (2, 0, 70)], 2e-3)
+    narrow.check([(1, 1, 1), (2, 70, 1)], 2e-3)
+    shared.alike = True
+    shared.check([(2, 0, 66)], 1e-5)
+
+
+if __name__ == "__main__":
+    main()

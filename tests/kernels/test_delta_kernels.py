@@ -1,0 +1,49 @@
+"""Gated delta nets by the GPU's kernels are what they are defined to be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.slow
+def test_the_kernels_compute_nets_as_defined() -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.kernels.interpreted_delta"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+
+
+CASES = [
+    (torch.float32, False, 2e-4),
+    (torch.bfloat16, False, 2e-2),
+    (torch.bfloat16, True, 2e-2),
+]
+
+
+@pytest.mark.parametrize(("dtype", "quantised", "atol"), CASES)
+@pytest.mark.parametrize("v_heads", [16, 32, 48])
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: float, v_heads: int) -> None:
+    """Rows alone and many at once, prompts around the borders of chunks and tiles, then both beside each other."""
+    from tests.kernels.delta_nets import Nets, random_net
+
+    torch.manual_seed(0)
+    nets = Nets(random_net((16, v_heads), (128, 128), 4, dtype, "cuda"), 130)
+    nets.check([(5, 0, 1000)], atol, quantised)
+    nets.check([(5, 1000, 1)], atol, quantised)
+    nets.alike = True
+    nets.check([(6, 0, 200)], atol, quantised)
+    nets.alike = False
+    nets.check([(0, 0, 2), (1, 0, 63), (2, 0, 64), (3, 0, 65), (4, 0, 129)], atol, quantised)
+    nets.check([(place, place * 7 % 3, 1) for place in range(32, 35)], atol, quantised)
+    nets.check([(7, 0, 1), (nets.spare, 0, 1), (1, 63, 1), (0, 2, 4), (2, 64, 300), (5, 1001, 128)], atol, quantised)
+    for rows in (32, 128):
+        for position in range(3):
+            nets.check([(place, position, 1) for place in range(rows)], atol, quantised)
