@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
 from phalanx.kernels.delta_weights import DeltaWeights
-from phalanx.kernels.gpu import delta_prompts
+from phalanx.kernels.gpu import delta, delta_prompts
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
@@ -135,8 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", choices=list(NETS), default=list(NETS))
     parser.add_argument("--values", type=int, default=delta_prompts.VALUES_AT_ONCE, help="columns of a state at once")
+    parser.add_argument("--registers", type=int, default=delta.MOST_REGISTERS, help="of a thread that decodes")
     asked = parser.parse_args()
-    delta_prompts.VALUES_AT_ONCE = asked.values
+    delta_prompts.VALUES_AT_ONCE, delta.MOST_REGISTERS = asked.values, asked.registers
     for name in asked.nets:
         for rows in (1, 8, 32, 128, 256):
             time_decodes(name, rows)

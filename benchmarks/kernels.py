@@ -320,7 +320,7 @@ def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[s
     triton.runtime.driver.set_active(NoDriver(capability))
     early.starts_early.cache_clear()
     shared_memory.is_roomy.cache_clear()
-    shared_memory.is_vast.cache_clear()
+    shared_memory.is_hopper.cache_clear()
     run, built, wrong = JITFunction.run, [], []
     processors = stream.multiprocessors
     most = SHARED_MEMORY[capability]

@@ -1,11 +1,13 @@
 """What the server costs: its output against the bare engine's, and how fast one API process can stream.
 
     python benchmarks/serving.py                # both, with the default model
+    python benchmarks/serving.py --rounds 0     # only how fast it streams
     python benchmarks/serving.py --json FILE    # and write the figures
 
 Engine and server answer the same lengths in turn, in one run, so that noise on a shared machine hits both alike; the
 best round of each counts. For the second figure a modelled runner answers at once: what is measured is the API
-process alone, from the engine's messages to the bytes of the stream.
+process alone, from the engine's messages to the bytes of the stream. Its processor time for a token is told too, which
+neighbours on a shared machine change little.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from phalanx.bench.serving.measure import LoadSummary
 from phalanx.bench.serving.options import Options
 from phalanx.bench.serving.run import run as bench_serve
@@ -39,8 +43,8 @@ MODELLED = (
 
 
 @contextmanager
-def server(*command: str) -> Iterator[str]:
-    """A server's address, once it is ready."""
+def server(*command: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A server's address and its API process, once it is ready."""
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
@@ -48,7 +52,7 @@ def server(*command: str) -> Iterator[str]:
         found = re.search(r"at (\S+)/v1 ", process.stdout.readline())
         assert found is not None, "the server did not start"
         try:
-            yield found.group(1)
+            yield found.group(1), psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
 
@@ -82,7 +86,7 @@ def overhead(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(rounds):
             bare = max(bare, offline(Path(folder)))
-            with server("-m", "phalanx.cli", "serve", "--port", "0") as url:
+            with server("-m", "phalanx.cli", "serve", "--port", "0") as (url, _):
                 summary = served(BATCH, BATCH, INPUTS, OUTPUTS, url)
             through = max(through, summary.per_second(summary.output_tokens))
             print(f"round {seed + 1}: engine {bare:.1f}, server {through:.1f} tok/s, {through / bare:.1%}", flush=True)
@@ -91,10 +95,18 @@ def overhead(rounds: int) -> dict[str, Any]:
 
 def streaming() -> dict[str, Any]:
     """Tokens a second one API process streams to its clients."""
-    with server("-c", MODELLED) as url:
+    with server("-c", MODELLED) as (url, api):
+        served(STREAMS, STREAMS, 32, STREAM_TOKENS, url)
+        before = sum(api.cpu_times()[:2])
         summary = served(4 * STREAMS, STREAMS, 32, STREAM_TOKENS, url)
+        spent = sum(api.cpu_times()[:2]) - before
     assert not summary.failures, summary.failures
-    return {"streams": STREAMS, "tokens_per_s": summary.per_second(summary.output_tokens)}
+    streamed = 5 * STREAMS * STREAM_TOKENS
+    return {
+        "streams": STREAMS,
+        "tokens_per_s": summary.per_second(summary.output_tokens),
+        "cpu_us_per_token": spent / streamed * 1e6,
+    }
 
 
 def main() -> None:
@@ -102,14 +114,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = {
+    results: dict[str, Any] = {
         "date": date.today().isoformat(),
         "cores": os.cpu_count(),
         "streaming": streaming(),
-        "overhead": overhead(arguments.rounds),
     }
-    print(f"one API process streams {results['streaming']['tokens_per_s']:,.0f} tokens/s to {STREAMS} clients")
-    print(f"the server delivers {results['overhead']['share']:.1%} of the engine's own output")
+    told = results["streaming"]
+    print(
+        f"one API process streams {told['tokens_per_s']:,.0f} tokens/s to {STREAMS} clients, "
+        f"with {told['cpu_us_per_token']:.1f} us of its processor time each"
+    )
+    if arguments.rounds:
+        results["overhead"] = overhead(arguments.rounds)
+        print(f"the server delivers {results['overhead']['share']:.1%} of the engine's own output")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

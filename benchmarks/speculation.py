@@ -11,10 +11,11 @@ a second with drafts to those without; where one is below 0.98 the command fails
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,7 @@ from phalanx.engine.step_plan import StepPlan, StepResult
 from phalanx.engine.step_sums import StepSums
 from phalanx.models import catalog
 from phalanx.plan.predict import predictor
+from phalanx.plan.simulate import StepPrice
 from phalanx.plan.speculated import SpeculativePrice
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
@@ -113,13 +115,29 @@ BATCHES, ACCEPTANCES = (1, 2, 4, 8, 16, 32, 64), (0.0, 0.3, 0.8)
 PROMPT, ANSWER, MOST_DRAFTS, LEAST = 128, 512, 3, 0.98
 
 
+class Prices(NamedTuple):
+    """Seconds of steps: of the model, of it with one more layer like its last, and of the making of one draft."""
+
+    step: StepPrice
+    with_one_more_layer: StepPrice
+    draft: StepPrice
+
+    @classmethod
+    def of(cls, name: str, tp: int, with_head: bool) -> Prices:
+        spec, machine = catalog.model(name), Machine.parse(f"{tp}xH200")
+        deeper = dataclasses.replace(spec, layers=(*spec.layers, spec.layers[-1]))
+        workload = Workload(acceptance=0.5, drafts=MOST_DRAFTS)
+        own = predictor(spec.with_drafts() if with_head else spec, machine, tp, "phalanx", workload).price()
+        assert isinstance(own, SpeculativePrice)
+        return cls(own.price, predictor(deeper, machine, tp, "phalanx", Workload()).price(), own.draft_price)
+
+
 class DraftingRunner(ModelledRunner):
     """Ranks that make drafts, which take their time; what they guess is for `ForcedSpeculation` to say."""
 
-    def __init__(self, price: SpeculativePrice, by_ranks: bool) -> None:
-        super().__init__(lambda plan: price.price(plan.sums()), depth=2, token=_token)
-        self._draft_price: Callable[[StepSums], float] = price.draft_price
-        self._by_ranks = by_ranks
+    def __init__(self, prices: Prices, by_ranks: bool) -> None:
+        super().__init__(lambda plan: prices.step(plan.sums()), depth=2, token=_token)
+        self._prices, self._by_ranks = prices, by_ranks
 
     def collect(self) -> StepResult:
         plan = self._launched[0]
@@ -130,25 +148,25 @@ class DraftingRunner(ModelledRunner):
         return msgspec.structs.replace(result, times=times, drafts=drafts)
 
     def _drafting_s(self, plan: StepPlan) -> float:
-        """A head takes in all rows of every step, and makes each further draft of one row a sequence."""
+        """The layer of a head takes in all rows of every step, and makes each draft of one row a sequence."""
         if not self._by_ranks:
             return 0.0
-        sums = plan.sums()
+        sums, prices = plan.sums(), self._prices
         alone = StepSums(sum(map(bool, plan.samples)), sums.context)
-        return self._draft_price(sums) + max(0, plan.ahead - 1) * self._draft_price(alone)
+        return prices.with_one_more_layer(sums) - prices.step(sums) + plan.ahead * prices.draft(alone)
 
 
 def _token(slot: int, position: int) -> int:
     return 1000 + (31 * slot + 17 * position) % 8000
 
 
-def virtual_seconds(price: SpeculativePrice, batch: int, by_ranks: bool, acceptance: float | None) -> float:
+def virtual_seconds(prices: Prices, batch: int, by_ranks: bool, acceptance: float | None) -> float:
     """Of a batch's answers, behind their first tokens. Without an acceptance, without drafts."""
     prompts = [[number + 1] * PROMPT for number in range(batch)]
     answers: Answers = {
         tuple(prompt): [_token(slot, PROMPT + index) for index in range(ANSWER)] for slot, prompt in enumerate(prompts)
     }
-    runner = DraftingRunner(price, by_ranks and acceptance is not None)
+    runner = DraftingRunner(prices, by_ranks and acceptance is not None)
     speculation = None if acceptance is None else ForcedSpeculation(answers, MOST_DRAFTS, acceptance, by_ranks)
     pool = BlockPool(batch * (PROMPT + ANSWER) // 16 + 2 * batch, 16, prefix_caching=False)
     limits = Limits(max(64, batch), 16384, PROMPT + ANSWER + 1)
@@ -169,13 +187,10 @@ def sweep() -> bool:
     lowest = float("inf")
     for name, tp, drafts_by in SWEPT:
         by_ranks = drafts_by == "mtp"
-        spec, machine = catalog.model(name), Machine.parse(f"{tp}xH200")
-        workload = Workload(acceptance=0.5, drafts=MOST_DRAFTS)
-        price = predictor(spec.with_drafts() if by_ranks else spec, machine, tp, "phalanx", workload).price()
-        assert isinstance(price, SpeculativePrice)
-        plain = {batch: virtual_seconds(price, batch, by_ranks, None) for batch in BATCHES}
+        prices = Prices.of(name, tp, by_ranks)
+        plain = {batch: virtual_seconds(prices, batch, by_ranks, None) for batch in BATCHES}
         for acceptance in ACCEPTANCES:
-            ratios = [plain[batch] / virtual_seconds(price, batch, by_ranks, acceptance) for batch in BATCHES]
+            ratios = [plain[batch] / virtual_seconds(prices, batch, by_ranks, acceptance) for batch in BATCHES]
             lowest = min(lowest, *ratios)
             told = " | ".join(f"{ratio:.3f}" for ratio in ratios)
             print(f"| {name}, TP={tp} | {drafts_by} | {acceptance:.0%} | {told} |", flush=True)

@@ -66,6 +66,11 @@ def test_two_steps_in_flight_make_room_for_drafts() -> None:
     assert seconds(0.01, 1, right=0.95, depth=2) < 0.5 * seconds(0.01, 1, right=None, depth=2)
 
 
+def test_two_halves_of_a_batch_do_not_take_turns() -> None:
+    """Where some wait for drafts and others do not, each step holds half of the rows and takes as long as a whole."""
+    assert seconds(0.002, 12, right=0.0, depth=2) < 1.02 * seconds(0.002, 12, right=None, depth=2)
+
+
 def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
     speculation = Speculation(Guesser(1.0), 4)
     assert speculation._share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"

@@ -42,7 +42,7 @@ def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: f
     nets.check([(6, 0, 200)], atol, quantised)
     nets.alike = False
     nets.check([(0, 0, 2), (1, 0, 63), (2, 0, 64), (3, 0, 65), (4, 0, 129)], atol, quantised)
-    nets.check([(place, place * 7 % 3, 1) for place in range(32, 35)], atol, quantised)
+    nets.check([(place, 0, 1) for place in range(32, 35)], atol, quantised)
     nets.check([(7, 0, 1), (nets.spare, 0, 1), (1, 63, 1), (0, 2, 4), (2, 64, 300), (5, 1001, 128)], atol, quantised)
     for rows in (32, 128):
         for position in range(3):

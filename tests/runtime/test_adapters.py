@@ -60,6 +60,35 @@ def test_each_row_is_answered_by_its_own_adapter(
     engine.close()
 
 
+KEPT_AS_ONE = {
+    "phi3": (("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), ("qkv_proj",)),
+    "qwen3_5_text": (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("q_proj",)),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", KEPT_AS_ONE)
+def test_matrices_that_are_kept_as_one_are_adapted_as_one(
+    references: Callable[[str], Reference], tmp_path: Path, family: str, tp: int
+) -> None:
+    """Phi-3's q, k and v, and its gate and up; the query and the gate of Qwen3.5's attention, head by head."""
+    reference = references(family)
+    every, few = KEPT_AS_ONE[family]
+    folders = {
+        "all": write_adapter(reference.model, tmp_path / "all", 5, every),
+        "few": write_adapter(reference.model, tmp_path / "few", 3, few),
+    }
+    engine = ThreadedEngine(reference.folder, tp=tp, num_blocks=64, lora_memory=ROOM)
+    for name, folder in folders.items():
+        engine.engine.load_adapter(name, folder)
+    prompts = [prompt for prompt in reference.prompts if len(prompt) > 1][:4]
+    names = ["all", "few", None, "all"]
+    models = {None: reference.model} | {name: merged(reference.model, folder) for name, folder in folders.items()}
+    for prompt, name, request in zip(prompts, names, engine.generate(prompts, ALONE, names), strict=True):
+        confirm(models[name], prompt, request)
+    engine.close()
+
+
 def test_a_prefix_is_cached_for_its_adapter_alone(references: Callable[[str], Reference], tmp_path: Path) -> None:
     """One prompt by the model, by an adapter, and by another one that has come to the same name."""
     reference = references("llama")

@@ -23,7 +23,7 @@ time.time = jumping
 """
 WRITES_A_DATE = {
     "bench/emulate.py",
-    "bench/lab/report.py",
+    "bench/lab/files.py",
     "bench/serving/report.py",
     "bench/offline.py",
     "doctor/gather/__init__.py",

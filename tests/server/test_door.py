@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import subprocess
 import sys
 
 from phalanx.server.door import Door
+from phalanx.server.turnstile import Turnstile
 
 
 class Guest:
@@ -85,3 +87,23 @@ def test_there_is_room_for_no_more_than_there_are_file_descriptors() -> None:
             [sys.executable, "-c", script], preexec_fn=limit, capture_output=True, text=True, check=True
         )
         assert int(done.stdout) == min(room, max(16, files - 128))
+
+
+def test_so_many_begin_in_one_turn_of_the_loop_and_in_the_order_they_came() -> None:
+    async def crowd() -> list[list[int]]:
+        turnstile, turns = Turnstile(3), [[]]
+
+        async def one(number: int) -> None:
+            await turnstile.pass_through()
+            turns[-1].append(number)
+
+        tasks = [asyncio.create_task(one(number)) for number in range(8)]
+        tasks[4].cancel()
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turns.append([])
+        return [turn for turn in turns if turn]
+
+    turns = asyncio.run(crowd())
+    assert [number for turn in turns for number in turn] == [0, 1, 2, 3, 5, 6, 7]
+    assert max(map(len, turns)) == 3

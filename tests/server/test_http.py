@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 from phalanx.server import http
 from phalanx.server.door import Door
 from phalanx.server.http import BoundedHttp
+from phalanx.server.turnstile import MOST_AT_ONCE
 from tests import timeless
 
 
@@ -363,3 +364,34 @@ def test_a_newcomer_takes_the_place_of_an_idle_connection() -> None:
         return [wire.closed for wire in wires]
 
     assert timeless.run(run()) == [False, True, False]
+
+
+@pytest.mark.parametrize("pipelined", [1, 8])
+def test_of_many_who_ask_in_one_moment_few_begin_in_a_turn_of_the_loop(pipelined: int) -> None:
+    """Else the streams of others would stand still until all of them are answered."""
+    begun = 0
+
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal begun
+        begun += 1
+        await hello(scope, receive, send)
+
+    async def run() -> list[int]:
+        nonlocal begun
+        config = uvicorn.Config(counting, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        door, by_turn = Door(), []
+        crowd = [(Wire(), BoundedHttp(config, ServerState(), {}, door=door)) for _ in range(200)]
+        for wire, server in crowd:
+            server.connection_made(wire)
+        for _, server in crowd:
+            server.data_received(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * pipelined)
+        while any(len(statuses(wire)) < pipelined for wire, _ in crowd):
+            before = begun
+            await asyncio.sleep(0)
+            by_turn.append(begun - before)
+        return by_turn
+
+    by_turn = timeless.run(run())
+    assert sum(by_turn) == 200 * pipelined
+    assert max(by_turn) <= MOST_AT_ONCE

@@ -299,3 +299,18 @@ def test_an_error_in_a_stream_is_told_in_the_stream(place: Scripted) -> None:
             stream.get_final_message()
     finally:
         del place.engine.submit
+
+
+def test_what_keeps_all_thoughts_is_taken_and_what_would_leave_some_out_is_refused(place: Scripted) -> None:
+    """Claude Code sends the first with every question."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    place.says("Fine.")
+    answer = sdk(place).messages.create(
+        model="tiny", max_tokens=9, messages=HELLO, extra_body={"context_management": kept}
+    )
+    assert answer.content
+    for edit in ({"type": "clear_tool_uses_20250919"}, {"type": "clear_thinking_20251015", "keep": 1}, "all"):
+        with pytest.raises(anthropic.BadRequestError, match="context_management is not accepted"):
+            sdk(place).messages.create(
+                model="tiny", max_tokens=9, messages=HELLO, extra_body={"context_management": {"edits": [edit]}}
+            )

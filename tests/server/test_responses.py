@@ -57,6 +57,8 @@ def test_a_text_is_answered(place: Scripted) -> None:
     assert answer.usage is not None
     assert answer.usage.output_tokens == 4
     assert answer.usage.total_tokens == answer.usage.input_tokens + 4
+    told = answer.usage.output_tokens_details.to_dict()
+    assert told == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert (answer.instructions, answer.temperature, answer.metadata) == ("Be kind.", 0.5, {"a": "b"})
     assert "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>" in place.last_prompt
 

@@ -77,6 +77,9 @@ def new_page(browser: Browser, context: BrowserContext) -> Iterator[NewPage]:
     """
     pages: list[Page] = []
     complaints: list[str] = []
+    places: set[str] = set()
+    note = lambda request: places.add(request.url)  # noqa: E731
+    context.on("request", note)
 
     def make(
         *,
@@ -96,11 +99,23 @@ def new_page(browser: Browser, context: BrowserContext) -> Iterator[NewPage]:
 
     yield make
     for page in pages:
-        page.close()
         if page.context != context:
             page.context.close()
-    context.clear_cookies()
+    context.remove_listener("request", note)
+    forget(context, places)
     assert not complaints, "\n".join(complaints)
+
+
+def forget(context: BrowserContext, places: set[str]) -> None:
+    """Close its pages but for the one that stays, and drop all that was kept for those places."""
+    stays, *others = context.pages
+    for page in others:
+        page.close()
+    context.clear_cookies()
+    devtools = context.new_cdp_session(stays)
+    for origin in {place.split("/", 3)[2] for place in places if place.startswith("http")}:
+        devtools.send("Storage.clearDataForOrigin", {"origin": f"http://{origin}", "storageTypes": "all"})
+    devtools.detach()
 
 
 def watch(page: Page, complaints: list[str], refused: tuple[int, ...] = ()) -> None:

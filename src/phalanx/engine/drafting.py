@@ -11,7 +11,7 @@ from phalanx.engine.agenda import Agenda, Drafted, Launched
 from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.roster import Roster
-from phalanx.engine.speculation import Speculation
+from phalanx.engine.speculation import WORTH_WAITING, Speculation
 from phalanx.engine.step_plan import StepResult
 
 _slot = attrgetter("slot")
@@ -33,9 +33,27 @@ class Drafting:
         self.speculation.came(launched.sampled, result.drafts)
 
     def without_waiting(self, rows: list[Request]) -> list[Request]:
-        """Without those that may get drafts once a token that is on its way is read."""
-        waits = self.speculation.waits_for
-        return [request for request in rows if not (request.pending and waits(request, len(rows)))]
+        """All rows, or none where drafts are worth waiting for tokens that are on their way, or others have to wait for
+        what comes of theirs.
+
+        All wait or none: two halves of a batch that take turns would take twice as many steps.
+        """
+        pending = [request for request in rows if request.pending]
+        if self._unread > WORTH_WAITING * len(rows) or self.speculation.is_worth_waiting(pending, len(rows)):
+            return []
+        return rows
+
+    @property
+    def _unread(self) -> int:
+        """Requests whose drafts are on their way: they go on when it is read which came true."""
+        ready = self._roster.ready
+        return sum(
+            request.pending > 0
+            and request.id not in ready
+            and not request.matcher
+            and request.computed < request.longest - 1
+            for request in self._roster.running
+        )
 
     def draft(self, agenda: Agenda, rows: list[Request], most: Mapping[str, int], budget: int) -> list[Request]:
         """Give drafts to some of these rows. Returns those that compute one token.

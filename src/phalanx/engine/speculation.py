@@ -21,6 +21,8 @@ MEMORY = 0.9
 """What is left of a request's record with each further row of drafts."""
 FORGIVENESS = 0.995
 """What is left of it with each token that was made without: in time a failed drafter gets another chance."""
+WORTH_WAITING = 0.1
+"""How many drafts have to come true, to each row of a step, for all rows to wait for them."""
 CHEAP = 0.02
 """The share of a step that one more row takes, as long as nothing is measured."""
 
@@ -81,6 +83,8 @@ class Speculation:
     def __init__(self, drafter: Drafter, most: int) -> None:
         self.most = most
         self.by_ranks = isinstance(drafter, RankDrafter)
+        self.coming = 0
+        """Drafts that ranks make with the last step that was planned."""
         self._draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
         self._drafter = drafter
@@ -113,10 +117,16 @@ class Speculation:
                 heapq.heappush(queue, (worth * chance, id))
         return {id: proposed[id][1][:count] for id, count in taken.items() if count}
 
-    def waits_for(self, request: Request, rows: int) -> bool:
-        """Whether a token on its way is better read before the next: it may be the first of some that come true."""
-        worth = self._record(request).chance > rows * self._share_of_one_more(rows)
-        return worth and self._drafter.may_follow(request)
+    def is_worth_waiting(self, requests: Sequence[Request], rows: int) -> bool:
+        """Whether the tokens on their way to these are better read before the next ones, in a step of so many rows:
+        drafts may follow them, and enough of those may come true.
+        """
+        if not requests or (self.by_ranks and not self.coming):
+            return False
+        least = rows * self._share_of_one_more(rows)
+        chances = ((self._record(request).chance, request) for request in requests)
+        hope = sum(chance for chance, request in chances if chance > least and self._drafter.may_follow(request))
+        return hope > WORTH_WAITING * rows
 
     def ahead(self, requests: Sequence[Request]) -> int:
         """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,

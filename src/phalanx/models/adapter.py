@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 
 from phalanx.errors import AdapterError
 from phalanx.spec import Dense, Gqa, ModelSpec
-from phalanx.spec.tensors import Tensor
+from phalanx.spec.tensors import Run, Stored, Tensor
 
 MOST_BYTES = 2**31
 MOST_RANK = 512
@@ -38,11 +39,15 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
 
 
 class AdaptedModule(msgspec.Struct, frozen=True, array_like=True):
-    """A matrix of the model and the names of what is added to it: `up` times `down`."""
+    """A matrix of the model and the names of what is added to it: `up` times `down`.
+
+    Where checkpoints keep several matrices as one, `run` are the rows of `up` that are this one's.
+    """
 
     down: str
     up: str
     rank: int
+    run: Run | None = None
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
@@ -78,41 +83,51 @@ def read_adapter(folder: Path, spec: ModelSpec) -> Adapter:
         if found is None:
             raise AdapterError("bad_adapter", f"{tensor} is no part of a LoRA.", "Use an adapter made by PEFT's LoRA.")
         named.setdefault(found[1].removeprefix(_PREFIX), {})[found[2]] = tensor
-    adaptable = dict(adaptable_modules(spec))
+    adaptable: dict[str, list[tuple[Tensor, Run | None]]] = {}
+    for module, tensor_of_model, run in adaptable_modules(spec):
+        adaptable.setdefault(module, []).append((tensor_of_model, run))
     modules = {}
     for module, parts in sorted(named.items()):
-        tensor_of_model = _adapted(module, adaptable, spec)
+        changed = _adapted(module, adaptable, spec)
         for letter in "AB":
             if letter not in parts:
                 raise AdapterError(
                     "missing_tensor", f"The adapter has no lora_{letter} for {module}.", "Download all of it."
                 )
+        (tensor_of_model, run), *_ = changed
         rows, columns = tensor_of_model.shape
+        rows = rows // run.width * run.stride if run else rows
         for letter, wanted in (("A", (rank, columns)), ("B", (rows, rank))):
             if shapes[parts[letter]] != wanted:
                 raise _misshapen(parts[letter], shapes[parts[letter]], wanted, rank, base)
-        modules[tensor_of_model.name.removesuffix(".weight")] = AdaptedModule(parts["A"], parts["B"], rank)
+        for tensor_of_model, run in changed:
+            modules[tensor_of_model.name.removesuffix(".weight")] = AdaptedModule(parts["A"], parts["B"], rank, run)
     _check_targets(config.get("target_modules"), named)
     scale = config["lora_alpha"] / (sqrt(rank) if config.get("use_rslora") else rank)
     return Adapter(modules, scale, data)
 
 
-def adaptable_modules(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """By the names that checkpoints have for them: projections of attention and of dense FFNs."""
+def adaptable_modules(spec: ModelSpec) -> Iterator[tuple[str, Tensor, Run | None]]:
+    """By the names that checkpoints have for them: projections of attention and of dense FFNs. Of matrices that are
+    kept as one, each comes with its rows in it.
+    """
     for number, layer in enumerate(spec.layers):
         names = []
         if isinstance(layer.mixer, Gqa) and not layer.mixer.interleaved:
             names += [f"{layer.mixer.module}.{letter}_proj" for letter in "qkvo"]
+            names += [f"{layer.mixer.module}.q_gate"] if layer.mixer.gated else []
         if isinstance(layer.ffn, Dense):
             names += [f"{layer.ffn.module}.{name}_proj" for name in ("gate", "up", "down")]
         for name in names:
             tensor = spec.tensors[f"model.layers.{number}.{name}.weight"]
-            plain = [source.name for source in tensor.sources if source.is_plain and not source.packed]
-            for stored in plain if tensor.sources else [tensor.name]:
-                yield stored.removesuffix(".weight"), tensor
+            for source in tensor.sources or (Stored(tensor.name),):
+                if not source.packed and replace(source, run=None).is_plain:
+                    yield source.name.removesuffix(".weight"), tensor, source.run
 
 
-def _adapted(module: str, adaptable: dict[str, Tensor], spec: ModelSpec) -> Tensor:
+def _adapted(
+    module: str, adaptable: dict[str, list[tuple[Tensor, Run | None]]], spec: ModelSpec
+) -> list[tuple[Tensor, Run | None]]:
     if module in adaptable:
         return adaptable[module]
     if f"{module}.weight" in spec.tensors or "expert" in module:

@@ -31,7 +31,10 @@ def _share(place: Place, adapter: Adapter, tensors: dict[str, Tensor], name: str
     if module is None:
         return None
     rows, columns = place.layout.slices(place.spec.tensors[f"{name}.weight"], place.group.rank)
-    return tensors[module.down].float()[:, columns], adapter.scale * tensors[module.up].float()[rows]
+    up, run = tensors[module.up].float(), module.run
+    if run is not None:
+        up = up.unflatten(0, (-1, run.stride))[:, run.offset : run.offset + run.width].flatten(0, 1)
+    return tensors[module.down].float()[:, columns], adapter.scale * up[rows]
 
 
 def _placed(part: Tensor, place: Place) -> Tensor:

@@ -6,6 +6,8 @@ import resource
 from collections import Counter, OrderedDict
 from typing import Protocol
 
+from phalanx.server.turnstile import Turnstile
+
 MOST_CONNECTIONS = 4096
 _FILES_FOR_OTHER_USE = 128
 _FEWEST = 16
@@ -34,10 +36,11 @@ def room_for_connections() -> int:
 
 class Door:
     """Counts connections, of which one address has three quarters at most. A newcomer beyond that takes the place of
-    the one that has been idle for longest.
+    the one that has been idle for longest. Behind it, a turnstile keeps requests from beginning all at once.
     """
 
     def __init__(self, most: int = MOST_CONNECTIONS) -> None:
+        self.turnstile = Turnstile()
         self._most = most
         self._most_of_one = max(1, most * 3 // 4)
         self._inside: Counter[str] = Counter()

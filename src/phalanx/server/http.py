@@ -9,6 +9,7 @@ from typing import Any
 
 import httptools
 import msgspec
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from phalanx.server.door import Door
@@ -39,6 +40,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, door: Door | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
         self._door = door or Door()
+        self._asked, self.app = self.app, self._at_its_turn
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._problem: ApiError | None = None
@@ -79,9 +81,26 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, then)
 
+    async def _at_its_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._door.turnstile.pass_through()
+        await self._asked(scope, receive, send)
+
     # what comes in
 
     def data_received(self, data: bytes) -> None:
+        """The first bytes of a request wait at the turnstile, and nothing more is read meanwhile."""
+        if self._begun or self._unanswered or self._door.turnstile.passes():
+            self._take(data)
+        else:
+            self.transport.pause_reading()
+            self._door.turnstile.wait(partial(self._take_late, data))
+
+    def _take_late(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
         """The parser tells of a header when it is whole; what it has taken in and not told is counted here."""
         if self._refused:
             return

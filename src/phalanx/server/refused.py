@@ -61,5 +61,11 @@ REFUSED: Mapping[str, str] = {
 def check_fields(given: Mapping[str, Any]) -> None:
     """A field that is null, false, zero or empty asks for nothing."""
     for name in REFUSED.keys() & given.keys():
-        if given[name]:
+        if given[name] and not (name == "context_management" and _keeps_all(given[name])):
             raise bad_request(f"{name} is not accepted. {REFUSED[name]}", param=name)
+
+
+def _keeps_all(management: Any) -> bool:
+    """Whether it says that nothing is to be left out, as Claude Code does of thoughts."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)

@@ -15,6 +15,9 @@ from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahe
 from phalanx.kernels.gpu.rows import empty_quantised
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
+MOST_REGISTERS = 128
+"""With so many for a thread two programs share a processor: one loads its state while the other stores."""
+
 
 @triton.jit
 def _next_column(
@@ -94,7 +97,8 @@ def _step(
         values, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps, net.k_dim**-0.5,
         K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
         KERNEL=net.taps.shape[1], K=triton.next_power_of_2(net.k_dim), V=triton.next_power_of_2(net.v_dim),
-        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=8, launch_pdl=starts_early(),
+        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=8, maxnreg=MOST_REGISTERS,
+        launch_pdl=starts_early(),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.gpu.shared_memory import is_roomy, is_vast
+from phalanx.kernels.gpu.shared_memory import is_hopper, is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles
 
 READERS = 128
@@ -148,7 +148,7 @@ def _shape(columns: int, dtype: torch.dtype) -> _Shape:
     columns = min(COLUMNS_AT_ONCE, max(16, triton.next_power_of_2(columns)))
     if dtype == torch.float32:
         return _Shape(16, 16, 4, 1)
-    if not is_vast():
+    if not is_hopper():
         return _Shape(min(columns, 32), 32, 4, 3) if is_roomy() else _Shape(min(columns, 32), 16, 4, 2)
     return _Shape(columns, 64, 8 if columns > 32 else 4, 3)
 

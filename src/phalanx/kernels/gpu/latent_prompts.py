@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.latent import turned
-from phalanx.kernels.gpu.shared_memory import is_roomy, is_vast
+from phalanx.kernels.gpu.shared_memory import is_hopper, is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
 
 
@@ -119,6 +119,6 @@ def _shape(dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys at once, warps, stages."""
     if dtype == torch.float32:
         return 32, 16, 4, 1
-    if not is_vast():
+    if not is_hopper():
         return 64, 32, 4, 2 if is_roomy() else 1
     return 128, 64, 8, 2

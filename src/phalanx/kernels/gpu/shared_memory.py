@@ -8,8 +8,6 @@ from triton.language.target_info import current_target
 
 ROOMY = {80, 87, 90, 100, 103}
 """Compute capabilities with 160 KiB or more for a program; the others, cards for desktops among them, have 99."""
-VAST = {90, 100, 103}
-"""Those with 227 KiB."""
 MOST_IN_LITTLE = 2
 
 
@@ -20,9 +18,10 @@ def is_roomy() -> bool:
 
 
 @cache
-def is_vast() -> bool:
+def is_hopper() -> bool:
+    """With 227 KiB, which its tensor cores read in place."""
     target = current_target()
-    return target is None or target.arch in VAST
+    return target is None or target.arch == 90
 
 
 def stages_here(stages: int) -> int:

@@ -58,7 +58,7 @@ class Attention(Stateless):
             yield f"{self.path}sinks", self.sinks
 
     def linears(self) -> Iterator[Linear]:
-        yield from (self.qkv, self.output)
+        yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
     def products(self) -> Iterator[Product]:
         yield from (linear.product for linear in (self.qkv, self.gate, self.output) if linear is not None)
@@ -94,7 +94,7 @@ class Attention(Stateless):
                 qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
             ).flatten(1)
         if self.gate is not None:
-            attended = attended * torch.sigmoid(self.gate(x))
+            attended = attended * torch.sigmoid(self.gate(x, step.adapters_of(None)))
         return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:

@@ -153,11 +153,12 @@ def _status(answer: Answer) -> str:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
+    """What chat completions tell, under the names of Responses: thoughts, and drafts that came true or did not."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens},
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": answer.choices[0].reasoning_tokens},
+        "output_tokens_details": answer.usage()["completion_tokens_details"],
         "total_tokens": prompt + output,
     }
