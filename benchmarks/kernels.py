@@ -37,6 +37,7 @@ from phalanx.kernels.gpu import (
     latent_rows,
     lookup,
     moe,
+    route,
     rows,
     sampling,
     shared_memory,
@@ -44,7 +45,7 @@ from phalanx.kernels.gpu import (
 )
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
-from phalanx.spec.ffn import SILU
+from phalanx.spec.ffn import SILU, Router
 
 KIB = 1024
 SHARED_MEMORY = {
@@ -220,7 +221,12 @@ def four_bit_products(forms: list[tuple[Any, int, torch.dtype]]) -> Iterator[Cas
 
 def experts(forms: list[Any]) -> Iterator[Case]:
     logits = some(40, 128)
-    yield lambda: moe.route(logits, 8, True)
+    correction = some(128, dtype=torch.float32)
+    for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
+        yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None)
+    in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
+    yield lambda: route.route(logits, in_groups, correction, None)
+    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64))
     for form in forms:
         for count in (1, 8, 300, 3000):
             yield lambda f=form, m=count: _experts(f, m)

@@ -1,4 +1,4 @@
-"""The sorting of experts by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
+"""The choice of experts and their sorting by the Triton kernels on a CPU; run with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,32 @@ import torch
 from triton import language
 from triton.language.extra import cuda
 
-from phalanx.kernels.gpu import moe
+from phalanx.kernels.gpu import moe, route
+from phalanx.kernels.moe import route_torch
+from phalanx.spec.ffn import Router
+
+ROUTERS = (
+    Router(60, 4),
+    Router(128, 8, renormalise=True),
+    Router(32, 4, "chosen_softmax"),
+    Router(16, 1, "sigmoid"),
+    Router(64, 4, "sigmoid", renormalise=True, scaling=1.8, correction=True),
+    Router(64, 8, "sigmoid", renormalise=True, scaling=2.5, groups=8, kept_groups=4, correction=True),
+    Router(48, 6, "sqrt_softplus", renormalise=True, scaling=1.5, correction=True),
+    Router(48, 6, "sqrt_softplus", renormalise=True, scaling=1.5, hashed=7),
+)
+
+
+def check_route(router: Router) -> None:
+    logits = torch.randn(9, router.experts) * 3
+    correction = torch.randn(router.experts) if router.correction else None
+    told = torch.stack([torch.randperm(router.experts)[: router.experts_per_token] for _ in logits])
+    told = told if router.hashed else None
+    assert route.routes(router, correction)
+    weights, chosen = route.route(logits, router, correction, told)
+    wanted, best = route_torch(logits, router, correction, told)
+    torch.testing.assert_close(chosen.long(), best)
+    torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
 
 
 def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
@@ -23,6 +48,8 @@ def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
 def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
     torch.manual_seed(0)
+    for router in ROUTERS:
+        check_route(router)
     for few in (moe.FEW_PAIRS, 0):
         moe.FEW_PAIRS = few
         check_sort(33, 4, 60, 16)

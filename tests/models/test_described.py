@@ -162,7 +162,7 @@ def test_windows_stop_growing_and_states_do_not_depend_on_length() -> None:
     oss, qwen, maverick = (catalog.model(name) for name in ("gpt-oss-120b", "Qwen3.5-397B-A17B", "Llama-4-Maverick"))
     assert oss.cache_bytes(128) == 128 * 73_728
     assert oss.cache_bytes(1128) == 128 * 73_728 + 1000 * 36_864
-    assert qwen.cache_bytes(0) / 2**20 == pytest.approx(183.2, abs=0.05)
+    assert qwen.cache_bytes(0) / 2**20 == pytest.approx(184.2, abs=0.05)
     assert maverick.cache_bytes(8192) == 8192 * 196_608
     assert maverick.cache_bytes(9192) == 8192 * 196_608 + 1000 * 49_152
 
@@ -187,7 +187,7 @@ def test_a_latent_is_kept_whole_by_every_rank_and_a_state_is_dealt() -> None:
     assert deepseek.kv_bytes_per_token(5, "fp8") == 35_136
     kept = qwen.cache_bytes(7, 1000)
     assert kept["full"] == 15_360_000
-    assert kept["state"] / 2**20 == pytest.approx(22.9, abs=0.05)
+    assert kept["state"] / 2**20 == pytest.approx(23.03, abs=0.05)
     assert kept["state"] == qwen.cache_bytes(0, 0)["state"]
 
 

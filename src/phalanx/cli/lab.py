@@ -59,7 +59,7 @@ def lab(
         written = write_lab(found, output)
         if "lab.png" not in written:
             console.print(
-                f"Without matplotlib there is no picture: pip install matplotlib, then phalanx lab --from "
+                f"There is no picture without matplotlib. Where it is installed, draw with: phalanx lab --from "
                 f"{output / 'lab.json'}",
                 highlight=False,
             )

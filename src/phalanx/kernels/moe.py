@@ -21,11 +21,11 @@ def route(
     logits: Tensor, router: Router, correction: Tensor | None = None, told: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights and numbers of each token's experts, which may be `told`."""
-    plain = router.score == "softmax" and router.groups == 1 and router.scaling == 1.0 and correction is None
-    if logits.is_cuda and plain and told is None:
-        from phalanx.kernels.gpu import moe as gpu
+    if logits.is_cuda:
+        from phalanx.kernels.gpu import route as gpu
 
-        return gpu.route(logits, router.experts_per_token, router.renormalise)
+        if gpu.routes(router, correction):
+            return gpu.route(logits, router, correction, told)
     return route_torch(logits, router, correction, told)
 
 

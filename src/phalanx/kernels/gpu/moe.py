@@ -1,4 +1,4 @@
-"""Routed experts without asking the host: choose, sort by expert, and multiply each expert's rows as tiles."""
+"""Routed experts without asking the host: sort by expert, and multiply each expert's rows as tiles."""
 
 from __future__ import annotations
 
@@ -32,46 +32,6 @@ FEW_EXPERTS = Tile(16, 64, 128, 4, 6)
 """For as many pairs as leave most of a GPU idle: more of a weight is on its way at once."""
 
 FEW_EXPERT_PAIRS = 32
-
-
-@triton.jit
-def _route(
-    logits, weights, chosen, experts, RENORMALISE: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The best experts of one token, the first of equals first."""
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
-    wait_for_ahead()
-    value = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(value - tl.max(value, 0))
-    total = tl.sum(probability, 0)
-    left = tl.where(expert < experts, probability, -1.0)
-    best, where = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
-    for rank in tl.static_range(TOP):
-        top = tl.max(left, 0)
-        index = tl.min(tl.where(left == top, expert, BLOCK), 0)
-        best = tl.where(slot == rank, top, best)
-        where = tl.where(slot == rank, index, where)
-        left = tl.where(expert == index, -1.0, left)
-    if RENORMALISE:
-        total = tl.sum(best, 0)
-    tl.store(weights + row * TOP + slot, best / total, mask=slot < TOP)
-    tl.store(chosen + row * TOP + slot, where, mask=slot < TOP)
-
-
-def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Expert numbers come as int32."""
-    rows, experts = logits.shape
-    weights = torch.empty(rows, experts_per_token, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(rows, experts_per_token, dtype=torch.int32, device=logits.device)
-    _route[(rows,)](
-        logits, weights, chosen, experts, RENORMALISE=renormalise, TOP=experts_per_token,
-        SLOTS=triton.next_power_of_2(experts_per_token), BLOCK=triton.next_power_of_2(experts), num_warps=1,
-        launch_pdl=starts_early(),
-    )  # fmt: skip
-    return weights, chosen
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
