@@ -148,8 +148,8 @@ class DraftingRunner(ModelledRunner):
         return msgspec.structs.replace(result, times=times, drafts=drafts)
 
     def _drafting_s(self, plan: StepPlan) -> float:
-        """The layer of a head takes in all rows of every step, and makes each draft of one row a sequence."""
-        if not self._by_ranks:
+        """The layer of a head takes in all rows of a step, and makes each draft of one row a sequence."""
+        if not self._by_ranks or not plan.taken_in:
             return 0.0
         sums, prices = plan.sums(), self._prices
         alone = StepSums(sum(map(bool, plan.samples)), sums.context)

@@ -15,6 +15,7 @@ from phalanx import __version__
 from phalanx.bench import offline
 from phalanx.cli import app
 from phalanx.engine.core import Engine
+from phalanx.models.registry import families, served
 
 run = CliRunner().invoke
 
@@ -30,6 +31,25 @@ def test_help_does_not_import_torch() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'zmq'} & sys.modules.keys(), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
+
+
+def test_models_lists_every_family_and_says_why_one_is_only_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = families()
+    listed = json.loads(run(app, ["models", "--json"]).output)
+    assert [row["model_type"] for row in listed] == list(known)
+    assert all(row["served"] == (row["why_not"] is None) for row in listed)
+    assert {"llama", "qwen3_5", "deepseek_v3", "gpt_oss"} <= {row["model_type"] for row in listed if row["served"]}
+    assert "Qwen3-8B" in next(row["models"] for row in listed if row["model_type"] == "qwen3")
+    planned = known["llama"]._replace(planned_only="nobody has written its mixer.")
+    monkeypatch.setitem(known, "llama", planned)
+    row = next(row for row in json.loads(run(app, ["models", "--json"]).output) if row["model_type"] == "llama")
+    assert (row["served"], row["why_not"]) == (False, planned.planned_only)
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = run(app, ["models"]).output.splitlines()
+    told = {words[0]: " ".join(words[1:]) for line in lines[1:] if (words := line.split())}
+    assert told.keys() == known.keys()
+    assert told["llama"].startswith("no: nobody has written its mixer.")
+    assert all(told[name].startswith("yes") for name in served())
 
 
 def test_generate_prints_the_answer(tiny_llama: Path) -> None:

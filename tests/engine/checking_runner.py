@@ -88,7 +88,7 @@ class CheckingRunner:
         self.masks: dict[int, bytes] = {}
         self._kv: dict[tuple[int, int], tuple[int, int]] = {}
         self.right, self.draft_s, self._random = 1.0, 0.0, Random(0)
-        """How often drafts that are made here come true, and what one of every row takes."""
+        """How often drafts that are made here come true, and what one of every row takes, or to take a step in."""
         self._drafts: deque[list[list[int]]] = deque()
 
     @property
@@ -124,11 +124,12 @@ class CheckingRunner:
     def collect(self) -> StepResult:
         assert self.in_flight > 0, "nothing to collect"
         self.in_flight -= 1
-        ahead = self.plans[-1 - self.in_flight].ahead
+        plan = self.plans[-1 - self.in_flight]
+        drafting_s = (plan.ahead + plan.taken_in) * self.draft_s
         result = self._inner.collect()
         self._sampled.popleft()
-        self._inner.clock += ahead * self.draft_s
-        times = msgspec.structs.replace(result.times, draft=ahead * self.draft_s)
+        self._inner.clock += drafting_s
+        times = msgspec.structs.replace(result.times, draft=drafting_s)
         return msgspec.structs.replace(result, times=times, drafts=self._drafts.popleft())
 
     def close(self) -> None:

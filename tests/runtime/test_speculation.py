@@ -13,6 +13,7 @@ from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import Drafter, RankDrafter, Speculation
 from phalanx.engine.step_plan import StepPlan
+from phalanx.runtime.drafting import HeadGuesser
 from tests.conftest import LOGIT_NOISE, Reference
 from tests.drafts import Answer, Knowing, Known, Rememberer, answers_of
 from tests.heads import LAST_LAYER, HeadReference
@@ -75,6 +76,31 @@ def test_ranks_agree_on_drafts(
     compared = Compared(folder, references(name).prompts, tp, "mtp" if has_head else str(companion))
     compared.check(Rememberer(compared.known, 0.8), most=6, right=0.8)
     compared.check(RankDrafter(), most=4, right=0.8)
+    compared.threaded.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "deepseek_v3", "glm4_moe"])
+def test_a_head_that_was_given_up_rests_and_changes_no_answer(
+    name: str, references: Callable[[str], Reference], heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are made for some steps, and then for none, in turns: new prompts have drafts again, also behind cached
+    prefixes of which the head has missed a part.
+    """
+    monkeypatch.setattr("phalanx.engine.speculation.PATIENCE", 3)
+    compared, plans, taken_in = Compared(heads(name).folder, references(name).prompts, 1, "mtp"), [], []
+    compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 4)
+    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+    numbers = count()
+    speculation.ahead = lambda requests: 2 if next(numbers) % 16 < 4 else 0  # type: ignore[method-assign]
+    compared._let_ranks_know(0.2)
+    runner = compared.threaded.runner
+    launch, take_in = runner.launch, HeadGuesser.take_in
+    monkeypatch.setattr(runner, "launch", lambda plan: (plans.append(plan), launch(plan)))
+    monkeypatch.setattr(HeadGuesser, "take_in", lambda self, step: (taken_in.append(step), take_in(self, step)))
+    for _ in range(2):
+        compared._check_same(answers_of(compared.threaded, compared.prompts))
+    assert len(taken_in) == sum(plan.taken_in for plan in plans) < 0.9 * len(plans)
+    assert 0 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
     compared.threaded.close()
 
 

@@ -45,6 +45,7 @@ class Agenda:
     told: list[tuple[int, int, list[int]]] = field(default_factory=list)
     constrained: bool = False
     ahead: int = 0
+    taken_in: bool = True
 
     def give(self, slot: int, groups: list[list[int]]) -> None:
         """Blocks of each group that a slot gets, behind those it has."""
@@ -89,6 +90,7 @@ class Agenda:
             saved=self.saved,
             told=self.told,
             ahead=self.ahead,
+            taken_in=self.taken_in,
         )
         return plan, sampled
 

@@ -95,7 +95,7 @@ class Scheduler(StepFiller):
             return None
         self._step += 1
         if self.speculation is not None:
-            agenda.ahead = self.speculation.coming = self.speculation.ahead(agenda.decoding)
+            self.speculation.look_ahead(agenda)
         plan, sampled = agenda.to_plan(self._step, self._masks)
         plan = self._reports.mark(plan)
         for prompt, _, _ in agenda.prompts:

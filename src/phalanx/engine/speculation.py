@@ -12,17 +12,23 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
 from phalanx.engine.step_line import STEP_MEMORY, StepLine
 
 TRUSTED = 2.0
 """How many drafts that came true a request has to its credit before its first, and half as many that did not."""
-MEMORY = 0.9
-"""What is left of a request's record with each further row of drafts."""
+OF_OTHERS = 3.0
+"""As how many drafts of its own the record of all requests counts: a bad start alone does not shut one out."""
+MEMORY, MEMORY_OF_ALL = 0.9, 0.98
+"""What is left of a request's record with each further row of its drafts, and of that of all with a row of anybody."""
 FORGIVENESS = 0.995
-"""What is left of it with each token that was made without: in time a failed drafter gets another chance."""
+"""What is left of records with each step: in time a failed drafter gets another chance. Of requests whose drafts ranks
+make, with each step in which they make some: else it is better to give up."""
 WORTH_WAITING = 0.1
 """How many drafts have to come true, to each row of a step, for all rows to wait for them."""
+PATIENCE = 8
+"""Steps in a row for which ranks make no drafts before they leave off taking steps in, which is to give up on them."""
 CHEAP = 0.02
 """The share of a step that one more row takes, as long as nothing is measured."""
 
@@ -63,14 +69,27 @@ class SpeculationTotals(msgspec.Struct, array_like=True):
 
 @dataclass
 class _Record:
-    """Of one request: drafts that came true, and those that did not."""
+    """Drafts that came true, and those that did not. `given_up`: ranks have missed tokens of this request."""
 
     right: float = TRUSTED
     wrong: float = TRUSTED / 2
+    given_up: bool = False
 
     @property
-    def chance(self) -> float:
+    def share(self) -> float:
         return self.right / (self.right + self.wrong)
+
+    def chance(self, usual: float) -> float:
+        """Of the next draft, where this share of all come true."""
+        return 0.0 if self.given_up else (self.right + OF_OTHERS * usual) / (self.right + self.wrong + OF_OTHERS)
+
+    def add(self, drafted: int, accepted: int, memory: float) -> None:
+        self.right = memory * self.right + accepted
+        self.wrong = memory * self.wrong + (accepted < drafted)
+
+    def fade(self) -> None:
+        self.right = TRUSTED + (self.right - TRUSTED) * FORGIVENESS
+        self.wrong = TRUSTED / 2 + (self.wrong - TRUSTED / 2) * FORGIVENESS
 
 
 class Speculation:
@@ -85,18 +104,21 @@ class Speculation:
         self.by_ranks = isinstance(drafter, RankDrafter)
         self.coming = 0
         """Drafts that ranks make with the last step that was planned."""
+        self._without = 0
+        """Steps since ranks made some."""
         self._draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
         self._drafter = drafter
         self._line = StepLine()
         self._records: dict[int, _Record] = {}
+        self._of_all = _Record()
 
     def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
         """Drafts by request, in a step of so many rows that has room for as many tokens more."""
         share = self._share_of_one_more(rows)
         if room <= 0 or rows * share >= 1:
             return {}
-        hopeful = [(self._record(request).chance, request) for request in requests]
+        hopeful = zip(self._chances(requests), requests, strict=True)
         proposed = {
             request.id: (chance, drafts)
             for chance, request in hopeful
@@ -124,20 +146,37 @@ class Speculation:
         if not requests or (self.by_ranks and not self.coming):
             return False
         least = rows * self._share_of_one_more(rows)
-        chances = ((self._record(request).chance, request) for request in requests)
+        chances = zip(self._chances(requests), requests, strict=True)
         hope = sum(chance for chance, request in chances if chance > least and self._drafter.may_follow(request))
         return hope > WORTH_WAITING * rows
+
+    def look_ahead(self, agenda: Agenda) -> None:
+        """How many drafts ranks make with this step, and whether they take it in.
+
+        Whoever is in a step that they do not take in is given up for good: what would be guessed behind tokens that
+        were missed is not worth much. A prompt is always taken in.
+        """
+        if not self.by_ranks:
+            return
+        decoding = agenda.decoding
+        agenda.ahead = self.coming = self.ahead(decoding)
+        self._without = 0 if self.coming else self._without + bool(decoding)
+        agenda.taken_in = self._without < PATIENCE or bool(agenda.prompts)
+        if not agenda.taken_in:
+            for request in decoding:
+                self._record(request).given_up = True
 
     def ahead(self, requests: Sequence[Request]) -> int:
         """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,
         and that of the longer rows behind it.
         """
-        if not self.by_ranks or not requests:
+        if not requests:
             return 0
-        chances = [self._record(request).chance for request in requests]
+        chances = self._chances(requests)
         rows = len(chances)
         each = self._draft_s / self._line.mean if self._draft_s and self._line.mean else CHEAP
-        added = each + rows * self._share_of_one_more(rows)
+        longer = sum(chance > 0 for chance in chances)
+        added = each + longer * self._share_of_one_more(rows)
         made, time, worth = float(rows), 1.0, chances
         for number in range(self.most):
             if sum(worth) / made <= added / time:
@@ -153,9 +192,9 @@ class Speculation:
                 request.drafts = drafts[number] if drafts else []
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        record, totals = self._record(request), self.totals
-        record.right = MEMORY * record.right + accepted
-        record.wrong = MEMORY * record.wrong + (accepted < drafted)
+        totals = self.totals
+        self._record(request).add(drafted, accepted, MEMORY)
+        self._of_all.add(drafted, accepted, MEMORY_OF_ALL)
         totals.drafts += 1
         totals.draft_tokens += drafted
         totals.accepted_tokens += accepted
@@ -168,9 +207,10 @@ class Speculation:
         if ahead:
             before = draft_s / ahead if self._draft_s is None else self._draft_s
             self._draft_s = STEP_MEMORY * before + (1 - STEP_MEMORY) * draft_s / ahead
-        for record in self._records.values():
-            record.right = TRUSTED + (record.right - TRUSTED) * FORGIVENESS
-            record.wrong = TRUSTED / 2 + (record.wrong - TRUSTED / 2) * FORGIVENESS
+        self._of_all.fade()
+        if ahead or not self.by_ranks:
+            for record in self._records.values():
+                record.fade()
 
     def forget(self, request: Request) -> None:
         self._records.pop(request.id, None)
@@ -183,6 +223,11 @@ class Speculation:
             return CHEAP
         time = line.of(tokens)
         return min(max(line.per_token / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
+
+    def _chances(self, requests: Sequence[Request]) -> list[float]:
+        """That the next draft of each comes true, by its own record and that of all."""
+        usual = self._of_all.share
+        return [self._record(request).chance(usual) for request in requests]
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request.id)

@@ -39,8 +39,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
-    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens. `reported`
-    are rows whose requests ask for more of the prompt than the token behind it.
+    `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens; in a step
+    that is not `taken_in` nobody's drafts will ever be asked for again, and who makes them does nothing. `reported` are
+    rows whose requests ask for more of the prompt than the token behind it.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     told: list[tuple[int, int, list[int]]] = []
     ahead: int = 0
     reported: list[int] = []
+    taken_in: bool = True
 
     @property
     def num_tokens(self) -> int:

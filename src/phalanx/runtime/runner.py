@@ -162,7 +162,7 @@ class TorchRunner:
         self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found, marks, weights))
 
     def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
-        if self.drafting is None:
+        if self.drafting is None or not plan.taken_in:
             return None
         assert ran.inputs is not None
         assert ran.hidden is not None
@@ -219,7 +219,7 @@ class TorchRunner:
         scores, tokens, hidden = graphs.run(plan, rows.drawn)
         clock.mark()
         sampled = self.sampler(scores, rows, self.batch, tokens)
-        inputs = self.batch.lay_out(plan) if self.drafting is not None else None
+        inputs = self.batch.lay_out(plan) if self.drafting is not None and plan.taken_in else None
         return _Ran(sampled, rows, inputs, hidden)
 
     def collect(self) -> StepResult:
