@@ -32,6 +32,20 @@ def confirm(model: Any, prompt: list[int], request: Any) -> None:
     assert [each.sampled for each in request.prompt_logprobs] == pytest.approx(expected, abs=4 * LOGIT_NOISE)
 
 
+def confirm_all(
+    engine: ThreadedEngine, models: dict[str | None, Any], prompts: list[list[int]], names: list[str | None]
+) -> None:
+    """Each prompt's log-probabilities and greedy answer are those of its own model."""
+    for prompt, name, request in zip(prompts, names, engine.generate(prompts, ALONE, names), strict=True):
+        confirm(models[name], prompt, request)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for prompt, name, request in zip(prompts, names, engine.generate(prompts, greedy, names), strict=True):
+        with torch.inference_mode():
+            scores = models[name](torch.tensor([prompt + request.output[:-1]])).logits[0, len(prompt) - 1 :]
+        chosen = scores.gather(1, torch.tensor(request.output)[:, None])[:, 0]
+        assert (scores.amax(-1) - chosen).max() <= 2 * LOGIT_NOISE
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "llama3_rope"])
 def test_each_row_is_answered_by_its_own_adapter(
@@ -49,31 +63,34 @@ def test_each_row_is_answered_by_its_own_adapter(
         engine.engine.load_adapter(name, folder)
     prompts = [prompt for prompt in reference.prompts if len(prompt) > 1]
     names = [(None, "all", "few")[index % 3] for index in range(len(prompts))]
-    for prompt, name, request in zip(prompts, names, engine.generate(prompts, ALONE, names), strict=True):
-        confirm(models[name], prompt, request)
-    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    for prompt, name, request in zip(prompts, names, engine.generate(prompts, greedy, names), strict=True):
-        with torch.inference_mode():
-            scores = models[name](torch.tensor([prompt + request.output[:-1]])).logits[0, len(prompt) - 1 :]
-        chosen = scores.gather(1, torch.tensor(request.output)[:, None])[:, 0]
-        assert (scores.amax(-1) - chosen).max() <= 2 * LOGIT_NOISE
+    confirm_all(engine, models, prompts, names)
     engine.close()
 
 
-KEPT_AS_ONE = {
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+FLAT_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+KEPT_OTHERWISE = {
     "phi3": (("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), ("qkv_proj",)),
-    "qwen3_5_text": (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("q_proj",)),
+    "qwen3_5_text": ((*ATTENTION, *FLAT_DELTA, "gate_proj", "up_proj", "down_proj"), ("q_proj", "in_proj_qkv")),
+    "qwen3_next": ((*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"), ("in_proj_ba",)),
+    "deepseek_v3": (LATENT, ("kv_a_proj_with_mqa",)),
+    "kimi_like": (("q_proj", *LATENT[2:]), ("q_proj",)),
+    "glm_moe_dsa": (LATENT, ("q_a_proj",)),
+    "llama4_text": (ATTENTION, ("k_proj",)),
 }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", KEPT_AS_ONE)
-def test_matrices_that_are_kept_as_one_are_adapted_as_one(
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("family", KEPT_OTHERWISE)
+def test_matrices_are_adapted_as_checkpoints_keep_them(
     references: Callable[[str], Reference], tmp_path: Path, family: str, tp: int
 ) -> None:
-    """Phi-3's q, k and v, and its gate and up; the query and the gate of Qwen3.5's attention, head by head."""
+    """Several as one: Phi-3's q, k and v, and its gate and up; the query and the gate of Qwen3.5's attention, head by
+    head; what enters delta nets. Rotary pairs side by side: latent attention, with an indexer or without, and Llama 4.
+    """
     reference = references(family)
-    every, few = KEPT_AS_ONE[family]
+    every, few = KEPT_OTHERWISE[family]
     folders = {
         "all": write_adapter(reference.model, tmp_path / "all", 5, every),
         "few": write_adapter(reference.model, tmp_path / "few", 3, few),
@@ -82,10 +99,9 @@ def test_matrices_that_are_kept_as_one_are_adapted_as_one(
     for name, folder in folders.items():
         engine.engine.load_adapter(name, folder)
     prompts = [prompt for prompt in reference.prompts if len(prompt) > 1][:4]
-    names = ["all", "few", None, "all"]
+    names: list[str | None] = ["all", "few", None, "all"]
     models = {None: reference.model} | {name: merged(reference.model, folder) for name, folder in folders.items()}
-    for prompt, name, request in zip(prompts, names, engine.generate(prompts, ALONE, names), strict=True):
-        confirm(models[name], prompt, request)
+    confirm_all(engine, models, prompts, names)
     engine.close()
 
 
@@ -216,6 +232,27 @@ def test_what_cannot_be_added_is_refused_by_name(
     spoil(folder)
     with pytest.raises(AdapterError, match=told):
         read_adapter(folder, spec)
+
+
+def test_no_rank_holds_more_than_is_counted(references: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Four matrices are one product of delta nets, no more anywhere."""
+    reference = references("qwen3_next")
+    folder = write_adapter(reference.model, tmp_path / "one", 4, ("in_proj_qkvz",))
+    core = ThreadedEngine(reference.folder, num_blocks=64, lora_memory=ROOM)
+    core.engine.load_adapter("one", folder)
+    core.generate([[1, 2]], ALONE)
+    (model,) = (rank.model for rank in core.engine.runner.ranks)  # type: ignore[attr-defined]
+    held = [part.numel() for linear in model.linears() for added in linear.adapters.values() for part in added]
+    spec = Checkpoint(reference.folder).spec
+    assert 0 < 4 * sum(held) <= read_adapter(folder, spec).rank_bytes(spec)
+    core.close()
+
+
+def test_the_widening_of_latents_is_refused_by_name(references: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference = references("deepseek_v3")
+    folder = write_adapter(reference.model, tmp_path / "one", 4, ("kv_b_proj",))
+    with pytest.raises(AdapterError, match=r"layers.0.self_attn.kv_b_proj, which is held.* kv_a_proj_with_mqa, o_proj"):
+        read_adapter(folder, Checkpoint(reference.folder).spec)
 
 
 def test_experts_are_refused_by_name(references: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def test_a_server_told_to_stop_finishes_a_stream_takes_no_more_and_leaves_nothin
         assert json.loads(finished[-2])["choices"][0]["finish_reason"] == "length"
         assert finished[-1] == "[DONE]"
         assert server.process.wait(60) == 0
-        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
     assert not list(temporary.iterdir())
 
 

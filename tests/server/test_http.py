@@ -366,6 +366,38 @@ def test_a_newcomer_takes_the_place_of_an_idle_connection() -> None:
     assert timeless.run(run()) == [False, True, False]
 
 
+def test_of_many_who_leave_in_one_moment_few_close_in_a_turn_of_the_loop() -> None:
+    class Leaving(Wire):
+        """As a transport: what the protocol does not keep open closes, and the protocol hears of it."""
+
+        def leave(self, server: BoundedHttp) -> None:
+            self.server = server
+            if not server.eof_received():
+                self.close()
+
+        def close(self) -> None:
+            if not self.closed:
+                self.closed = True
+                self.server.connection_lost(None)
+
+    async def run() -> list[int]:
+        config = uvicorn.Config(echo, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        door, by_turn = Door(), [0]
+        crowd = [(Leaving(), BoundedHttp(config, ServerState(), {}, door=door)) for _ in range(200)]
+        for wire, server in crowd:
+            server.connection_made(wire)
+        for wire, server in crowd:
+            wire.leave(server)
+        while sum(by_turn) < len(crowd):
+            by_turn.append(sum(wire.closed for wire, _ in crowd) - sum(by_turn))
+            await asyncio.sleep(0)
+        assert not door._inside
+        return by_turn
+
+    assert max(timeless.run(run())) <= MOST_AT_ONCE
+
+
 @pytest.mark.parametrize("pipelined", [1, 8])
 def test_of_many_who_ask_in_one_moment_few_begin_in_a_turn_of_the_loop(pipelined: int) -> None:
     """Else the streams of others would stand still until all of them are answered."""

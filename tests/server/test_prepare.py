@@ -169,6 +169,19 @@ def test_what_is_out_of_bounds_is_told_and_is_no_mistake_of_the_server(
     assert 10 < len(problem.message) < 600
 
 
+def test_prompts_of_tokens_are_checked_where_they_are_read_and_bounded_in_all(
+    reader: RequestReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two million tokens in many prompts: to take them in and look at each held the server for 0.2 s."""
+    monkeypatch.setattr(reader, "_hidden", 64)
+    monkeypatch.setattr(reader, "_context", 1000)
+    too_many = outcome(reader, "embedding", {"input": [[1] * 1000] * 1049})
+    assert too_many.message == "The prompts have 1049000 tokens in all; 1048576 are taken at once."
+    for kind, wrong in (("embedding", {"input": [[1], [10**6]]}), ("completion", {"prompt": [[1], [10**6]]})):
+        assert "vocabulary" in outcome(reader, kind, wrong).message
+        assert "context" in outcome(reader, kind, {name: [[1] * 1001] for name in wrong}).message
+
+
 def test_a_mistake_of_the_server_is_told_as_one_and_its_trace_is_for_the_log(
     reader: RequestReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

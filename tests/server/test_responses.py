@@ -275,6 +275,40 @@ def test_the_store_is_bounded_and_takes_from_whoever_has_most() -> None:
     assert store.get("greedy", "g19") is not None
 
 
+def test_room_is_made_in_a_full_store_without_looking_at_all_of_it() -> None:
+    """Thousands of small answers go for one that is large, while everyone waits."""
+    store, steps = ResponseStore(most_bytes=400_000), 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    for number in range(4000):
+        store.put("greedy", f"g{number}", Kept(b"x" * 100, b""))
+    store._database.set_progress_handler(count, 100)
+    store.put("greedy", "large", Kept(b"x" * 200_000, b""))
+    assert store.get("greedy", "large") is not None
+    assert store.get("greedy", "g1999") is None
+    assert store.get("greedy", "g2000") is not None
+    assert steps < 2000, f"{steps * 100 // 2000} instructions of the database for each answer that goes"
+
+
+def test_a_conversation_grows_no_further_than_can_be_kept(place: Scripted) -> None:
+    """By what no model reads, and no context bounds: it came back whole with every request that went on with it."""
+    place.says(*["Yes."] * 5)
+    ignored: Any = {"type": "reasoning", "summary": [], "encrypted_content": "q" * 900_000}
+    body: dict[str, Any] = {"input": [{"role": "user", "content": "a"}, ignored]}
+    for _ in range(4):
+        body["previous_response_id"] = posted(place, body).json()["id"]
+    refused = posted(place, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "conversation_too_large")
+    assert posted(place, body | {"store": False}).status_code == 200
+
+
+def posted(place: Scripted, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(place.url + "/v1/responses", json=body, headers={"authorization": "Bearer one"}, timeout=60)
+
+
 def test_a_store_on_disk_outlives_the_server_and_is_its_owner_s_alone(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
     store = ResponseStore(path, most_bytes=1000)

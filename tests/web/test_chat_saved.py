@@ -67,6 +67,7 @@ def test_one_is_opened_renamed_deleted_and_brought_back(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(titles(page)).to_have_text(["<b>Fruit</b>", "about pears"])
     button(page, "Rename").click()
+    expect(page.get_by_label("Title")).to_be_focused()
     page.keyboard.type("no")
     page.keyboard.press("Escape")
     expect(titles(page).first).to_have_text("<b>Fruit</b>")

@@ -14,6 +14,7 @@ import pytest
 from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.server.engine_client import RankHealth
+from phalanx.server.errors import ApiError
 from phalanx.server.messages import Loading, Started
 from phalanx.server.recent import Recent
 from phalanx.web import live as module
@@ -26,14 +27,14 @@ STARTED = Started(vocab=100, max_model_len=64, max_num_seqs=4, num_blocks=8, blo
 class Client:
     """Reads a stream as it likes."""
 
-    def __init__(self, live: Live, seconds: int = KEPT) -> None:
+    def __init__(self, live: Live, seconds: int = KEPT, client: str = "") -> None:
         self.sent: list[dict[str, Any]] = []
         self.reads = asyncio.Event()
         self.reads.set()
         self.left = asyncio.Event()
         self.aborted = False
         scope = {"type": "http", "extensions": {"abort": self._abort}}
-        self.task = asyncio.create_task(LiveStream(live, seconds)(scope, self._receive, self._send))
+        self.task = asyncio.create_task(LiveStream(live, seconds, client)(scope, self._receive, self._send))
 
     def _abort(self) -> None:
         self.aborted = True
@@ -106,6 +107,52 @@ def test_history_comes_first_and_then_one_sample_at_a_time() -> None:
     play(scene)
 
 
+def test_a_long_history_comes_in_slices_with_room_for_others_between() -> None:
+    async def scene(place: Place) -> None:
+        for _ in range(700):
+            place.live.tick()
+        client = Client(place.live)
+        await settle()
+        await place.tick()
+        assert [len(event["samples"]) for event in client.events] == [300, 300, 100, 1]
+        times = [sample["t"] for event in client.events for sample in event["samples"]]
+        assert times == sorted(times)
+        client.task.cancel()
+
+    play(scene)
+
+
+def test_a_stream_that_is_over_is_told_to_its_end() -> None:
+    async def scene(place: Place) -> None:
+        for _ in range(700):
+            place.live.tick()
+        place.supervisor.state = "dead"
+        client = Client(place.live)
+        await settle()
+        assert [len(event["samples"]) for event in client.events] == [300, 300, 100]
+        assert client.task.done()
+
+    play(scene)
+
+
+def test_viewers_are_bounded_and_one_key_leaves_seats_to_others() -> None:
+    async def scene(place: Place) -> None:
+        live = Live(place.supervisor, Recent(), shared=True)
+        crowd = [Client(live, client="a") for _ in range(96)]
+        with pytest.raises(ApiError, match="Too many watch"):
+            LiveStream(live, 1, "a")
+        other = Client(live, client="b")
+        await settle()
+        assert live.viewers == 97
+        for client in crowd:
+            client.left.set()
+        await settle()
+        assert (live.viewers, live.seats.held("a")) == (1, 0)
+        other.task.cancel()
+
+    play(scene)
+
+
 def test_a_stream_begins_as_far_back_as_it_is_asked_to() -> None:
     async def scene(place: Place) -> None:
         await place.tick(9)
@@ -159,7 +206,7 @@ def test_a_reader_that_pauses_gets_what_it_missed_at_once_and_never_more_than_is
         await settle()
         await place.tick(1)
         counts = [len(event["samples"]) for event in client.events]
-        assert counts == [0, 1, KEPT]
+        assert counts == [0, 1, *[300] * (KEPT // 300)]
         client.task.cancel()
 
     play(scene)

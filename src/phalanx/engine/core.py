@@ -25,6 +25,16 @@ log = logging.getLogger("phalanx.engine")
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max_model_len: int) -> None:
     """Refuse what cannot be served, before it is in the books."""
+    check_length(prompt, params, max_model_len)
+    for what, ids in (
+        ("The prompt", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", list(params.logit_bias)),
+    ):
+        _check_ids(what, ids, vocab)
+
+
+def check_length(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> None:
     if not prompt:
         raise RequestError("empty_prompt", "The prompt has no tokens.", "Give at least one token.")
     most, needs = (max_model_len, "") if params.max_tokens == 0 else (max_model_len - 1, " and the answer needs one")
@@ -34,12 +44,6 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab: int, max
             f"The prompt has {len(prompt)} tokens, the context is {max_model_len}{needs}.",
             f"Shorten the prompt to {most} tokens or raise max_model_len.",
         )
-    for what, ids in (
-        ("The prompt", prompt),
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", list(params.logit_bias)),
-    ):
-        _check_ids(what, ids, vocab)
 
 
 def _check_ids(what: str, ids: Sequence[int], vocab: int) -> None:

@@ -18,7 +18,9 @@ from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.hyper import HyperEnds
 from phalanx.layers.layer import DecoderLayer
 from phalanx.layers.linear import Linear
+from phalanx.layers.mixers.delta import DeltaMixer
 from phalanx.layers.mixers.gqa import Attention
+from phalanx.layers.mixers.mla import LatentAttention
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
@@ -98,7 +100,7 @@ class Decoder:
         """The products that adapters can be added to."""
         for layer in self.layers:
             for part in (layer.mixer, layer.ffn):
-                if isinstance(part, Attention | Mlp):
+                if isinstance(part, Attention | LatentAttention | DeltaMixer | Mlp):
                     yield from part.linears()
 
     @property

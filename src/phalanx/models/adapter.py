@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from phalanx.errors import AdapterError
-from phalanx.spec import Dense, Gqa, ModelSpec
+from phalanx.spec import DeltaNet, Dense, Gqa, Mla, ModelSpec
+from phalanx.spec.layer import Mixer
 from phalanx.spec.tensors import Run, Stored, Tensor
 
 MOST_BYTES = 2**31
@@ -58,9 +59,9 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
     def rank_bytes(self, spec: ModelSpec) -> int:
-        """At most what a rank holds of it, in float32: matrices that are computed as one have zeros between them."""
+        """At most what a rank holds of it, in float32: up to four matrices are one product, with zeros between them."""
         shapes = [(module.rank, spec.tensors[f"{name}.weight"].shape) for name, module in self.modules.items()]
-        return sum(4 * rank * (columns + 3 * rows) for rank, (rows, columns) in shapes)
+        return sum(4 * rank * (columns + 4 * rows) for rank, (rows, columns) in shapes)
 
 
 class AdapterOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -108,14 +109,11 @@ def read_adapter(folder: Path, spec: ModelSpec) -> Adapter:
 
 
 def adaptable_modules(spec: ModelSpec) -> Iterator[tuple[str, Tensor, Run | None]]:
-    """By the names that checkpoints have for them: projections of attention and of dense FFNs. Of matrices that are
-    kept as one, each comes with its rows in it.
+    """By the names that checkpoints have for them: projections of attention, of delta nets and of dense FFNs. Of
+    matrices that are kept as one, each comes with its rows in it.
     """
     for number, layer in enumerate(spec.layers):
-        names = []
-        if isinstance(layer.mixer, Gqa) and not layer.mixer.interleaved:
-            names += [f"{layer.mixer.module}.{letter}_proj" for letter in "qkvo"]
-            names += [f"{layer.mixer.module}.q_gate"] if layer.mixer.gated else []
+        names = _of_mixer(layer.mixer)
         if isinstance(layer.ffn, Dense):
             names += [f"{layer.ffn.module}.{name}_proj" for name in ("gate", "up", "down")]
         for name in names:
@@ -123,6 +121,19 @@ def adaptable_modules(spec: ModelSpec) -> Iterator[tuple[str, Tensor, Run | None
             for source in tensor.sources or (Stored(tensor.name),):
                 if not source.packed and replace(source, run=None).is_plain:
                     yield source.name.removesuffix(".weight"), tensor, source.run
+
+
+def _of_mixer(mixer: Mixer) -> list[str]:
+    match mixer:
+        case Gqa():
+            names = ["q_proj", "k_proj", "v_proj", "o_proj", *(["q_gate"] if mixer.gated else [])]
+        case Mla():
+            names = [*(["q_a_proj", "q_b_proj"] if mixer.q_rank else ["q_proj"]), "kv_a_proj_with_mqa", "o_proj"]
+        case DeltaNet():
+            names = [*(f"in_proj_{letter}" for letter in "qkvzba"), "out_proj"]
+        case _:
+            return []
+    return [f"{mixer.module}.{name}" for name in names]
 
 
 def _adapted(
@@ -136,7 +147,7 @@ def _adapted(
         found = f"The adapter changes {module}, which this model has not."
     kinds = sorted({name.rpartition(".")[2] for name in adaptable})
     can = f"Of this model, {', '.join(kinds)} can be adapted" if kinds else "Nothing of this model can be adapted"
-    raise AdapterError("unknown_module", found, f"{can}: projections of attention and of dense FFNs, not experts.")
+    raise AdapterError("unknown_module", found, f"{can}: projections of mixers and of dense FFNs, not experts.")
 
 
 def _misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...], rank: int, base: str) -> AdapterError:

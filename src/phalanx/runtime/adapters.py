@@ -9,6 +9,7 @@ from phalanx.layers.adapters import Added
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Place
 from phalanx.models.adapter import Adapter
+from phalanx.weights.load import half_split
 
 
 def hold_adapter(model: Decoder, number: int, adapter: Adapter) -> None:
@@ -30,11 +31,13 @@ def _share(place: Place, adapter: Adapter, tensors: dict[str, Tensor], name: str
     module = adapter.modules.get(name)
     if module is None:
         return None
-    rows, columns = place.layout.slices(place.spec.tensors[f"{name}.weight"], place.group.rank)
+    tensor = place.spec.tensors[f"{name}.weight"]
+    rows, columns = place.layout.slices(tensor, place.group.rank)
     up, run = tensors[module.up].float(), module.run
     if run is not None:
         up = up.unflatten(0, (-1, run.stride))[:, run.offset : run.offset + run.width].flatten(0, 1)
-    return tensors[module.down].float()[:, columns], adapter.scale * up[rows]
+    up = half_split(up[rows], tensor.pairs) if tensor.pairs else up[rows]
+    return tensors[module.down].float()[:, columns], adapter.scale * up
 
 
 def _placed(part: Tensor, place: Place) -> Tensor:

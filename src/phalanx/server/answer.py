@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from phalanx.engine.logprobs import PromptLogprobs, TokenLogprobs
 from phalanx.engine.output import NO_TOKEN
 from phalanx.engine.sampling import SamplingParams
@@ -38,6 +40,7 @@ class Question:
     tell_tokens: bool = False
     owner: str = ""
     adapter: str | None = None
+    write_embedding: Callable[[bytes], msgspec.Raw] | None = None
 
 
 @dataclass
@@ -55,7 +58,7 @@ class AnswerPiece:
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    embedding: bytes | None = None
+    embedding: msgspec.Raw | None = None
 
     def __bool__(self) -> bool:
         told = self.content or self.reasoning or self.tool_calls or self.logprobs or self.finish_reason or self.tokens
@@ -101,7 +104,8 @@ class GrowingChoice:
         if token.prompt_logprobs is not None:
             piece.prompt_logprobs = token.prompt_logprobs
         if token.token == NO_TOKEN:
-            piece.embedding = token.embedding
+            if token.embedding is not None and self.question.write_embedding is not None:
+                piece.embedding = self.question.write_embedding(token.embedding)
             self.finish_reason = piece.finish_reason = token.finish_reason
             return
         self.output_tokens += 1

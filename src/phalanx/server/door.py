@@ -36,11 +36,13 @@ def room_for_connections() -> int:
 
 class Door:
     """Counts connections, of which one address has three quarters at most. A newcomer beyond that takes the place of
-    the one that has been idle for longest. Behind it, a turnstile keeps requests from beginning all at once.
+    the one that has been idle for longest. Behind it, a turnstile keeps requests from beginning all at once, and one
+    at the way out keeps connections from closing all at once.
     """
 
     def __init__(self, most: int = MOST_CONNECTIONS) -> None:
         self.turnstile = Turnstile()
+        self.way_out = Turnstile()
         self._most = most
         self._most_of_one = max(1, most * 3 // 4)
         self._inside: Counter[str] = Counter()

@@ -6,6 +6,8 @@ from array import array
 from base64 import b64encode
 from typing import Any
 
+import msgspec
+
 from phalanx.engine.embedding import normalised
 from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.errors import ApiError
@@ -18,9 +20,8 @@ AT_ONCE = 16
 class EmbeddingFormat:
     """Writes embeddings, which are never streamed."""
 
-    def __init__(self, model: str, form: EmbeddingForm) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._form = form
 
     def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         raise NotImplementedError
@@ -39,9 +40,7 @@ class EmbeddingFormat:
         tokens = answer.prompt_tokens
         return {
             "object": "list",
-            "data": [
-                {"object": "embedding", "index": piece.choice, "embedding": self._written(piece)} for piece in ordered
-            ],
+            "data": [{"object": "embedding", "index": piece.choice, "embedding": piece.embedding} for piece in ordered],
             "model": self._model,
             "usage": {
                 "prompt_tokens": tokens,
@@ -50,7 +49,8 @@ class EmbeddingFormat:
             },
         }
 
-    def _written(self, piece: AnswerPiece) -> str | list[float]:
-        assert piece.embedding is not None
-        found = normalised(piece.embedding) if self._form.normalised else piece.embedding
-        return b64encode(found).decode() if self._form.base64 else array("f", found).tolist()
+
+def written(form: EmbeddingForm, embedding: bytes) -> msgspec.Raw:
+    """As JSON, each when it comes: millions of numbers at once would hold up other clients."""
+    found = normalised(embedding) if form.normalised else embedding
+    return msgspec.Raw(msgspec.json.encode(b64encode(found).decode() if form.base64 else array("f", found).tolist()))

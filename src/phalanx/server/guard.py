@@ -19,6 +19,8 @@ PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css", "/cockpit.svg")
 """The cockpit's files hold no secret: the page asks for the key."""
 OPEN_PATHS = frozenset({"/live", "/docs", *PAGE_PATHS})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+READ_HERE = ("/cockpit/", "/trace", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Bodies that this process reads itself: they are small."""
 BODY_TIMEOUT_S = 30.0
 MAX_COCKPIT_BODY = 16 * 1024
 _BODIES_AT_ONCE = 16
@@ -58,7 +60,8 @@ class Guard:
             scope[OPERATOR] = not self._keys or (key is not None and self._keys.is_operator(key))
             if key is not None:
                 note(key=key.name)
-            most = min(self._max_body, MAX_COCKPIT_BODY) if scope["path"].startswith("/cockpit/") else self._max_body
+            small = scope["path"].startswith(READ_HERE)
+            most = min(self._max_body, MAX_COCKPIT_BODY) if small else self._max_body
             _check_length(headers.get(b"content-length"), most)
         except ApiError as error:
             await refuse(error, scope["path"], send)

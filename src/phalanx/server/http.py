@@ -95,6 +95,13 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.pause_reading()
             self._door.turnstile.wait(partial(self._take_late, data))
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True: the connection stays until its turn to close. One under TLS closes at once in any case."""
+        if self.scheme == "https" or self._door.way_out.passes():
+            return False
+        self._door.way_out.wait(self.transport.close)
+        return True
+
     def _take_late(self, data: bytes) -> None:
         if not self.transport.is_closing():
             self.transport.resume_reading()

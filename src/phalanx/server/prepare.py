@@ -19,7 +19,7 @@ from phalanx.server.anthropic.translate import to_chat
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.complaints import complaint_of, problem_of
 from phalanx.server.errors import ApiError, bad_request, model_not_found
-from phalanx.server.fields import MAX_TOOLS, MAX_UNKNOWN_FIELDS, Body
+from phalanx.server.fields import MAX_TOKENS, MAX_TOOLS, MAX_UNKNOWN_FIELDS, Body
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.request import constraint_of
 from phalanx.server.offer import Offer, offer_of
@@ -143,6 +143,7 @@ class RequestReader:
         if request.stream and request.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not told in streams.", param="prompt_logprobs")
         prompts = [self._truncated(prompt, request, params) for prompt in prompts]
+        self._check(prompts, params)
         check_told(prompts, params)
         return Prepared(
             model=request.model or self._names[0],
@@ -160,6 +161,14 @@ class RequestReader:
             prompt_logprobs=request.prompt_logprobs,
             **more,
         )
+
+    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        """Each alone, and all together: the server has to take them in at once."""
+        for prompt in prompts:
+            check_request(prompt, params, self._vocab, self._context)
+        total = sum(map(len, prompts))
+        if total > MAX_TOKENS:
+            raise bad_request(f"The prompts have {total} tokens in all; {MAX_TOKENS} are taken at once.")
 
     def _truncated(
         self, prompt: list[int], request: Constrained | EmbeddingsRequest, params: SamplingParams
@@ -211,10 +220,12 @@ class RequestReader:
                 param="dimensions",
             )
         params = SamplingParams(max_tokens=0, pooling=self._pooling.kind, priority=request.priority)
-        prompts = inputs_of(request, self._encoder, self._hidden)
+        inputs = inputs_of(request, self._encoder, self._hidden)
+        prompts = [self._truncated(prompt, request, params) for prompt in inputs]
+        self._check(prompts, params)
         return Prepared(
             model=request.model or self._names[0],
-            prompts=[self._truncated(prompt, request, params) for prompt in prompts],
+            prompts=prompts,
             params=params,
             stream=False,
             include_usage=False,

@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from phalanx.engine.core import check_request
+from phalanx.engine.core import check_length
 from phalanx.errors import ConfigError
 from phalanx.models.parsers import parsers_for
 from phalanx.runtime.config import EngineConfig
@@ -23,7 +24,7 @@ from phalanx.server.answer import Answer, Question
 from phalanx.server.anthropic.events import MessageFormat
 from phalanx.server.chat import ChatFormat
 from phalanx.server.completions import CompletionFormat
-from phalanx.server.embeddings import AT_ONCE, EmbeddingFormat
+from phalanx.server.embeddings import AT_ONCE, EmbeddingFormat, written
 from phalanx.server.errors import ApiError, model_not_found, response_not_found
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint, after_thinking
@@ -127,9 +128,8 @@ class Service:
 
     async def embed(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("embedding", body, client)
-        assert asked.embedding is not None
         questions = await self._questions(asked, None, None, client)
-        return self._reply(asked, questions, EmbeddingFormat(asked.model, asked.embedding), client, headers, AT_ONCE)
+        return self._reply(asked, questions, EmbeddingFormat(asked.model), client, headers, AT_ONCE)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("message", body, client)
@@ -195,7 +195,7 @@ class Service:
         started = self.supervisor.client.started
         if started is not None:
             for prompt in outcome.prompts:
-                check_request(prompt, outcome.params, started.vocab, started.max_model_len)
+                check_length(prompt, outcome.params, started.max_model_len)
         return outcome
 
     async def _parsed_reply(self, asked: Prepared, format: Format, client: str, headers: dict[str, str]) -> Reply:
@@ -230,6 +230,7 @@ class Service:
                 tell_tokens=asked.tell_tokens,
                 owner=client if self.places.shared and not self.keys.ranked else "",
                 adapter=asked.model if asked.model in self.adapters else None,
+                write_embedding=partial(written, asked.embedding) if asked.embedding is not None else None,
             )
             for prompt in asked.prompts
         ]

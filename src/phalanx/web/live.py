@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +17,10 @@ from phalanx.engine.hang import Hang
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.engine_client import RankHealth
+from phalanx.server.errors import ApiError
+from phalanx.server.fairness import Shares
 from phalanx.server.gpu_watch import GpuReading, GpuWatch
+from phalanx.server.incoming import client_of
 from phalanx.server.recent import Recent
 from phalanx.server.supervisor import Supervisor, condition
 from phalanx.spec import Layout
@@ -26,7 +30,10 @@ from phalanx.web.sampler import EVERY_S, KEPT, LoadSampler, Sample
 from phalanx.weights.checkpoint import Checkpoint, locate
 
 STUCK_WRITE_S = 30.0
+MOST_VIEWERS = 128
 _NOTES_EVERY = 5
+_MOST_IN_ONE = 300
+"""Samples of an event: an hour's at once would hold up other clients."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +66,11 @@ class Live:
     of its own that a slow reader could fill.
     """
 
-    def __init__(self, supervisor: Supervisor, recent: Recent, gpus: GpuWatch | None = None) -> None:
+    def __init__(
+        self, supervisor: Supervisor, recent: Recent, gpus: GpuWatch | None = None, shared: bool = False
+    ) -> None:
         self.viewers = 0
+        self.seats = Shares(MOST_VIEWERS, shared)
         self._gpus = gpus or GpuWatch()
         self.sampler = LoadSampler(supervisor, recent, self._gpus.readings)
         self._supervisor = supervisor
@@ -104,19 +114,24 @@ class Live:
         """Wait for the next sample."""
         await self._fresh.wait()
 
-    def event_since(self, taken: int) -> bytes:
-        """What is new since so many samples had been taken. Nearly all streams ask for the latest one: made once."""
+    def event_since(self, taken: int) -> tuple[bytes, int]:
+        """What is new since so many samples had been taken, or the first of it, and up to which sample that is.
+
+        Nearly all streams ask for the latest one: made once.
+        """
         now = self.sampler.taken
         missed = min(now - taken, len(self.sampler.samples))
         if missed != 1:
-            return self._event(missed)
+            told = min(missed, _MOST_IN_ONE)
+            return self._event(missed, told), now - missed + told
         if self._latest[0] != now:
-            self._latest = now, self._event(1)
-        return self._latest[1]
+            self._latest = now, self._event(1, 1)
+        return self._latest[1], now
 
-    def _event(self, count: int) -> bytes:
-        samples = list(self.sampler.samples)
-        event = Event(self.state(), samples[len(samples) - count :])
+    def _event(self, missed: int, told: int) -> bytes:
+        samples = self.sampler.samples
+        first = len(samples) - missed
+        event = Event(self.state(), list(islice(samples, first, first + told)))
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     def state(self) -> EngineState:
@@ -163,11 +178,14 @@ def _known(config: EngineConfig, device: str) -> tuple[Expectation, list[float]]
 class LiveStream(Response):
     """Sends seconds of the past, then what comes, until the client goes or reads no more, or the server ends."""
 
-    def __init__(self, live: Live, seconds: int = KEPT) -> None:
+    def __init__(self, live: Live, seconds: int = KEPT, client: str = "") -> None:
+        if not live.seats.take(client, 1):
+            raise ApiError(429, "Too many watch already.", "too_many_viewers", headers={"retry-after": "10"})
         self.status_code = 200
         self.background = None
         self._live = live
         self._seconds = seconds
+        self._client = client
 
     @cached_property
     def _head(self) -> dict[str, Any]:
@@ -187,6 +205,7 @@ class LiveStream(Response):
                 telling.result()
         finally:
             self._live.viewers -= 1
+            self._live.seats.give(self._client, 1)
             telling.cancel()
             gone.cancel()
 
@@ -195,10 +214,14 @@ class LiveStream(Response):
         taken = max(live.sampler.taken - self._seconds, 0)
         await send(self._head)
         while more:
-            event, taken, more = live.event_since(taken), live.sampler.taken, not live.is_over
+            event, taken = live.event_since(taken)
+            is_behind = taken < live.sampler.taken
+            more = is_behind or not live.is_over
             async with asyncio.timeout(STUCK_WRITE_S):
                 await send({"type": "http.response.body", "body": event, "more_body": more})
-            if more:
+            if is_behind:
+                await asyncio.sleep(0)
+            elif more:
                 await live.next()
 
 
@@ -211,8 +234,8 @@ def live_route(live: Live) -> APIRouter:
     router = APIRouter(prefix="/cockpit", include_in_schema=False)
 
     @router.get("/live")
-    async def watch(seconds: Annotated[int, Query(ge=1, le=KEPT)] = KEPT) -> Response:
-        return LiveStream(live, seconds)
+    async def watch(request: Request, seconds: Annotated[int, Query(ge=1, le=KEPT)] = KEPT) -> Response:
+        return LiveStream(live, seconds, client_of(request))
 
     @router.get("/notes")
     async def notes() -> list[dict[str, str]]:

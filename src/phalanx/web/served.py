@@ -19,7 +19,7 @@ class ServedCockpit:
         self._service = service
         gpus = GpuWatch()
         service.metrics.add(gpus)
-        self._live = Live(service.supervisor, service.metrics.recent, gpus)
+        self._live = Live(service.supervisor, service.metrics.recent, gpus, shared=service.keys.several)
 
     def mount(self, app: FastAPI) -> None:
         service, tp = self._service, self._service.supervisor.launch.config.tp

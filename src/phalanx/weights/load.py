@@ -141,7 +141,7 @@ def _check_values(layout: Layout, reader: Reader, schemes: dict[str, Scheme | No
 def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slices: Slices) -> None:
     """Quantised memory takes what is stored as it is; what is stored wider is rounded here."""
     scheme = reader.scheme_of(tensor.name)
-    order = _half_split(torch.arange(slices[0].stop - slices[0].start), tensor.pairs) if tensor.pairs else None
+    order = half_split(torch.arange(slices[0].stop - slices[0].start), tensor.pairs) if tensor.pairs else None
     if scheme is None:
         values = reader.read(tensor.name, slices)
         values = values if order is None else values[order]
@@ -161,7 +161,7 @@ def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slic
         at_work(scheme).fill(target, pieces, slices, order)
 
 
-def _half_split(rows: Tensor, pairs: Pairs) -> Tensor:
+def half_split(rows: Tensor, pairs: Pairs) -> Tensor:
     """Rows of whole heads, with rotary pairs that lay side by side half of the rotated dimensions apart."""
     heads = rows.unflatten(0, (-1, pairs.head)).clone()
     turned = heads[:, pairs.first : pairs.first + pairs.rotated]

@@ -12,7 +12,7 @@ from phalanx.kernels.delta import delta_net
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
 from phalanx.kernels.fp8 import GROUP, Quantised
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.delta import DeltaNet
@@ -55,8 +55,11 @@ class DeltaMixer:
         yield f"{self.path}norm.weight", self.norm
         yield from self.output.parts()
 
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.qkvz, self.rates, self.output)
+
     def products(self) -> Iterator[Product]:
-        yield from (self.qkvz.product, self.rates.product, self.output.product)
+        yield from (linear.product for linear in self.linears())
 
     def block_bytes(self, block_size: int) -> int:
         return 0
@@ -86,11 +89,13 @@ class DeltaMixer:
         """This rank's part of what the net adds to these rows, all by default."""
         assert isinstance(x, Tensor)
         quantised = rows is None and self.output.product.takes_fp8 and self.record.v_dim == GROUP
-        mixed = delta_net(self.qkvz(x), self.rates(x), self.weights, self.memory, self.columns, step.batch, quantised)
+        adapters = step.adapters_of(None)
+        qkvz, rates = self.qkvz(x, adapters), self.rates(x, adapters)
+        mixed = delta_net(qkvz, rates, self.weights, self.memory, self.columns, step.batch, quantised)
         if rows is not None:
             assert isinstance(mixed, Tensor)
             mixed = mixed[rows]
-        return self.output(mixed)
+        return self.output(mixed, step.adapters_of(rows))
 
 
 RECORD, PART = DeltaNet, DeltaMixer

@@ -14,7 +14,7 @@ from phalanx.kernels.gemm import Product
 from phalanx.kernels.indexer import choose
 from phalanx.kernels.latent import Heads, keep_latents, latent_attention
 from phalanx.kernels.rotary import apply_rotary
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
@@ -61,8 +61,12 @@ class LatentAttention(Stateless):
         if self.indexer is not None:
             yield from self.indexer.parts()
 
+    def linears(self) -> Iterator[Linear]:
+        """All but the widening of latents, which attention takes into its own products."""
+        yield from (self.enter, self.query, self.output)
+
     def products(self) -> Iterator[Product]:
-        yield from (self.enter.product, self.query.product, self.output.product)
+        yield from (linear.product for linear in self.linears())
 
     def block_bytes(self, block_size: int) -> int:
         index = self.indexer.block_bytes(block_size) if self.indexer else 0
@@ -75,12 +79,12 @@ class LatentAttention(Stateless):
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
-        record = self.record
-        first, entered = self.enter(x).split([record.q_rank or 0, record.width], -1)
+        record, adapters = self.record, step.adapters_of(None)
+        first, entered = self.enter(x, adapters).split([record.q_rank or 0, record.width], -1)
         low = x if self.query_norm is None else self._normed(first)
         turns = step.turns(record.rope)
         kept = keep_latents(entered, self.latent_norm.weight, _LATENT_EPS, turns, step.batch.write_to, self.cache)
-        q = self.query(low).view(-1, self.heads, record.head_dim)
+        q = self.query(low, adapters).view(-1, self.heads, record.head_dim)
         if self.indexer is not None:
             assert isinstance(x, Tensor)
             assert isinstance(low, Tensor)
@@ -88,7 +92,7 @@ class LatentAttention(Stateless):
         chosen = step.chosen if self.indexer is not None else None
         heads = Heads(self.widening.view(self.heads, -1, record.kv_rank), record.nope_dim)
         attended = latent_attention(q, turns, kept, self.cache, step.batch, heads, record.scale, chosen).flatten(1)
-        return self.output(attended if rows is None else attended[rows])
+        return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
 
     def _normed(self, x: Tensor) -> Tensor | Quantised:
         assert self.query_norm is not None

@@ -30,7 +30,7 @@ class ResponsesFormat:
         self._id = id
         self._created = created
         self._record = record
-        self._echo: dict[str, Any] = msgspec.json.decode(record.echo)
+        self._echo = msgspec.json.decode(record.echo, type=dict[str, msgspec.Raw])
         self._tokenizer = tokenizer
         self._keep = keep
         self._blocks = Blocks()

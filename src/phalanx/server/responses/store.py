@@ -16,13 +16,17 @@ from phalanx.errors import ConfigError
 log = logging.getLogger("phalanx.server")
 
 MOST_BYTES = 64 * 2**20
-_SCHEMA = """
-create table if not exists kept (
-    number integer primary key autoincrement,
-    client text not null, id text not null, response blob not null, items blob not null,
-    unique (client, id)
+_SCHEMA = (
+    """
+    create table if not exists kept (
+        number integer primary key autoincrement,
+        client text not null, id text not null, response blob not null, items blob not null,
+        unique (client, id)
+    )
+    """,
+    "create index if not exists kept_by_age on kept (client, number)",
 )
-"""
+_SIZE = "length(response) + length(items)"
 
 
 class Kept(NamedTuple):
@@ -43,7 +47,7 @@ class ResponseStore:
     def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._database = _opened(path)
-        sums = "select client, sum(length(response) + length(items)) from kept group by client"
+        sums = f"select client, sum({_SIZE}) from kept group by client"
         self._bytes: Counter[str] = Counter(dict(self._database.execute(sums)))
         self._make_room()
 
@@ -56,7 +60,7 @@ class ResponseStore:
             with self._database:
                 row = (client, id, kept.response, kept.items)
                 self._database.execute("insert into kept (client, id, response, items) values (?, ?, ?, ?)", row)
-                self._bytes[client] += _size(kept)
+                self._bytes[client] += len(kept.response) + len(kept.items)
                 self._make_room()
         except sqlite3.Error as error:
             log.warning("%s is not kept: %s", id, error)
@@ -67,12 +71,12 @@ class ResponseStore:
         return Kept(*row) if row is not None else None
 
     def delete(self, client: str, id: str) -> bool:
-        kept = self.get(client, id)
-        if kept is None:
+        found = self._database.execute(f"select number, {_SIZE} from kept where client = ? and id = ?", (client, id))
+        row = found.fetchone()
+        if row is None:
             return False
         with self._database:
-            self._database.execute("delete from kept where client = ? and id = ?", (client, id))
-        self._forget(client, kept)
+            self._forget(client, *row)
         return True
 
     def close(self) -> None:
@@ -81,19 +85,14 @@ class ResponseStore:
     def _make_room(self) -> None:
         while self._bytes.total() > self._most_bytes:
             ((client, _),) = self._bytes.most_common(1)
-            oldest = "select number, response, items from kept where client = ? order by number limit 1"
-            number, *kept = self._database.execute(oldest, (client,)).fetchone()
-            self._database.execute("delete from kept where number = ?", (number,))
-            self._forget(client, Kept(*kept))
+            oldest = f"select number, {_SIZE} from kept indexed by kept_by_age where client = ? order by number limit 1"
+            self._forget(client, *self._database.execute(oldest, (client,)).fetchone())
 
-    def _forget(self, client: str, kept: Kept) -> None:
-        self._bytes[client] -= _size(kept)
+    def _forget(self, client: str, number: int, size: int) -> None:
+        self._database.execute("delete from kept where number = ?", (number,))
+        self._bytes[client] -= size
         if self._bytes[client] <= 0:
             del self._bytes[client]
-
-
-def _size(kept: Kept) -> int:
-    return len(kept.response) + len(kept.items)
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:
@@ -104,7 +103,8 @@ def _opened(path: Path | None) -> sqlite3.Connection:
         database = sqlite3.connect(path or ":memory:", timeout=0.0, check_same_thread=False)
         for setting in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = off", "secure_delete = on"):
             database.execute(f"pragma {setting}")
-        database.execute(_SCHEMA)
+        for statement in _SCHEMA:
+            database.execute(statement)
         database.commit()
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(

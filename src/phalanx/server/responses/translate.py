@@ -40,6 +40,9 @@ from phalanx.server.responses.wire import (
 
 SEALED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+MAX_KEPT_BYTES = 4 * 2**20
+"""Of a conversation: what is kept of it comes back with every request that goes on with it."""
+
 _SEAL = "phalanx:"
 
 _read_items = TypeAdapter(Items).validate_json
@@ -82,7 +85,7 @@ def to_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
 
 
 def record_of(request: ResponsesRequest, items: list[Item], model: str) -> ResponseRecord:
-    include = request.include or []
+    include, store = request.include or [], request.store is not False
     reasoning = request.reasoning.model_dump() if request.reasoning else {"effort": None}
     text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {"format": {"type": "text"}}
     echo: dict[str, Any] = {
@@ -98,7 +101,7 @@ def record_of(request: ResponsesRequest, items: list[Item], model: str) -> Respo
         "reasoning": {"summary": None} | reasoning,
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": request.store is not False,
+        "store": store,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": text,
         "tool_choice": _dumped(request.tool_choice or "auto"),
@@ -110,11 +113,23 @@ def record_of(request: ResponsesRequest, items: list[Item], model: str) -> Respo
     }
     return ResponseRecord(
         echo=msgspec.json.encode(echo),
-        items=msgspec.json.encode([item.model_dump(exclude_none=True) for item in items]),
-        store=request.store is not False,
+        items=_kept(items) if store else b"[]",
+        store=store,
         logprobs=LOGPROBS in include,
         sealed_reasoning=SEALED_REASONING in include,
     )
+
+
+def _kept(items: list[Item]) -> bytes:
+    found = msgspec.json.encode([item.model_dump(exclude_none=True) for item in items])
+    if len(found) > MAX_KEPT_BYTES:
+        raise bad_request(
+            f"The conversation has {len(found)} bytes; {MAX_KEPT_BYTES} are kept. Leave out what the model does not "
+            "read, or set store to false.",
+            "conversation_too_large",
+            param="input",
+        )
+    return found
 
 
 def _dumped(choice: str | NamedFunctionTool | AllowedFunctionTools) -> object:
