@@ -115,7 +115,7 @@ def test_what_no_rank_drafts_is_never_given_up() -> None:
     engine, runner = make_engine(num_blocks=200, max_model_len=300, speculation=speculation)
     engine.add([1, 2, 3], greedy(250))
     run(engine)
-    assert all(plan.taken_in for plan in runner.plans)
+    assert not any(plan.taken_in for plan in runner.plans), "nobody on the ranks would draft"
     assert any(samples > 1 for plan in runner.plans[-120:] for samples in plan.samples), "it is tried again"
 
 

@@ -25,8 +25,8 @@ Heads = Callable[[str], HeadReference]
 class Compared:
     """An engine under pressure, in chunks, with cached prefixes and preemption: its answers without drafts and with."""
 
-    def __init__(self, folder: Path, prompts: list[list[int]], tp: int, drafts_by: str) -> None:
-        self.threaded, self.prompts = ThreadedEngine(folder, tp, speculate=drafts_by, max_num_seqs=24), prompts
+    def __init__(self, folder: Path, prompts: list[list[int]], tp: int, drafts_by: str, caching: bool = True) -> None:
+        self.threaded, self.prompts = ThreadedEngine(folder, tp, caching, drafts_by, max_num_seqs=24), prompts
         self.scheduler = self.threaded.engine.scheduler
         self.scheduler.speculation = None
         self.plain = answers_of(self.threaded, prompts)
@@ -107,7 +107,7 @@ def test_a_head_that_was_given_up_rests_and_changes_no_answer(
 def test_a_model_that_drafts_for_itself_is_always_right(references: Callable[[str], Reference]) -> None:
     """Drafts are drawn with the numbers that the answer is drawn with, and touch no block of anybody else."""
     reference = references("qwen2")
-    compared = Compared(reference.folder, reference.prompts[2:4], 1, str(reference.folder))
+    compared = Compared(reference.folder, reference.prompts[2:4], 1, str(reference.folder), caching=False)
     compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 5)
     speculation.ahead = lambda requests: 5  # type: ignore[method-assign]
     _check_blocks(compared)

@@ -45,7 +45,7 @@ class Agenda:
     told: list[tuple[int, int, list[int]]] = field(default_factory=list)
     constrained: bool = False
     ahead: int = 0
-    taken_in: bool = True
+    taken_in: bool = False
 
     def give(self, slot: int, groups: list[list[int]]) -> None:
         """Blocks of each group that a slot gets, behind those it has."""
