@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TWO_WORKERS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: serve test quick test-cuda lint web dist clean
+.PHONY: serve test quick attacks test-cuda lint web dist clean
 
 serve: $(VENV)/.serve
 	$(BIN)/phalanx serve --tp 2
@@ -18,6 +18,12 @@ test: $(VENV)/.dev lint
 # What a change needs: the quick tests of its parts, and the slow ones of its files.
 quick: $(VENV)/.dev
 	$(PYTEST) $(TWO_WORKERS) --quick
+
+# The attacks alone, which are part of `test` too: see docs/security.md.
+attacks: $(VENV)/.dev
+	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/server/test_,$(addsuffix .py,http door crowd prepare responses hostile tls \
+		places fairness security faults clock)) tests/server/grammar/test_compiler.py tests/engine/test_sharing.py \
+		tests/web/test_live_stream.py tests/weights/test_malformed.py tests/runtime/test_channel.py
 
 test-cuda: $(VENV)/.dev
 	$(PYTEST) -m cuda
