@@ -16,13 +16,13 @@ from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.spec import Compressed, DeltaNet, Gqa, Mla, ModelSpec, Moe
 from phalanx.weights.checkpoint import Checkpoint
-from tests.conftest import LOGIT_NOISE, SCORE_NOISE, Reference
+from tests.conftest import LOGIT_NOISE, NEW_TOKENS, SCORE_NOISE, Reference
 from tests.threaded_ranks import ThreadedEngine
 
 pytestmark = pytest.mark.slow
 
-WHOLE_ANSWER = 64
-GREEDY = SamplingParams(temperature=0, max_tokens=WHOLE_ANSWER, ignore_eos=True)
+WHOLE_ANSWER = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20)
 BEYOND_WINDOWS = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
@@ -75,10 +75,10 @@ def test_rows_asked_for_are_computed_as_among_all_rows(some_reference: Reference
 def test_greedy_tokens_equal_transformers(reference: Reference) -> None:
     """One batch under pressure: chunks of prompts, cached prefixes and preemption, then again from a warm cache."""
     engine = ThreadedEngine(reference.folder, max_num_seqs=7, num_blocks=64)
-    cold = engine.generate(reference.prompts, GREEDY)
+    cold = engine.generate(reference.prompts, WHOLE_ANSWER)
     assert sum(request.preemptions for request in cold) > 0
     for prompt, request in zip(reference.prompts, cold, strict=True):
-        assert len(request.output) == WHOLE_ANSWER
+        assert len(request.output) == WHOLE_ANSWER.max_tokens
         assert reference.confirms(prompt, request.output)
     again = [engine.generate(reference.prompts[-1:], BEYOND_WINDOWS)[0] for _ in range(2)]
     assert all(reference.confirms(reference.prompts[-1], request.output) for request in again)
@@ -168,9 +168,8 @@ def test_a_recurrent_state_is_resumed_where_one_was_kept(
 ) -> None:
     reference = references("qwen3_5_text")
     with LLM(reference.folder, progress=False, prefix_caching=prefix_caching) as llm:
-        answers = [llm.generate(reference.prompts[-1], BEYOND_WINDOWS) for _ in range(2)]
-    wanted = reference.continuations[-1][: BEYOND_WINDOWS.max_tokens]
-    assert [answer.token_ids for answer in answers] == [wanted] * 2
+        answers = [llm.generate(reference.prompts[-1], GREEDY) for _ in range(2)]
+    assert [answer.token_ids for answer in answers] == [reference.continuations[-1]] * 2
     assert [answer.cached_tokens for answer in answers] == [0, cached]
 
 
