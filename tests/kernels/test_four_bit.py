@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.errors import CheckpointError
 from phalanx.kernels.four_bit import FourBitWeight, Numbers, pack, unpack
 from phalanx.kernels.gemm import FourBitGemm, four_bit_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch
 from phalanx.quant import at_work
+from phalanx.quant.base import Pieces
 from phalanx.spec.ffn import Activation
 from phalanx.spec.schemes import DEFAULTS, Scheme, awq, packed_int4
 
@@ -45,6 +47,18 @@ def test_sixteen_bits_hold_every_eighth_of_32_columns(numbers: Numbers) -> None:
     alone = torch.zeros(1, 32, dtype=torch.uint8)
     alone[0, [3, 11, 19, 27]] = 15
     assert pack(alone, numbers).view(torch.int16)[0].tolist() == [0, 0, 0, -1, 0, 0, 0, 0]
+
+
+def test_scales_beyond_what_kernels_have_room_for_are_refused() -> None:
+    scheme = at_work(DEFAULTS["mxfp4"])
+    target = scheme.empty((), [2], 64, torch.device("cpu"))
+    scales = torch.tensor([[120, 0], [160, 100]], dtype=torch.uint8)
+    pieces: Pieces = {"values": torch.full((2, 32), 0x22, dtype=torch.uint8), "scales": scales}
+    scheme.fill(target, pieces, (slice(0, 2), slice(0, 64)), None)
+    assert target.dequantised(torch.float32)[1, [0, 32]].tolist() == [2.0**33, 2.0**-27]
+    scales[0, 1] = 161
+    with pytest.raises(CheckpointError, match=r"2\^34"):
+        scheme.fill(target, pieces, (slice(0, 2), slice(0, 64)), None)
 
 
 def made(scheme: Scheme, *shape: int) -> FourBitWeight:
