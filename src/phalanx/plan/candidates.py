@@ -23,9 +23,10 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to deploy: `replicas` engines of `tp` GPUs each, times the `stages` of a pipeline over boxes.
+    """A way to deploy: `replicas` engines of `tp` GPUs each, times the `stages` of a pipeline. With `attention_ranks`
+    each of the `tp` has sequences of its own, and a share of the experts.
 
-    Fit, prediction and workload are of one replica (of a pipeline, of one of the parts that are under way in it): on
+    Fit, prediction and workload are of one replica (of a pipeline or such ranks, of one of the batches in it): on
     unlike GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, with those that stay idle;
     `copies` how many times the predicted replica's traffic is served: with fewer clients than replicas, some idle. For
     arrivals at a rate, all replicas together hold `capacity` a second; where that is less than was asked for, the
@@ -47,6 +48,7 @@ class Candidate:
     capacity: float | None = None
     is_held: bool = True
     stages: int = 1
+    attention_ranks: int = 1
 
     @property
     def sequences(self) -> int:
@@ -91,7 +93,8 @@ class Candidate:
     @property
     def degrees(self) -> str:
         """TP, and how else a replica is split."""
-        return f"{self.tp}{'+EP' if self.expert_parallel else ''}{f' PP={self.stages}' if self.stages > 1 else ''}"
+        experts = "+DP" if self.attention_ranks > 1 else "+EP" if self.expert_parallel else ""
+        return f"{self.tp}{experts}{f' PP={self.stages}' if self.stages > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class Plan:
         """The winner's engine and format at every TP degree, smallest first: of each the best number of replicas."""
         by_tp: dict[int, Candidate] = {}
         for each in self.candidates:
-            if each.stages == 1 and (each.engine, each.weight_format) == _kind(self.candidates[0]):
+            if each.stages == each.attention_ranks == 1 and (each.engine, each.weight_format) == _kind(
+                self.candidates[0]
+            ):
                 by_tp.setdefault(each.tp, each)
         return tuple(by_tp[tp] for tp in sorted(by_tp))
 

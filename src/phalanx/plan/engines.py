@@ -40,7 +40,8 @@ class EngineTraits:
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
     all that is free beside weights, a worst step and the graphs, but for a hundredth of the card. The formats are those
     it loads, and keeps KV in. `support.toml` says on which cards. With `has_cache_groups` layers with windows share the
-    blocks of those that keep everything, and a sequence's states have places for copies.
+    blocks of those that keep everything, and a sequence's states have places for copies. With `has_attention_ranks`
+    ranks can keep sequences of their own and share the experts alone.
     """
 
     name: str
@@ -54,6 +55,7 @@ class EngineTraits:
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
     has_pipelines: bool = False
+    has_attention_ranks: bool = False
     has_cache_groups: bool = False
     block_tokens: int = 16
 
@@ -103,6 +105,7 @@ ENGINES = {
             keeps_blocks_whole=True,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
         ),
         EngineTraits(
             "sglang",
@@ -114,6 +117,7 @@ ENGINES = {
             keeps_blocks_whole=True,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
             block_tokens=1,
         ),
         EngineTraits(
@@ -125,6 +129,7 @@ ENGINES = {
             _QUANTISED,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
             block_tokens=32,
         ),
     )

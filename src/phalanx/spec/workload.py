@@ -111,4 +111,10 @@ class Workload:
             yield arrival, self._draw(chance, self.input_tokens), self._draw(chance, self.output_tokens)
 
     def _draw(self, chance: random.Random, length: int) -> int:
-        return length if self.spread == 0 else chance.randint(max(1, round(length * (1 - self.spread))), length)
+        """As far between the shortest and the longest as it would be for any other length: longer prompts are longer
+        each, and change no answer.
+        """
+        if self.spread == 0:
+            return length
+        shortest = max(1, round(length * (1 - self.spread)))
+        return shortest + int(chance.random() * (length - shortest + 1))
