@@ -41,7 +41,8 @@ class EngineTraits:
     all that is free beside weights, a worst step and the graphs, but for a hundredth of the card. The formats are those
     it loads, and keeps KV in. `support.toml` says on which cards. With `has_cache_groups` layers with windows share the
     blocks of those that keep everything, and a sequence's states have places for copies. With `has_attention_ranks`
-    ranks can keep sequences of their own and share the experts alone.
+    ranks can keep sequences of their own and share the experts alone; with `has_disaggregation` prompts are computed
+    on other replicas than answers.
     """
 
     name: str
@@ -56,6 +57,7 @@ class EngineTraits:
     expert_parallel: bool = False
     has_pipelines: bool = False
     has_attention_ranks: bool = False
+    has_disaggregation: bool = False
     has_cache_groups: bool = False
     block_tokens: int = 16
 
@@ -106,6 +108,7 @@ ENGINES = {
             expert_parallel=True,
             has_pipelines=True,
             has_attention_ranks=True,
+            has_disaggregation=True,
         ),
         EngineTraits(
             "sglang",
@@ -118,6 +121,7 @@ ENGINES = {
             expert_parallel=True,
             has_pipelines=True,
             has_attention_ranks=True,
+            has_disaggregation=True,
             block_tokens=1,
         ),
         EngineTraits(
@@ -130,6 +134,7 @@ ENGINES = {
             expert_parallel=True,
             has_pipelines=True,
             has_attention_ranks=True,
+            has_disaggregation=True,
             block_tokens=32,
         ),
     )

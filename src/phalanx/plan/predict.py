@@ -213,6 +213,20 @@ class Predictor:
             is_held=trace.is_steady,
         )
 
+    def around(
+        self, steps: float, sent: float, between: float, throughput: float, wider: float
+    ) -> tuple[Interval, Interval, Interval]:
+        """TTFT, TPOT and throughput of steps that were priced elsewhere; keys and values are `sent` in between."""
+        load, first, rest = self.traits.workload, self.fitted.ttft, self.fitted.tpot
+        outside = first_token_seconds(self._rates, load.input_tokens)
+        ttft = (steps / self._between_correction + outside) * self._first_correction + sent
+        half = wider * self._half_width(rest)
+        return (
+            Interval.around(ttft, wider * self._half_width(first)),
+            Interval.around(between, half),
+            Interval.around(throughput, half),
+        )
+
     def _waiting(self, price: StepPrice, workload: Workload, rules: Rules, kv_tokens: int | None) -> StepPrice:
         """With what steps wait for prompts of other batches; where all requests are alike, those come together."""
         if self.together == 1 or (workload.is_closed_loop and not workload.spread):

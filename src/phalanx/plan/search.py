@@ -62,14 +62,6 @@ class Search:
     tariff: Tariff
     context: int
 
-    def consider_all(
-        self, formats: Sequence[str], engines: Sequence[EngineTraits], degrees: Sequence[int]
-    ) -> list[Candidate | Excluded]:
-        return [
-            self.deploy(outcome) if isinstance(outcome, Loaded) else outcome
-            for outcome in self.load_all(formats, engines, degrees)
-        ]
-
     def load_all(
         self, formats: Sequence[str], engines: Sequence[EngineTraits], degrees: Sequence[int]
     ) -> Iterator[Loaded | Excluded]:

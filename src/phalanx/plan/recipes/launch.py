@@ -31,9 +31,9 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 @dataclass(frozen=True)
 class Launch:
     """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline; with `attention_ranks` each of them
-    has sequences of its own, up to `max_num_seqs`. `prepare`: the command that first
-    writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine is told. The model's
-    own head makes up to `drafts` of tokens.
+    has sequences of its own, up to `max_num_seqs`; `prompt_replicas` of the replicas compute prompts alone. `prepare`:
+    the command that first writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine
+    is told. The model's own head makes up to `drafts` of tokens.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Launch:
     expert_parallel: bool = False
     stages: int = 1
     attention_ranks: int = 1
+    prompt_replicas: int = 0
     drafts: int = 0
     prepare: tuple[str, ...] = ()
     note: str = ""
