@@ -25,7 +25,7 @@ from phalanx.plan.scaling import draw_scaling
 from phalanx.plan.slo import Slo
 from phalanx.plan.speculated import published_acceptance
 from phalanx.plan.systems import OperatingSystem, system
-from phalanx.plan.traffic import read_trace
+from phalanx.plan.traffic import read_sessions
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
 from phalanx.spec.machine import Machine
@@ -192,7 +192,7 @@ def _acceptance(question: PlanQuestion, spec: ModelSpec) -> float | None:
 
 
 def _workload(question: PlanQuestion, spec: ModelSpec) -> Workload:
-    trace = read_trace(question.trace) if question.trace is not None else ()
+    trace, sessions = read_sessions(question.trace) if question.trace is not None else ((), ())
     return Workload(
         input_tokens=question.input_tokens,
         output_tokens=question.output_tokens,
@@ -201,6 +201,7 @@ def _workload(question: PlanQuestion, spec: ModelSpec) -> Workload:
         requests=question.requests,
         rate=question.rate,
         trace=trace,
+        sessions=sessions,
         shared_prefix=question.shared_prefix,
         agents=question.agents,
         acceptance=_acceptance(question, spec),

@@ -223,16 +223,26 @@ def _replica_counts(most: int, workload: Workload) -> list[int]:
     return [count for count in range(1, most + 1) if count == most or count & (count - 1) == 0]
 
 
+def _turns_of(workload: Workload, replicas: int) -> list[int]:
+    """Requests of a trace that one replica has: every so many, or all turns of every so many sessions."""
+    if not workload.sessions:
+        return list(range(0, len(workload.trace), replicas))
+    own = set(list(dict.fromkeys(workload.sessions))[::replicas])
+    return [place for place, session in enumerate(workload.sessions) if session in own]
+
+
 def per_replica(workload: Workload, replicas: int) -> Workload:
-    """The traffic of one replica when requests are dealt evenly and an agent stays with its replica."""
+    """The traffic of one replica when requests are dealt evenly, and an agent and a session stay with theirs."""
     if replicas == 1:
         return workload
+    kept = _turns_of(workload, replicas)
     return dataclasses.replace(
         workload,
         concurrency=-(-workload.concurrency // replicas),
         requests=None if workload.requests is None else -(-workload.requests // replicas),
         rate=None if workload.rate is None else workload.rate / replicas,
-        trace=workload.trace[::replicas],
+        trace=tuple(workload.trace[place] for place in kept),
+        sessions=tuple(workload.sessions[place] for place in kept) if workload.sessions else (),
         agents=-(-workload.agents // replicas),
     )
 
