@@ -68,6 +68,7 @@ class DraftGraphs:
     def __init__(self, drafting: RankDrafts, batch: Batch, recorder: Recorder, most: int) -> None:
         self._drafting, self._batch, self._recorder, self._most = drafting, batch, recorder, most
         self._sizes = graph_sizes(batch.spare_slot)
+        self._aheads = sorted({ahead for ahead in (0, 1, 2, 4, most) if ahead <= most})
         largest = self._sizes[-1]
         self._columns = torch.zeros(COLUMNS, largest, dtype=torch.long, device=batch.device)
         self._hidden = drafting.empty_hidden(largest).zero_()
@@ -81,7 +82,7 @@ class DraftGraphs:
         return [
             DraftKind(size, ahead, drawn)
             for drawn in (True, False)
-            for ahead in range(self._most, -1, -1)
+            for ahead in reversed(self._aheads)
             for size in reversed(self._sizes)
         ]
 
@@ -104,7 +105,8 @@ class DraftGraphs:
         """`plan.ahead` drafts of each sequence; the next run of any graph overwrites them."""
         rows = plan.num_tokens
         size = next(size for size in self._sizes if size >= rows)
-        kind = DraftKind(size, plan.ahead, self._drafting.draws(plan))
+        ahead = next(ahead for ahead in self._aheads if ahead >= plan.ahead)
+        kind = DraftKind(size, ahead, self._drafting.draws(plan))
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
