@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -43,8 +43,7 @@ class Question:
     write_embedding: Callable[[bytes], msgspec.Raw] | None = None
 
 
-@dataclass
-class AnswerPiece:
+class AnswerPiece(msgspec.Struct):
     """What is new in a choice since the piece before, and by which tokens where the question asks for them.
 
     The first one has what was asked about the prompt.
@@ -53,10 +52,10 @@ class AnswerPiece:
     choice: int
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
     finish_reason: str | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     prompt_logprobs: PromptLogprobs | None = None
     embedding: msgspec.Raw | None = None
 
