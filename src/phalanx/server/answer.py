@@ -157,6 +157,7 @@ class Answer:
         self.asked = False
         self._listener = listener
         self._at_once = at_once
+        self._ended = 0
         self.choices = [
             GrowingChoice(index, question, tokenizer, stop_tokens)
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
@@ -167,9 +168,9 @@ class Answer:
         ids: list[int] = []
         self.asked = True
         try:
-            while unfinished := sum(choice.finish_reason is None for choice in self.choices):
-                ended = len(self.choices) - unfinished
-                while len(ids) < len(self.choices) and (self._at_once is None or len(ids) - ended < self._at_once):
+            while self._ended < len(self.choices):
+                most = len(self.choices) if self._at_once is None else self._ended + self._at_once
+                while len(ids) < min(len(self.choices), most):
                     ids.append(self._submit(len(ids), engine))
                 yield self._read(await self.mailbox.take(), engine, ids)
         finally:
@@ -194,6 +195,7 @@ class Answer:
             choice.add(token, pieces[index])
             self._time(choice, now)
             if choice.finish_reason is not None:
+                self._ended += 1
                 engine.cancel(ids[index])
         return [piece for piece in pieces.values() if piece]
 

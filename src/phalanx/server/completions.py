@@ -50,33 +50,43 @@ class CompletionFormat(Chunks):
         self._echoes = dict(enumerate(echoes))
         self._lengths = [len(echo) for echo in echoes]
 
-    def choice(self, piece: AnswerPiece, answer: Answer) -> CompletionChoice:
-        return self._choice([piece], answer.choices[piece.choice])
-
     def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, Any]:
         of_choice = [[piece for piece in pieces if piece.choice == choice.index] for choice in answer.choices]
-        choices = list(map(self._choice, of_choice, answer.choices))
+        choices = [
+            self.choice(_joined(choice, some), answer) for choice, some in zip(answer.choices, of_choice, strict=True)
+        ]
         return self._head | {"choices": choices, "usage": answer.usage(), "object": OBJECT}
 
-    def _choice(self, pieces: list[AnswerPiece], choice: GrowingChoice) -> CompletionChoice:
-        index, written = choice.index, None
-        is_first = index in self._echoes
-        tokens: list[tuple[int, TokenLogprobs | None]] = [token for piece in pieces for token in piece.logprobs]
-        prompt, found = choice.question.prompt, pieces[0].prompt_logprobs if pieces else None
+    def choice(self, piece: AnswerPiece, answer: Answer) -> CompletionChoice:
+        choice = answer.choices[piece.choice]
+        index, prompt, found = choice.index, choice.question.prompt, piece.prompt_logprobs
+        is_first, written = index in self._echoes, None
+        tokens: list[tuple[int, TokenLogprobs | None]] = [*piece.logprobs]
         if found is not None and self._echo_logprobs:
             tokens[:0] = logprobs.told_of_prompt(prompt, found, choice.question.params.logprobs or 0)
             self._lengths[index] = 0
         if tokens:
             written = logprobs.for_completion(tokens, self._tokenizer, self._lengths[index])
             self._lengths[index] += sum(map(len, written["tokens"]))
-        reason = pieces[-1].finish_reason if pieces else choice.finish_reason
         return CompletionChoice(
             index,
-            "".join([self._echoes.pop(index, ""), *(piece.content for piece in pieces)]),
+            self._echoes.pop(index) + piece.content if is_first else piece.content,
             written,
-            reason,
-            choice.stop_reason if reason else None,
-            [token for piece in pieces for token in piece.tokens] or msgspec.UNSET,
+            piece.finish_reason,
+            choice.stop_reason if piece.finish_reason else None,
+            piece.tokens or msgspec.UNSET,
             prompt if is_first and choice.question.tell_tokens else msgspec.UNSET,
             logprobs.of_prompt(prompt, found, self._prompt_logprobs, self._tokenizer) or msgspec.UNSET,
         )
+
+
+def _joined(choice: GrowingChoice, pieces: list[AnswerPiece]) -> AnswerPiece:
+    """The whole of a choice as one piece."""
+    return AnswerPiece(
+        choice.index,
+        "".join(piece.content for piece in pieces),
+        logprobs=[token for piece in pieces for token in piece.logprobs],
+        finish_reason=choice.finish_reason,
+        tokens=[token for piece in pieces for token in piece.tokens],
+        prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
+    )
