@@ -46,11 +46,14 @@ class Spoken:
 class Plain(Chunks):
     """The simplest format there is."""
 
-    def chunk(self, piece: AnswerPiece, answer: object, usage: object) -> object:
+    def __init__(self, include_usage: bool = False) -> None:
+        super().__init__({}, "", include_usage)
+
+    def choice(self, piece: AnswerPiece, answer: object) -> object:
         return piece.content
 
-    def usage_chunk(self, usage: dict[str, object]) -> object:
-        return usage
+    def _chunk(self, choice: bytes, beside: dict[str, object]) -> bytes:
+        return b"data: %b\n\n" % (choice or json.dumps(beside["usage"], separators=(",", ":")).encode())
 
     def body(self, pieces: list[AnswerPiece], answer: object) -> object:
         return "".join(piece.content for piece in pieces)
@@ -122,7 +125,7 @@ def exchange(
             told,
             engine,
             format or Plain(include_usage),
-            stream,
+            (format or Plain(include_usage)) if stream else None,
             10.0,
             {"x-request-id": "mine"},
             lambda _, error: ends.append(error),
@@ -252,7 +255,7 @@ def test_nothing_of_a_client_that_left_is_kept() -> None:
         answer = Spoken(then_waits=True)
         told: Any = answer
         to = Client(leaves_after=0)
-        sent = Reply(told, given, Plain(), True, 10, {}, lambda *_: None)  # type: ignore[arg-type]
+        sent = Reply(told, given, Plain(), Plain(), 10, {}, lambda *_: None)  # type: ignore[arg-type]
         await sent({"extensions": {}}, to.receive, to.send)
         return weakref.ref(answer)
 

@@ -37,7 +37,7 @@ from phalanx.server.places import Places
 from phalanx.server.prepared import Assignment, Continues, DetokenizedText, Prepared, RequestKind, TokenizedText
 from phalanx.server.preparer import Preparer
 from phalanx.server.quotas import Quotas
-from phalanx.server.reply import Format, Reply
+from phalanx.server.reply import Format, Reply, StreamFormat
 from phalanx.server.responses.events import ResponsesFormat
 from phalanx.server.responses.store import Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
@@ -124,12 +124,13 @@ class Service:
             asked.prompt_logprobs,
             **_usage_of(asked),
         )
-        return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
+        questions = await self._questions(asked, asked.constraint, None, client)
+        return self._streamed_reply(asked, questions, format, client, headers)
 
     async def embed(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("embedding", body, client)
         questions = await self._questions(asked, None, None, client)
-        return self._reply(asked, questions, EmbeddingFormat(asked.model), client, headers, AT_ONCE)
+        return self._reply(asked, questions, EmbeddingFormat(asked.model), client, headers, at_once=AT_ONCE)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("message", body, client)
@@ -198,12 +199,13 @@ class Service:
                 check_length(prompt, outcome.params, started.max_model_len)
         return outcome
 
-    async def _parsed_reply(self, asked: Prepared, format: Format, client: str, headers: dict[str, str]) -> Reply:
+    async def _parsed_reply(self, asked: Prepared, format: StreamFormat, client: str, headers: dict[str, str]) -> Reply:
         """An answer in which thoughts and calls are told apart."""
         parser, constraint = self._parser(asked), asked.constraint
         if constraint is not None and parser is not None and parser().in_reasoning:
             constraint = after_thinking(constraint)
-        return self._reply(asked, await self._questions(asked, constraint, parser, client), format, client, headers)
+        questions = await self._questions(asked, constraint, parser, client)
+        return self._streamed_reply(asked, questions, format, client, headers)
 
     async def _questions(
         self,
@@ -245,6 +247,17 @@ class Service:
             return None
         return lambda: OutputParser(self.reasoning_parser, tools, asked.tools, asked.thinking)
 
+    def _streamed_reply(
+        self,
+        asked: Prepared,
+        questions: list[Question],
+        format: StreamFormat,
+        client: str,
+        headers: dict[str, str],
+    ) -> Reply:
+        """Streamed if it was asked for so."""
+        return self._reply(asked, questions, format, client, headers, format if asked.stream else None)
+
     def _reply(
         self,
         asked: Prepared,
@@ -252,13 +265,14 @@ class Service:
         format: Format,
         client: str,
         headers: dict[str, str],
+        stream: StreamFormat | None = None,
         at_once: int | None = None,
     ) -> Reply:
         started = self.supervisor.client.started
         choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
         choices = min(choices, at_once or choices)
-        visit = Visit(self.places, self.quotas, self.metrics, client, tokens)
-        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit, at_once)
+        visit = Visit(self.places, self.quotas, client, tokens)
+        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], self.metrics, at_once)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
             visit.leave(answer.output_tokens)
@@ -268,7 +282,7 @@ class Service:
             answer,
             engine=lambda: visit.enter(choices),
             format=format,
-            stream=asked.stream,
+            stream=stream,
             timeout_s=self.request_timeout_s,
             headers=headers | _warning(asked.unknown),
             on_finish=finished,
