@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, client_gone
+from phalanx.server.turnstile import Turnstile
 
 log = logging.getLogger("phalanx.server")
 
@@ -53,6 +54,7 @@ class Reply(Response):
         timeout_s: float,
         headers: dict[str, str],
         on_finish: Callable[[Answer, ApiError | None], None],
+        late: Turnstile,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -61,6 +63,7 @@ class Reply(Response):
         self._format = format
         self._stream = stream
         self._timeout_s = timeout_s
+        self._late = late
         self._own_headers = headers
         self._on_finish = on_finish
         self._begun = False
@@ -80,7 +83,7 @@ class Reply(Response):
 
     async def _run(self) -> ApiError | None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._late.limit(asyncio.get_running_loop().time() + self._timeout_s):
                 await (self._send_stream() if self._stream else self._send_whole())
         except ApiError as error:
             return error
