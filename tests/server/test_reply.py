@@ -18,6 +18,7 @@ from phalanx.server.chunks import Chunks
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.reply import Reply
+from phalanx.server.turnstile import Turnstile
 from tests import timeless
 
 
@@ -129,6 +130,7 @@ def exchange(
             10.0,
             {"x-request-id": "mine"},
             lambda _, error: ends.append(error),
+            Turnstile(),
         )
         async with asyncio.timeout(60):
             await sent({"extensions": {"abort": to.abort}}, to.receive, to.send)
@@ -255,7 +257,7 @@ def test_nothing_of_a_client_that_left_is_kept() -> None:
         answer = Spoken(then_waits=True)
         told: Any = answer
         to = Client(leaves_after=0)
-        sent = Reply(told, given, Plain(), Plain(), 10, {}, lambda *_: None)  # type: ignore[arg-type]
+        sent = Reply(told, given, Plain(), Plain(), 10, {}, lambda *_: None, Turnstile())  # type: ignore[arg-type]
         await sent({"extensions": {}}, to.receive, to.send)
         return weakref.ref(answer)
 

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, client_gone
+from phalanx.server.turnstile import Turnstile
 
 log = logging.getLogger("phalanx.server")
 
@@ -60,6 +61,7 @@ class Reply(Response):
         timeout_s: float,
         headers: dict[str, str],
         on_finish: Callable[[Answer, ApiError | None], None],
+        late: Turnstile,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -68,6 +70,7 @@ class Reply(Response):
         self._format = format
         self._stream = stream
         self._timeout_s = timeout_s
+        self._late = late
         self._own_headers = headers
         self._on_finish = on_finish
         self._begun = False
@@ -87,7 +90,7 @@ class Reply(Response):
 
     async def _run(self) -> ApiError | None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._late.limit(asyncio.get_running_loop().time() + self._timeout_s):
                 await (self._send_whole() if self._stream is None else self._send_stream(self._stream))
         except ApiError as error:
             return error

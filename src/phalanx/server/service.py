@@ -39,9 +39,10 @@ from phalanx.server.preparer import Preparer
 from phalanx.server.quotas import Quotas
 from phalanx.server.reply import Format, Reply, StreamFormat
 from phalanx.server.responses.events import ResponsesFormat
-from phalanx.server.responses.store import Kept, ResponseStore, appended
+from phalanx.server.responses.store import Archive, Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
 from phalanx.server.tool_prompt import PARSER, templates_know_tools
+from phalanx.server.turnstile import Turnstile
 from phalanx.server.visit import Visit
 from phalanx.spec import ModelSpec
 from phalanx.spec.pooling import USUAL, Pooling, pooling_of
@@ -78,11 +79,12 @@ class Service:
     share_prefixes: bool = False
     aliases: tuple[str, ...] = ()
     tools_in_words: bool = False
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: Archive = field(default_factory=lambda: Archive(ResponseStore()))
     pooling: Pooling = USUAL
     keys: KeyRing = field(default_factory=KeyRing)
     quotas: Quotas = field(default_factory=lambda: Quotas(KeyRing()))
     traces: Traces | None = None
+    late: Turnstile = field(default_factory=Turnstile)
 
     @property
     def names(self) -> list[str]:
@@ -147,9 +149,9 @@ class Service:
         format = ResponsesFormat(id, _now(), record, self.tokenizer, keep)
         return await self._parsed_reply(asked, format, client, headers)
 
-    def response(self, id: str, client: str) -> Kept:
+    async def response(self, id: str, client: str) -> Kept:
         """One that was kept for this client."""
-        kept = self.responses.get(client, id)
+        kept = await self.responses.get(client, id)
         if kept is None:
             raise response_not_found(id)
         return kept
@@ -190,7 +192,7 @@ class Service:
     async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
         if isinstance(outcome, Continues):
-            earlier = self.response(outcome.response, client).items
+            earlier = (await self.response(outcome.response, client)).items
             outcome = await self.preparer.prepare(kind, body, client, earlier)
         assert isinstance(outcome, Prepared)
         started = self.supervisor.client.started
@@ -286,6 +288,7 @@ class Service:
             timeout_s=self.request_timeout_s,
             headers=headers | _warning(asked.unknown),
             on_finish=finished,
+            late=self.late,
         )
 
     def _finished(self, id: str, answer: Answer, error: ApiError | None) -> None:
@@ -364,7 +367,7 @@ def build_service(
         share_prefixes=options.share_prefixes,
         aliases=options.served_names[1:],
         tools_in_words=in_words,
-        responses=ResponseStore(options.response_store),
+        responses=Archive(ResponseStore(options.response_store)),
         pooling=pooling_of(path, options.pooling),
         keys=options.keys,
         quotas=Quotas(options.keys),
