@@ -65,9 +65,12 @@ SLOW_DECAY = -4.0
 LOGIT_NOISE = 2.0**12 * 2.0**-23
 """How far apart logits of these models may be: of some 2, by sums of 144 products through 4 layers in another order. On
 four processors, and by other instructions of theirs, it was a tenth of this at most."""
-SCORE_NOISE = LOGIT_NOISE / 2
-"""How far apart they may be where nothing is chosen by them: five times what was seen."""
+SCORE_NOISE = 1e-4
+"""How far logits may be from those of transformers in float32: twice what was seen. Its own in float64 are as far from
+either."""
 PROMPTS = {
+    "phi3": 20,
+    "deepseek_v32": 20,
     "llama3_rope": 8,
     "qwen2": 14,
     "qwen3_moe": 11,
@@ -125,6 +128,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
+        "head_dim": 16,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 80,
@@ -299,6 +303,7 @@ class Reference:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.model = make_checkpoint(name, folder)
+        self._scores: dict[tuple[int, ...], Any] = {}
         rng, vocab = random.Random(PROMPTS.get(name, 7)), self.model.config.vocab_size
         shared = [rng.randrange(vocab) for _ in range(40)]
         prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (1, 5, 17, 48, 83)]
@@ -308,8 +313,11 @@ class Reference:
         """Logits at every position."""
         import torch
 
-        with torch.inference_mode():
-            return self.model(torch.tensor([tokens])).logits[0]
+        key = tuple(tokens)
+        if key not in self._scores:
+            with torch.inference_mode():
+                self._scores[key] = self.model(torch.tensor([tokens])).logits[0]
+        return self._scores[key]
 
     @cached_property
     def logits(self) -> Any:
