@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ from hypothesis import settings
 
 from tests.quick import changed_files, is_needed, leave_out
 
+pytest_plugins = ["tests.groups"]
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", max_examples=1000)
 settings.load_profile("steady")
@@ -77,8 +79,6 @@ PROMPTS = {
     "qwen3_5_moe_text": 16,
 }
 """Seeds of the prompts of families, where it is not 7."""
-ONE_AT_A_TIME = ("cluster", "web")
-"""Folders whose tests share what a machine has once: network namespaces and fixed ports, a browser."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 208},
@@ -260,33 +260,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests, those of a group run in one of them, one after the other.
-
-    Slow ones come first, and of these the largest groups, so that at the end no worker waits for the other.
-    """
     if config.option.markexpr != "cuda":
         leave_out(config, items, lambda item: item.get_closest_marker("cuda") is not None)
     if config.option.quick:
         changed = changed_files()
         slow = lambda item: item.get_closest_marker("slow") is not None  # noqa: E731
         leave_out(config, items, lambda item: not is_needed(item.path, slow(item), changed))
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.parent.name not in ONE_AT_A_TIME))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _group(item: pytest.Item) -> str:
-    """A family's tests share its reference, those of some folders what they run on; else a file is a group."""
-    family = getattr(item, "callspec", None) and item.callspec.params.get("reference")
-    folder = item.path.parent.name
-    return family or (folder if folder in ONE_AT_A_TIME else item.location[0])
+def pytest_collection_finish() -> None:
+    """Half a second is what a look for garbage takes among all modules and tests, and none of them is any."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Random numbers of a test are its own, whatever ran before it."""
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
     seed = zlib.crc32(item.name.encode())
     random.seed(seed)
     if "torch" in sys.modules:
