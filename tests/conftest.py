@@ -6,12 +6,15 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -256,8 +259,20 @@ def pytest_configure(config: pytest.Config) -> None:
     each other take twenty times as long.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "SSL_CERT_FILE" not in os.environ:
+        _trust_one_authority(config)
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _trust_one_authority(config: pytest.Config) -> None:
+    """No test leaves this machine, and to read all authorities takes every HTTP client 50 ms."""
+    end = "-----END CERTIFICATE-----\n"
+    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115
+    file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
+    file.flush()
+    os.environ["SSL_CERT_FILE"] = file.name
+    config.add_cleanup(file.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -424,6 +439,23 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forked import forked_rank
 
     monkeypatch.setattr(child, "start", forked_rank)
+
+
+@pytest.fixture(scope="session")
+def known_ceilings() -> Callable[..., Any]:
+    """Those of this machine, measured once."""
+    from phalanx.bench.ceilings import measure_ceilings
+
+    return cache(measure_ceilings)
+
+
+@pytest.fixture
+def unsteady_figures(known_ceilings: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `bench offline`: no look for garbage before each run, which takes longer than the run does."""
+    from phalanx.bench import offline
+
+    monkeypatch.setattr(offline, "settled_memory", nullcontext)
+    monkeypatch.setattr(offline, "measure_ceilings", known_ceilings)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ class ClusterServer:
         self.log = log
         self._lives = 0
         command = [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", "--tp", "2"]
-        options = ["--executor", "ray", "--restart", "5", "--served-model-name", "tiny"]
+        options = ["--executor", "ray", "--restart", "5", "--served-model-name", "tiny", "--warm-up", "off"]
         self.process = hosts.near.start(*command, *options, log=log, **SECRETS)
 
     @property

@@ -40,19 +40,25 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, left
 
 
-def measure_with(fault: str, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Measured:
-    """Only the all-reduces, in processes of which one has a fault. They are forked: see `tests/forked.py`."""
+def fork_workers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with a fault or none, and not much to measure. They are forked: see `tests/forked.py`."""
     forked = SimpleNamespace(Popen=forked_popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(ranks, "subprocess", forked)
-    monkeypatch.setattr(measuring._Found, "rate", lambda self, count: None)
     monkeypatch.setattr(ranks, "WORKER", "tests.doctor.faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAULT", fault)
+
+
+def measure_with(fault: str, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Measured:
+    """Only the all-reduces, in processes of which one has a fault."""
+    fork_workers(fault, monkeypatch)
+    monkeypatch.setattr(measuring._Found, "rate", lambda self, count: None)
     return measure(LAPTOP, count)
 
 
-def test_a_cpu_is_measured_with_two_ranks() -> None:
+def test_a_cpu_is_measured_with_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
+    fork_workers("none", monkeypatch)
     found = measure(LAPTOP, progress=stages.append)
     assert found.problem is None
     (rate,) = found.rates
