@@ -18,7 +18,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-from tests.quick import changed_files, is_needed, leave_out
+from tests.quick import changed_files, leave_out, leave_out_unneeded, may_be_needed
 
 pytest_plugins = ["tests.groups"]
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
@@ -279,9 +279,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.markexpr != "cuda":
         leave_out(config, items, lambda item: item.get_closest_marker("cuda") is not None)
     if config.option.quick:
-        changed = changed_files()
-        slow = lambda item: item.get_closest_marker("slow") is not None  # noqa: E731
-        leave_out(config, items, lambda item: not is_needed(item.path, slow(item), changed))
+        leave_out_unneeded(config, items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which nothing is needed is not even read."""
+    is_test = config.option.quick and collection_path.name.startswith("test_")
+    return True if is_test and not may_be_needed(collection_path, changed_files()) else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,8 @@
 """Groups of tests, each run by one of the workers that share them: what a group has in common is made once.
 
-pytest-xdist 3.8 has groups too (`--dist loadgroup`), but hands them on in names of tests, which pytest 9.2 no longer lets
-it change: every test goes where there is room, without a word. So workers write the groups into a file here, and the
-scheduler reads it.
+pytest-xdist 3.8 has groups too (`--dist loadgroup`), but hands them on in names of tests, which pytest 9.2 no longer
+lets it change: every test goes where there is room, without a word. So here a worker writes the groups into a file, and
+the scheduler reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 ONE_AT_A_TIME = ("web", "cluster")
-"""Folders whose tests share what a machine has once: a browser, network namespaces and fixed ports. The longest first."""
+"""Folders whose tests share what a machine has once: a browser, namespaces and fixed ports. The longest first."""
 _FILE = "groups"
 
 

@@ -1,4 +1,4 @@
-"""What is to be made once is made once: a group runs in one worker, with the pytest and the xdist that are installed."""
+"""A group runs in one worker, with the pytest and the xdist that are installed."""
 
 from __future__ import annotations
 

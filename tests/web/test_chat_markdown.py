@@ -40,8 +40,9 @@ def page(new_page: NewPage, server: ScriptedServer) -> Page:
 
 ASKED = """async text => {
     const next = () => new Promise(resolve => requestAnimationFrame(resolve));
-    const find = (kind, name) => [...document.querySelectorAll(kind)].find(each => each.ariaLabel === name || each.textContent === name);
-    const key = (element, told) => element.dispatchEvent(new KeyboardEvent("keydown", { bubbles: true, cancelable: true, ...told }));
+    const is = name => each => each.ariaLabel === name || each.textContent === name;
+    const find = (kind, name) => [...document.querySelectorAll(kind)].find(is(name));
+    const key = (where, told) => where.dispatchEvent(new KeyboardEvent("keydown", { bubbles: true, ...told }));
     key(document.body, { code: "KeyN", key: "n", altKey: true });
     while (document.querySelector(".md")) await next();
     const box = find("textarea", "Message");
