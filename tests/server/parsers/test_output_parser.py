@@ -196,7 +196,7 @@ def test_a_long_text_takes_time_in_proportion(
 )
 def test_a_long_piece_with_many_tags_takes_time_in_proportion(tools: str, unit: str) -> None:
     """To go over the rest of the piece at every tag would take sixteen times as long for four times the text."""
-    text = unit * (LENGTH // len(unit))
+    text = unit * (2 * LENGTH // len(unit))
     assert any(seconds([text * 4], tools) < 9 * seconds([text], tools) for _ in range(3))
 
 
