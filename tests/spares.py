@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-SPARES = {"phalanx.cli": 5, "phalanx.server.engine_process": 3, "tests.web.patient_studio": 2}
-"""How many a module gets: engines, what reads requests, compiles grammars and plans; ranks; planners."""
+SPARES = {"phalanx.cli": 5, "phalanx.server.engine_process": 3}
+"""How many a module gets: engines, what reads requests, compiles grammars and plans; ranks."""
 
 _PYTHON = [sys.executable, "-P", "-m"]
 _MOST_BYTES = 2**20
