@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from typer.testing import CliRunner
 
 from phalanx.cli import app
-from tests.web.browser import PHONE, NewPage, check_accessible
+from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
 
 pytestmark = pytest.mark.slow
 
@@ -180,10 +180,9 @@ def test_text_in_an_address_is_never_markup(studio: str, new_page: NewPage, fiel
     assert page.locator("main img, main script").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [None, PHONE])
-def test_it_is_accessible(studio: str, new_page: NewPage, scheme: str, viewport: dict[str, int] | None) -> None:
-    page = new_page(color_scheme=scheme, **({"viewport": viewport} if viewport else {}))
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", DESKTOP), ("dark", PHONE)], ids=["light", "dark"])
+def test_it_is_accessible(studio: str, new_page: NewPage, scheme: str, viewport: dict[str, int]) -> None:
+    page = new_page(color_scheme=scheme, viewport=viewport)
     open_plan(page, studio)
     check_accessible(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
