@@ -19,6 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 ONE_AT_A_TIME = ("web", "cluster")
 """Folders whose tests share what a machine has once: a browser, namespaces and fixed ports. The longest first."""
 _FILE = "groups"
+_PLACE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def group_of(item: pytest.Item) -> str:
@@ -52,14 +53,12 @@ class Groups(LoadScopeScheduling):
         return self._groups[nodeid]
 
 
-_PLACE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker where to write."""
-    place = node.config.stash.setdefault(_PLACE, tempfile.TemporaryDirectory())
-    node.workerinput[_FILE] = place.name
+    if _PLACE not in node.config.stash:
+        node.config.stash[_PLACE] = tempfile.TemporaryDirectory()
+    node.workerinput[_FILE] = node.config.stash[_PLACE].name
 
 
 @pytest.hookimpl(optionalhook=True)
