@@ -17,7 +17,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 ONE_AT_A_TIME = ("web", "cluster")
-"""Folders whose tests share what a machine has once: a browser, namespaces and fixed ports. The longest first."""
+"""Folders whose tests share what a machine has once: a browser, namespaces and fixed ports."""
+_LONGEST = (*ONE_AT_A_TIME, "server")
 _FILE = "groups"
 _PLACE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -35,9 +36,8 @@ def longest_first(items: list[pytest.Item]) -> None:
     """So that at the end no worker waits for the other."""
 
     def rank(item: pytest.Item) -> tuple[bool, int]:
-        group = group_of(item)
-        folder = ONE_AT_A_TIME.index(group) if group in ONE_AT_A_TIME else len(ONE_AT_A_TIME)
-        return item.get_closest_marker("slow") is None, folder + (group != "server")
+        place = _LONGEST.index(group) if (group := group_of(item)) in _LONGEST else len(_LONGEST)
+        return item.get_closest_marker("slow") is None, place
 
     items.sort(key=rank)
 
