@@ -68,15 +68,15 @@ def simulated(clients: int, prompts: int, answers: int, transfer: float, until: 
 @pytest.mark.parametrize(("clients", "prompts", "answers"), [(4, 1, 1), (24, 2, 2), (64, 3, 1), (64, 1, 3)])
 def test_a_loop_turns_as_fast_as_its_events(clients: int, prompts: int, answers: int) -> None:
     way = Apart(Workload(400, OUTPUT, clients, 0.2), price, prompts, answers, 0.02, 1000.0, 400)
-    turn = way.turn()
+    lap = way.lap()
     rate, first = simulated(clients, prompts, answers, 0.02)
-    assert turn.rate == pytest.approx(rate, rel=0.1)
-    assert turn.waited + turn.prompt + turn.sent == pytest.approx(first, rel=0.35)
+    assert lap.rate == pytest.approx(rate, rel=0.1)
+    assert lap.waited + lap.prompt + lap.sent == pytest.approx(first, rel=0.35)
 
 
 def test_a_full_cache_bounds_the_batch() -> None:
     way = Apart(Workload(400, OUTPUT, 64), price, 2, 2, 0.02, 5.0, 400)
-    assert way.turn().batch == 5.0
+    assert way.lap().batch == 5.0
     assert way.present(5.0) < 64
 
 

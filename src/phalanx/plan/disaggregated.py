@@ -36,7 +36,7 @@ _QUANTILES = 64
 
 
 @dataclass(frozen=True)
-class Turn:
+class Lap:
     """Of a closed loop: requests a second, those that one replica decodes at once, and seconds before the first token
     and between tokens.
     """
@@ -63,7 +63,7 @@ class Apart:
     most_sequences: float
     step_tokens: int
 
-    def turn(self) -> Turn:
+    def lap(self) -> Lap:
         """By halving: the batch at which all clients are somewhere."""
         clients = self.load.concurrency
         low, high = 0.0, min(self.most_sequences, clients / self.answers)
@@ -76,18 +76,18 @@ class Apart:
 
     def present(self, batch: float) -> float:
         """Clients that are somewhere when so many are decoded at once."""
-        turn = self._at(batch)
-        if turn.rate * self._prompt_seconds[1] / self.prompts >= 1:
+        lap = self._at(batch)
+        if lap.rate * self._prompt_seconds[1] / self.prompts >= 1:
             return float("inf")
-        return self.answers * batch + turn.rate * (turn.waited + turn.prompt + turn.sent)
+        return self.answers * batch + lap.rate * (lap.waited + lap.prompt + lap.sent)
 
-    def _at(self, batch: float) -> Turn:
+    def _at(self, batch: float) -> Lap:
         between = self.price(self.decodes(batch))
         rate = self.answers * batch / (max(1.0, self.load.mean_output - 1) * between)
         alone, each = self._prompt_seconds
         busy = min(_FULL, rate * each / self.prompts)
         others = 1 - 1 / self.load.concurrency  # nobody waits for a prompt of their own
-        return Turn(rate, batch, others * each * busy / (2 * (1 - busy)), alone, self.transfer, between)
+        return Lap(rate, batch, others * each * busy / (2 * (1 - busy)), alone, self.transfer, between)
 
     def decodes(self, batch: float) -> StepSums:
         rows = max(1, round(batch))
@@ -150,17 +150,17 @@ def _transfer(machine: Machine, loaded: Loaded) -> float:
 
 
 def _prediction(made: Predictor, way: Apart) -> Prediction:
-    turn, load = way.turn(), way.load
-    queue = max(0.0, load.concurrency - way.present(turn.batch)) / turn.rate  # where the caches are full
-    steps = turn.waited + turn.prompt + queue
-    first, tpot, throughput = made.around(steps, turn.sent, turn.between, turn.rate * load.mean_output, _UNSEEN)
-    waits = [-turn.waited * log(1 - (place + 0.5) / _QUANTILES) for place in range(_QUANTILES)]
+    lap, load = way.lap(), way.load
+    queue = max(0.0, load.concurrency - way.present(lap.batch)) / lap.rate  # where the caches are full
+    steps = lap.waited + lap.prompt + queue
+    first, tpot, throughput = made.around(steps, lap.sent, lap.between, lap.rate * load.mean_output, _UNSEEN)
+    waits = [-lap.waited * log(1 - (place + 0.5) / _QUANTILES) for place in range(_QUANTILES)]
     return Prediction(
         ttft=first,
         tpot=tpot,
         throughput=throughput,
-        step=made.cost(way.decodes(turn.batch)),
-        requests_ttft=tuple(max(turn.prompt, first.mid - turn.waited + wait) for wait in waits),
+        step=made.cost(way.decodes(lap.batch)),
+        requests_ttft=tuple(max(lap.prompt, first.mid - lap.waited + wait) for wait in waits),
         requests_tpot=(tpot.mid,) * _QUANTILES,
         preemptions=0,
         cached_share=0.0,
