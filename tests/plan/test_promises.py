@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from typer.testing import CliRunner
@@ -177,6 +177,8 @@ def test_accelerators_are_listed() -> None:
     st.sampled_from([96, 200, 512, 1024, 3000, 8192]),
     st.sampled_from([1.5, 2.0, 3.0]),
 )
+@example("DeepSeek-V3", "trtllm", 1, 512, 2.0)  # once 1.5 times as long for half the prompt
+@example("Llama-3.1-8B", "sglang", 16, 128, 2.0)  # once by other answers drawn
 def test_more_bandwidth_more_gpus_and_shorter_prompts_never_predict_less(
     model: str, engine: str, clients: int, size: int, times: float
 ) -> None:
