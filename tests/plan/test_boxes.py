@@ -22,7 +22,8 @@ def planned(machine: str = "2x8xH100-SXM", network: str = "", model: str = "Deep
 
 def by_way(plan: Plan) -> dict[tuple[int, int], Candidate]:
     """vLLM's candidates by TP degree and stages."""
-    return {(each.tp, each.stages): each for each in plan.candidates if each.engine.name == "vllm"}
+    plain = (each for each in plan.candidates if each.engine.name == "vllm" and each.attention_ranks == 1)
+    return {(each.tp, each.stages): each for each in plain}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_tp_and_pipelines_across_are_both_priced() -> None:
     fast, slow = by_way(planned()), by_way(planned(network="10gbe"))
     assert fast.keys() == slow.keys() == {(16, 1), (8, 2)}
     assert slow[16, 1].prediction.tpot.mid > 5 * fast[16, 1].prediction.tpot.mid
-    assert slow[8, 2].throughput == pytest.approx(fast[8, 2].throughput)  # one small hand-over a stage
+    assert 0.6 < slow[8, 2].throughput / fast[8, 2].throughput < 1  # a hand-over a stage, and one back
     assert "PP=2" in planned(network="10gbe", engines="vllm").best.label  # type: ignore[union-attr]
     assert not {each.stages for each in planned().candidates if each.engine.name == "phalanx"} - {1}
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.step_sums import StepSums
+from phalanx.models import catalog
 from phalanx.plan.cases import prepare
 from phalanx.plan.evaluate import Evaluation, EvaluationError, Row, Score, draw, evaluate
+from phalanx.plan.held_out import read_cases
 from phalanx.plan.measurements import COLUMNS, INDEPENDENT_COLUMNS, Measurement, MeasurementError, read_measurements
 from phalanx.plan.predict import Interval
 from tests.shared_data import shared_file
@@ -163,9 +165,9 @@ def test_published_throughput_is_of_all_replicas(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_cannot_say_is_counted_not_guessed(tmp_path: Path) -> None:
-    report = evaluate(write_independent(tmp_path / "o.csv", {}, {"express": "speculative"}, {"kind": "dream"}))
+    report = evaluate(write_independent(tmp_path / "o.csv", {}, {"express": "disaggregated"}, {"kind": "dream"}))
     assert [row.problem != "" for row in report.rows] == [False, True]
-    assert "speculative" in report.unpredicted[0].problem
+    assert "disaggregated" in report.unpredicted[0].problem
     assert "dream" in report.bad[0].problem
 
 
@@ -182,6 +184,40 @@ def test_ranks_that_share_experts_alone_have_traffic_of_their_own(tmp_path: Path
     told = evaluate(path).rows[1].throughput
     assert told is not None
     assert told.low < told.mid < told.high
+
+
+def test_stages_of_a_pipeline_are_read_and_share_the_traffic(tmp_path: Path) -> None:
+    piped = {"express": "pipeline", "n_gpus": "8", "tp": "2"}
+    path = write_independent(tmp_path / "o.csv", piped, {"n_gpus": "8", "tp": "2"})
+    stages, replicas = (prepare(row) for row in read_measurements(path).measurements)
+    assert (stages.measurement.stages, stages.measurement.replicas) == (4, 1)
+    assert (replicas.measurement.stages, replicas.measurement.replicas) == (1, 4)
+    assert stages.workload.concurrency == replicas.workload.concurrency
+    assert stages.limits.between is not None
+    told = evaluate(path)
+    assert not told.unpredicted
+    piped_tps, plain_tps = (row.throughput.mid for row in told.rows if row.throughput)
+    assert piped_tps < plain_tps, "hand-overs, and stages that wait for the one with the head"
+
+
+def test_rows_with_drafts_are_told_by_what_was_published_or_given(tmp_path: Path) -> None:
+    drafted = {"express": "speculative", "model": "DeepSeek-V3", "format": "fp8", "gpu": "H200-SXM", "engine": "sglang"}
+    drafted |= {"n_gpus": "8", "tp": "8", "concurrency": "1", "requests": "10", "kind": "closed"}
+    path = write_independent(tmp_path / "o.csv", drafted, drafted | {"express": "yes"}, {"express": "speculative"})
+    told = evaluate(path)
+    with_drafts, without, headless = told.rows
+    assert with_drafts.tpot is not None
+    assert without.tpot is not None
+    assert 1.5 < without.tpot.mid / with_drafts.tpot.mid < 2.61
+    assert "no head that drafts" in headless.problem
+    (row, _, _) = read_measurements(path).measurements
+    assert prepare(row).workload.acceptance == pytest.approx(0.72, abs=0.01)  # 1 + a + a^2 + a^3 = 2.61
+    assert prepare(replace(row, acceptance=0.5)).workload.acceptance == 0.5
+    assert prepare(row).rules.max_sequences == 48
+    small = prepare(replace(row, model="Qwen3-32B", draft_model="Qwen3-0.6B", precision="bf16", acceptance=0.6))
+    assert small.drafting is not None
+    assert small.drafting.work.layers == len(catalog.model("Qwen3-0.6B").layers)
+    assert [case.measurement.speculates for case in read_cases([path])] == [False], "such rows are never fitted"
 
 
 def test_a_whole_publisher_is_left_out(tmp_path: Path) -> None:

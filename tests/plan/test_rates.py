@@ -67,7 +67,7 @@ def test_what_flows_through_a_full_batch_is_what_its_steps_let_through(engine: s
     first, last = len(done) // 5, len(done) // 2
     seen = (last - first) / (done[last] - done[first])
     said = Flow.of(load, rules, room, price).capacity / HELD
-    assert said == pytest.approx(seen, rel=0.2 if engine == "sglang" else 0.1)
+    assert said == pytest.approx(seen, rel=0.2 if engine == "sglang" else 0.12)
 
 
 @pytest.mark.parametrize(

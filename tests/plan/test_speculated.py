@@ -87,7 +87,7 @@ def test_a_recipe_asks_for_the_head() -> None:
     ("asked", "told"),
     [
         ({"model": "Llama-3.3-70B", "speculate": "mtp", "acceptance": 0.8}, "no head that drafts"),
-        ({"speculate": "mtp"}, "acceptance of None"),
+        ({"speculate": "ngram"}, "acceptance of None"),
         ({"acceptance": 0.8}, "speculate is 'off'"),
         ({"speculate": "eagle", "acceptance": 0.8}, "speculate is 'eagle'"),
     ],

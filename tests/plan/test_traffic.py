@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phalanx.plan.traffic import read_trace
-from phalanx.spec.workload import WorkloadError
+from phalanx.cost.rules import Rules
+from phalanx.plan.search import per_replica
+from phalanx.plan.simulate import simulate
+from phalanx.plan.traffic import read_sessions, read_trace
+from phalanx.spec.workload import Workload, WorkloadError
 
 
 def write(folder: Path, text: str) -> Path:
@@ -53,3 +57,21 @@ def test_a_broken_trace_is_refused_by_its_line(text: str, named: str, tmp_path: 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="nowhere"):
         read_trace(tmp_path / "nowhere.csv")
+
+
+def test_turns_of_a_session_find_what_was_said_before(tmp_path: Path) -> None:
+    """Three turns 100 s apart: the second and the third begin with all that came before, in whole blocks of 16."""
+    path = tmp_path / "turns.csv"
+    head = "arrival_s,input_tokens,output_tokens,session\n"
+    path.write_text(head + "0,160,32,a\n100,320,32,a\n200,480,32,a\n50,160,32,b\n")
+    trace, sessions = read_sessions(path)
+    assert [arrival for arrival, *_ in trace] == [0, 50, 100, 200]
+    assert sessions == (0, 1, 0, 0)
+    load = Workload(trace=trace, sessions=sessions)
+    found = simulate(load, Rules("mixed"), 10_000, lambda step: 0.01)
+    assert 2 * 160 < found.cached_tokens <= 192 + 352
+    assert simulate(replace(load, sessions=()), Rules("mixed"), 10_000, lambda step: 0.01).cached_tokens == 0
+    tight = simulate(load, Rules("mixed"), 528, lambda step: 0.01)
+    assert tight.cached_tokens <= found.cached_tokens
+    assert per_replica(load, 2).sessions == (0, 0, 0), "a session stays with its replica"
+    assert read_trace(path) == trace

@@ -49,7 +49,9 @@ def plan(
     calibration: Annotated[Path | None, typer.Option(help="What phalanx doctor --measure saved of it.")] = None,
     speculate: Annotated[str, typer.Option(help="Tokens guessed ahead: off, mtp or ngram.")] = "off",
     speculate_tokens: Annotated[int, typer.Option(min=1, max=8, help="Most guesses a request and step.")] = 3,
-    acceptance: Annotated[float | None, typer.Option(help="Share of guesses that come true, such as 0.8.")] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Share of guesses that come true. Default with mtp: as published.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="Files to start it: shell, compose, systemd, k8s, ray.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files of --recipe. Default: print them.")] = None,
     evaluate: Annotated[Path | None, typer.Option(help="Predict every row of this CSV of measurements.")] = None,

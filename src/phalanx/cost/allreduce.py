@@ -65,6 +65,11 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, implementation: str)
     return latency + 2 * (ranks - 1) / ranks * size / (_LINK_SHARE[link.kind] * link.bandwidth)
 
 
+def hand_over_seconds(size: float, ranks: int, link: Link) -> float:
+    """From the ranks of one stage to those of the next: each sends its part."""
+    return _PAIR_LATENCY[link.kind] + size / ranks / (_LINK_SHARE[link.kind] * link.bandwidth)
+
+
 def _looked_up(size: float, ranks: int, slowdown: float, tables: dict[int, tuple[float, ...]]) -> float:
     """Between sizes and between rank counts, straight in logarithms; what bandwidth adds scales with the link's."""
     below = max(known for known in tables if known <= ranks)

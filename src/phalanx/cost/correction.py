@@ -62,7 +62,7 @@ def effects(traits: Traits) -> Iterator[tuple[str, str, float]]:
     yield "card", traits.gpu, 1.0
     if traits.attention_ranks > 1:
         yield "apart", engine, 1.0
-    if load.total_requests <= load.concurrency and engine != "phalanx":
+    if not leans(traits):
         yield from _whole_run_effects(traits, engine)
         return
     if traits.publisher:
@@ -80,6 +80,11 @@ def effects(traits: Traits) -> Iterator[tuple[str, str, float]]:
         yield "model_slope", f"{model}/{name}", strength
 
 
+def leans(traits: Traits) -> bool:
+    """Whether corrections lean on lengths and clients: those of whole runs do not."""
+    return traits.workload.total_requests > traits.workload.concurrency or traits.family == "phalanx"
+
+
 def _whole_run_effects(traits: Traits, engine: str) -> Iterator[tuple[str, str, float]]:
     """All requests at once, and nothing after them. What closed loops taught does not carry over: their lengths and
     batches are others, and slopes drawn to 128 tokens in and 4,096 out fell below what the data sheet allows.
@@ -92,18 +97,25 @@ def _whole_run_effects(traits: Traits, engine: str) -> Iterator[tuple[str, str, 
     yield "regime", f"{engine}/{run}/{traits.kind}", 1.0
 
 
+_USUAL = {
+    "tp": (1, 8, 1.5, 1.5),
+    "concurrency": (4, 512, 5, 2),
+    "input": (128, 8192, 11, 1.5),
+    "output": (100, 8192, 9, 2),
+}
+"""Least and most that was measured, and the middle of it and how far one goes from there, as logarithms of 2."""
+
+
 def _slopes(tp: int, load: Workload) -> Iterator[tuple[str, float]]:
-    """How far TP and load are from the middle of what was measured, each and in pairs; beyond its ends, as at them."""
-    far = {
-        "tp": (log2(_within(tp, 1, 8)) - 1.5) / 1.5,
-        "concurrency": (log2(_within(load.concurrency, 4, 512)) - 5) / 2,
-        "input": (log2(_within(load.input_tokens, 128, 8192)) - 11) / 1.5,
-        "output": (log2(_within(load.output_tokens, 100, 8192)) - 9) / 2,
-    }
+    """How far TP and load are from the middle of what was measured, each and in pairs."""
+    told = {"tp": tp, "concurrency": load.concurrency, "input": load.input_tokens, "output": load.output_tokens}
+    far = {name: far_from_usual(name, value) for name, value in told.items()}
     yield from far.items()
     for one, other in combinations_with_replacement(far, 2):
         yield f"{one}*{other}", far[one] * far[other]
 
 
-def _within(value: float, least: float, most: float) -> float:
-    return min(max(value, least), most)
+def far_from_usual(name: str, value: float) -> float:
+    """Beyond the ends of what was measured, as at them."""
+    least, most, middle, usual = _USUAL[name]
+    return (log2(min(max(value, least), most)) - middle) / usual

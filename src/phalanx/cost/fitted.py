@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import exp, sqrt
 from pathlib import Path
 
 import msgspec
 
-from phalanx.cost.correction import Traits, effects
+from phalanx.cost.correction import Traits, effects, far_from_usual
 from phalanx.cost.price import Rates
 from phalanx.spec.machine import Gpu
 
@@ -48,6 +48,26 @@ class Quantity(msgspec.Struct, frozen=True):
     def correction(self, traits: Traits) -> float:
         """The factor on what the cost model says."""
         return exp(sum(strength * self.effects.get(f"{kind}:{name}", 0.0) for kind, name, strength in effects(traits)))
+
+    def leaning(self, traits: Traits, lengths: Sequence[int], clients: Sequence[int]) -> list[list[float]]:
+        """What of the correction comes from the tokens of a prompt and the number of clients, as a logarithm, up to a
+        constant.
+        """
+        load, prefixes = traits.workload, (f"slope:{traits.family}/", f"model_slope:{traits.family}/{traits.model}/")
+
+        def strength(name: str) -> float:
+            return sum(self.effects.get(prefix + name, 0.0) for prefix in prefixes)
+
+        tp, output = far_from_usual("tp", traits.tp), far_from_usual("output", load.output_tokens)
+        by_length = strength("input") + tp * strength("tp*input") + output * strength("input*output")
+        by_clients = strength("concurrency") + tp * strength("tp*concurrency") + output * strength("concurrency*output")
+        both, length_twice = strength("concurrency*input"), strength("input*input")
+        clients_twice = strength("concurrency*concurrency")
+        far = [far_from_usual("concurrency", many) for many in clients]
+        return [
+            [x * (by_length + length_twice * x + both * y) + y * (by_clients + clients_twice * y) for y in far]
+            for x in (far_from_usual("input", length) for length in lengths)
+        ]
 
 
 class Fitted(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from phalanx.cost.allreduce import hand_over_seconds
 from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
 from phalanx.cost.work import RankWork
 from phalanx.engine.step_sums import StepSums
@@ -85,13 +86,17 @@ class StepCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured."""
+    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured. A
+    pipeline of several `stages` has links `between` them.
+    """
 
     work: RankWork
     gpu: Gpu
     link: Link
     implementation: str
     calibration: Calibration | None = None
+    stages: int = 1
+    between: Link | None = None
 
     def of(self, step: StepSums) -> RooflineTimes:
         work, bandwidth, tokens = self.work, self.memory_bandwidth, step.tokens
@@ -130,7 +135,7 @@ class Roofline:
             tokens * work.linear_flops / self.peak(work.compute),
             work.experts_read(tokens) / self.memory_bandwidth,
             tokens * work.expert_flops / self.peak(work.expert_compute),
-            2 * work.layers * self._all_reduce(message) + self._exchange(message),
+            2 * work.layers * self._all_reduce(message) + self._exchange(message) + self._hand_overs(message),
             message * work.layers / self.memory_bandwidth,
         )
 
@@ -163,6 +168,12 @@ class Roofline:
         everyone = message * work.attention_ranks
         once = calibrated_all_reduce(everyone, work.attention_ranks, self.link, self.implementation, self.calibration)
         return work.sparse_layers * once
+
+    def _hand_overs(self, message: float) -> float:
+        """To every stage but the first, and of what was sampled back to that."""
+        if self.between is None:
+            return 0.0
+        return self.stages * hand_over_seconds(message, self.work.tp, self.between)
 
     def _all_reduce(self, size: float) -> float:
         return calibrated_all_reduce(size, self.work.tp, self.link, self.implementation, self.calibration)

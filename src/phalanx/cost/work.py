@@ -94,6 +94,25 @@ def count_work(spec: ModelSpec, tp: int, weight_format: str, kv_format: str) -> 
     return max((_rank_work(layout, rank, weight_format, kv_format) for rank in range(tp)), key=_size)
 
 
+def pipelined(work: RankWork, stages: int) -> RankWork:
+    """The same as a pipeline of so many stages: all wait for the slowest, which has the most layers and the head."""
+    if stages == 1:
+        return work
+    slowest = -(-work.layers // stages) * stages / work.layers
+    scaled = ("linear_bytes", "linear_flops", "state_bytes", "last_flops")
+    return replace(
+        work,
+        layers=round(work.layers * slowest),
+        sparse_layers=round(work.sparse_layers * slowest),
+        expert_flops=work.expert_flops * slowest,
+        head_bytes=work.head_bytes * stages,
+        head_flops=work.head_flops * stages,
+        cache_bytes=tuple((reach, size * slowest) for reach, size in work.cache_bytes),
+        pair_flops=tuple((reach, flops * slowest) for reach, flops in work.pair_flops),
+        **{name: getattr(work, name) * slowest for name in scaled},
+    )
+
+
 def attention_parallel(spec: ModelSpec, ranks: int, weight_format: str, kv_format: str) -> RankWork:
     """One of `ranks` that share the experts, and nothing else."""
     return replace(count_work(spec, 1, weight_format, kv_format), attention_ranks=ranks)

@@ -23,8 +23,9 @@ from phalanx.plan.record import launch_of, to_dict
 from phalanx.plan.report import show
 from phalanx.plan.scaling import draw_scaling
 from phalanx.plan.slo import Slo
+from phalanx.plan.speculated import published_acceptance
 from phalanx.plan.systems import OperatingSystem, system
-from phalanx.plan.traffic import read_trace
+from phalanx.plan.traffic import read_sessions
 from phalanx.spec.calibration import Calibration
 from phalanx.spec.formats import KV_FORMATS
 from phalanx.spec.machine import Machine
@@ -130,7 +131,7 @@ def ask(question: PlanQuestion) -> Plan:
         spec,
         question.model,
         machine,
-        _workload(question),
+        _workload(question, spec),
         slo=Slo.parse(question.slo),
         engines=_engines(question, there),
         formats=formats,
@@ -149,7 +150,9 @@ def ask(question: PlanQuestion) -> Plan:
 
 def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
     """With the head that drafts where that is asked for."""
-    if question.speculate not in _DRAFTERS or (question.speculate == "off") != (question.acceptance is None):
+    told = question.acceptance is not None
+    missing = question.speculate == "ngram" and not told  # only the model's own head has a published share
+    if question.speculate not in _DRAFTERS or (question.speculate == "off" and told) or missing:
         raise ConfigError(
             "bad_option",
             f"speculate is {question.speculate!r}, with an acceptance of {question.acceptance}.",
@@ -181,8 +184,15 @@ def _machine(question: PlanQuestion) -> Machine:
     return machine.calibrated(Calibration.read(calibration) if isinstance(calibration, Path) else calibration)
 
 
-def _workload(question: PlanQuestion) -> Workload:
-    trace = read_trace(question.trace) if question.trace is not None else ()
+def _acceptance(question: PlanQuestion, spec: ModelSpec) -> float | None:
+    """As told, or as published of the model's own head."""
+    if question.speculate == "mtp" and question.acceptance is None:
+        return published_acceptance(spec.model_type)[0]
+    return question.acceptance
+
+
+def _workload(question: PlanQuestion, spec: ModelSpec) -> Workload:
+    trace, sessions = read_sessions(question.trace) if question.trace is not None else ((), ())
     return Workload(
         input_tokens=question.input_tokens,
         output_tokens=question.output_tokens,
@@ -191,9 +201,10 @@ def _workload(question: PlanQuestion) -> Workload:
         requests=question.requests,
         rate=question.rate,
         trace=trace,
+        sessions=sessions,
         shared_prefix=question.shared_prefix,
         agents=question.agents,
-        acceptance=question.acceptance,
+        acceptance=_acceptance(question, spec),
         drafts=question.speculate_tokens,
     )
 

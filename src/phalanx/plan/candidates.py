@@ -23,9 +23,11 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to deploy: `replicas` engines of `tp` GPUs each, times the `stages` of a pipeline over boxes.
+    """A way to deploy: `replicas` engines of `tp` GPUs each, times the `stages` of a pipeline. With `attention_ranks`
+    each of the `tp` has sequences of its own, and a share of the experts. With `prompt_replicas` so many of the
+    replicas compute prompts alone, and the prediction is of all together.
 
-    Fit, prediction and workload are of one replica (of a pipeline, of one of the parts that are under way in it): on
+    Fit, prediction and workload are of one replica (of a pipeline or such ranks, of one of the batches in it): on
     unlike GPUs, of the smallest and of the slowest `group`. `paid` are the GPUs it costs, with those that stay idle;
     `copies` how many times the predicted replica's traffic is served: with fewer clients than replicas, some idle. For
     arrivals at a rate, all replicas together hold `capacity` a second; where that is less than was asked for, the
@@ -47,6 +49,8 @@ class Candidate:
     capacity: float | None = None
     is_held: bool = True
     stages: int = 1
+    attention_ranks: int = 1
+    prompt_replicas: int = 0
 
     @property
     def sequences(self) -> int:
@@ -91,7 +95,9 @@ class Candidate:
     @property
     def degrees(self) -> str:
         """TP, and how else a replica is split."""
-        return f"{self.tp}{'+EP' if self.expert_parallel else ''}{f' PP={self.stages}' if self.stages > 1 else ''}"
+        experts = "+DP" if self.attention_ranks > 1 else "+EP" if self.expert_parallel else ""
+        apart = f" {self.prompt_replicas}P+{self.replicas - self.prompt_replicas}D" if self.prompt_replicas else ""
+        return f"{self.tp}{experts}{f' PP={self.stages}' if self.stages > 1 else ''}{apart}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ class Plan:
         """The winner's engine and format at every TP degree, smallest first: of each the best number of replicas."""
         by_tp: dict[int, Candidate] = {}
         for each in self.candidates:
-            if each.stages == 1 and (each.engine, each.weight_format) == _kind(self.candidates[0]):
+            plain = each.stages == each.attention_ranks == 1 and not each.prompt_replicas
+            if plain and (each.engine, each.weight_format) == _kind(self.candidates[0]):
                 by_tp.setdefault(each.tp, each)
         return tuple(by_tp[tp] for tp in sorted(by_tp))
 

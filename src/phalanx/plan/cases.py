@@ -8,11 +8,12 @@ from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
 from phalanx.cost.profiles import EngineProfile, profile
 from phalanx.cost.rules import Rules
-from phalanx.cost.work import RankWork, attention_parallel, count_work
+from phalanx.cost.work import RankWork, attention_parallel, count_work, pipelined
 from phalanx.models import catalog
 from phalanx.plan.engines import engine as engine_traits
-from phalanx.plan.fit import fit
+from phalanx.plan.fit import fit, stage_of
 from phalanx.plan.measurements import Measurement, MeasurementError
+from phalanx.plan.speculated import drafting_part, published_acceptance
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
@@ -23,6 +24,8 @@ _UNLIMITED_CLIENTS = 512
 _UNLIMITED_SEQUENCES = 24
 _SWEEP_BATCHED_TOKENS = 2048
 """What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
+_SGLANG_DRAFTED_SEQUENCES = 48
+"""SGLang's default where tokens are guessed ahead (`--max-running-requests`)."""
 _MOST_OFFLINE = 2048
 """Sequences that TensorRT-LLM runs at once unless told otherwise."""
 
@@ -38,6 +41,7 @@ class Case:
     kv_tokens: int | None
     limits: Roofline
     traits: Traits
+    drafting: Roofline | None = None
 
     @property
     def trace_key(self) -> tuple[Workload, Rules, int | None]:
@@ -59,10 +63,15 @@ def prepare(measurement: Measurement) -> Case:
     if measurement.beyond:
         raise MeasurementError("not_expressible", f"A plan cannot say {measurement.beyond}.", "Leave the row out.")
     spec = _spec(measurement)
-    machine = Machine((Gpu.named(measurement.gpu),) * measurement.tp)
+    machine = Machine((Gpu.named(measurement.gpu),) * (measurement.tp * measurement.stages))
     found = profile(measurement.engine, measurement.version)
-    rules, workload = _rules(measurement, found), _workload(measurement)
-    work = _work(spec, measurement)
+    rules, workload = _rules(measurement, found), _workload(measurement, spec)
+    work = _work(spec.without_drafts, measurement)
+    stages, drafter = measurement.stages, _drafter(measurement, spec)
+    between = machine.link(len(machine)) if stages > 1 else None
+    limits = Roofline(
+        work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce, stages=stages, between=between
+    )
     traits = traits_of(
         spec,
         found.family,
@@ -80,8 +89,9 @@ def prepare(measurement: Measurement) -> Case:
         rules,
         workload,
         _kv_tokens(spec, machine, measurement, min(rules.max_sequences, workload.concurrency)),
-        Roofline(work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce),
+        limits,
         traits,
+        replace(limits, work=_work(drafter, measurement)) if drafter else None,
     )
 
 
@@ -89,27 +99,43 @@ def _work(spec: ModelSpec, measurement: Measurement) -> RankWork:
     formats = spec.number_format, measurement.kv_dtype
     if measurement.attention_ranks > 1:
         return attention_parallel(spec, measurement.attention_ranks, *formats)
-    work = count_work(spec, measurement.tp, *formats)
+    work = pipelined(count_work(spec, measurement.tp, *formats), measurement.stages)
     return replace(work, tp=1) if measurement.is_shard else work
 
 
 def _spec(measurement: Measurement) -> ModelSpec:
     spec = catalog.model(measurement.model)
+    if measurement.speculates and not measurement.draft_model:
+        if spec.head is None:
+            found = f"{measurement.model} has no head that drafts, and no draft model is named"
+            raise MeasurementError("no_drafter", f"{found}.", "Name one in the column draft_model.")
+        spec = spec.with_drafts()
     wanted = measurement.precision
     if wanted == "fp8" and spec.number_format.startswith("fp8"):
         return spec
     return spec.in_format("fp8-channel" if wanted == "fp8" and spec.number_format == "bf16" else wanted)
 
 
-def _workload(measurement: Measurement) -> Workload:
-    """Of one replica, or of one rank that has sequences of its own."""
+def _drafter(measurement: Measurement, spec: ModelSpec) -> ModelSpec | None:
+    """What makes the drafts of a row, as a model."""
+    if not measurement.speculates:
+        return None
+    return catalog.model(measurement.draft_model) if measurement.draft_model else drafting_part(spec)
+
+
+def _workload(measurement: Measurement, spec: ModelSpec) -> Workload:
+    """Of one replica, or of one batch where it has several."""
     clients = max(1, measurement.concurrency // measurement.batches)
     requests = None if measurement.requests is None else max(1, measurement.requests // measurement.batches)
     rate = None if measurement.rate is None else measurement.rate / measurement.batches
     if rate is not None and requests is None:
         requests = 10 * clients
     lengths = measurement.input_tokens, measurement.output_tokens
-    workload = Workload(*lengths, clients, measurement.spread, requests, rate)
+    workload = Workload(*lengths, clients, measurement.spread, requests, rate, drafts=measurement.drafts)
+    if measurement.speculates:
+        usual = measurement.acceptance
+        chance = published_acceptance(spec.model_type)[0] if usual is None else usual
+        workload = replace(workload, acceptance=chance)
     if _sent_all_at_once(measurement):
         everything = 10 * _UNLIMITED_SEQUENCES
         return replace(workload, concurrency=everything, requests=everything)
@@ -129,6 +155,8 @@ def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
     if measurement.kind == "offline":
         most = max(1, measurement.concurrency // measurement.attention_ranks)
         return replace(found.rules, max_sequences=min(most, _MOST_OFFLINE))
+    if measurement.speculates and measurement.engine == "sglang":
+        return replace(found.rules, max_sequences=_SGLANG_DRAFTED_SEQUENCES)
     if measurement.engine == "vllm" and measurement.length_rule == "fixed":
         return replace(found.rules, max_batched_tokens=_SWEEP_BATCHED_TOKENS)
     if measurement.engine == "trtllm" and measurement.length_rule == "uniform":
@@ -144,7 +172,7 @@ def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequ
         return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
     longest = measurement.input_tokens + measurement.output_tokens
     fitted = fit(
-        spec,
+        stage_of(spec, measurement.stages),
         machine,
         measurement.tp,
         engine_traits(measurement.engine),
@@ -153,7 +181,7 @@ def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequ
         context=longest,
         sequences=sequences,
     )
-    room = fitted.kv_tokens
+    room = fitted.kv_tokens // measurement.stages
     if measurement.attention_ranks > 1:  # each keeps whole tokens, where tensor-parallel ranks keep a part of each
         room = int(room * fitted.kv_bytes_per_token / Layout(spec, 1).kv_bytes_per_token(0, measurement.kv_dtype))
     needed = sequences * (longest + 16)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from phalanx.errors import ConfigError
 from phalanx.plan.candidates import ANY_SPEED, Candidate, Excluded, Plan
+from phalanx.plan.disaggregated import parted
 from phalanx.plan.engines import ENGINES, EngineTraits
 from phalanx.plan.price import Tariff
 from phalanx.plan.rates import hold, order
-from phalanx.plan.search import Search
+from phalanx.plan.search import Loaded, Search
 from phalanx.plan.shapes import MOST_RANKS
 from phalanx.plan.slo import Slo
 from phalanx.spec.machine import Machine
@@ -54,7 +55,10 @@ def choose(
     def consider(formats: Sequence[str]) -> list[Candidate | Excluded]:
         if workload.is_endless:
             return hold(search, formats, engines, degrees, slo)
-        return search.consider_all(formats, engines, degrees)
+        found = list(search.load_all(formats, engines, degrees))
+        loaded = [each for each in found if isinstance(each, Loaded)]
+        alone = [search.deploy(each) if isinstance(each, Loaded) else each for each in found]
+        return [*alone, *parted(search, loaded, slo)]
 
     outcomes = consider(formats or default_formats(spec))
     if not formats and _small_could_win(spec, machine, outcomes, slo):

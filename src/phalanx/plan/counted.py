@@ -62,7 +62,7 @@ class CountedBatch:
 
     @classmethod
     def covers(cls, workload: Workload, rules: Rules, kv_tokens: int | None) -> bool:
-        if rules.admission == "static":
+        if rules.admission == "static" or workload.sessions:
             return False
         room = Room.of(workload, rules, kv_tokens)
         prefixes = workload.agents * _blocks(workload.shared_prefix)

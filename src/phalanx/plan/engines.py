@@ -40,7 +40,9 @@ class EngineTraits:
     static share for weights and KV; TensorRT-LLM a share of what is free once weights and activations are in; Phalanx
     all that is free beside weights, a worst step and the graphs, but for a hundredth of the card. The formats are those
     it loads, and keeps KV in. `support.toml` says on which cards. With `has_cache_groups` layers with windows share the
-    blocks of those that keep everything, and a sequence's states have places for copies.
+    blocks of those that keep everything, and a sequence's states have places for copies. With `has_attention_ranks`
+    ranks can keep sequences of their own and share the experts alone; with `has_disaggregation` prompts are computed
+    on other replicas than answers.
     """
 
     name: str
@@ -54,6 +56,8 @@ class EngineTraits:
     keeps_blocks_whole: bool = False
     expert_parallel: bool = False
     has_pipelines: bool = False
+    has_attention_ranks: bool = False
+    has_disaggregation: bool = False
     has_cache_groups: bool = False
     block_tokens: int = 16
 
@@ -103,6 +107,8 @@ ENGINES = {
             keeps_blocks_whole=True,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
+            has_disaggregation=True,
         ),
         EngineTraits(
             "sglang",
@@ -114,6 +120,8 @@ ENGINES = {
             keeps_blocks_whole=True,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
+            has_disaggregation=True,
             block_tokens=1,
         ),
         EngineTraits(
@@ -125,6 +133,8 @@ ENGINES = {
             _QUANTISED,
             expert_parallel=True,
             has_pipelines=True,
+            has_attention_ranks=True,
+            has_disaggregation=True,
             block_tokens=32,
         ),
     )

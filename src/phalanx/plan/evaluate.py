@@ -146,8 +146,10 @@ def evaluate(
     if not reading.measurements and not reading.bad:
         raise MeasurementError("no_rows", f"{path.name} has no rows.", "Give a file with measurements.")
     prepared = [_prepare(measurement) for measurement in reading.measurements]
-    cases = [case for case in prepared if isinstance(case, Case)]
     held_out = folds is not None or leave_out is not None
+    if held_out:
+        prepared = [_unless_drafted(case) for case in prepared]
+    cases = [case for case in prepared if isinstance(case, Case)]
     predicted = iter(_held_out(cases, folds, leave_out, beside) if held_out else map(_predict, cases))
     return Evaluation(tuple(row if isinstance(row, Row) else next(predicted) for row in prepared), reading.bad)
 
@@ -159,8 +161,15 @@ def _prepare(measurement: Measurement) -> Case | Row:
         return Row(measurement, problem=f"{measurement}: {error.found}")
 
 
+def _unless_drafted(case: Case | Row) -> Case | Row:
+    if isinstance(case, Case) and case.measurement.speculates:
+        return Row(case.measurement, problem="Rows with drafts are never fitted: evaluate them as they are.")
+    return case
+
+
 def _predict(case: Case) -> Row:
-    predictor = Predictor(case.limits, case.traits, load_fitted())
+    together = case.measurement.attention_ranks * case.measurement.stages
+    predictor = Predictor(case.limits, case.traits, load_fitted(), case.drafting, together)
     if case.measurement.kind == "burst":
         return predict_burst(case, predictor)
     prediction = predictor.predict(*case.trace_key)

@@ -100,7 +100,23 @@ def explain(plan: Plan) -> str:
             f"; TP={rival.tp} x {rival.replicas} gives {rival.per_gpu / best.per_gpu - 1:+.0%} tokens a GPU at "
             f"TPOT {rival.prediction.tpot.mid * 1e3:.1f} against {best.prediction.tpot.mid * 1e3:.1f} ms"
         )
-    return f"{first} {second}."
+    return f"{first} {second}.{_with_prompts_apart(plan, best)}"
+
+
+def _with_prompts_apart(plan: Plan, best: Candidate) -> str:
+    """What replicas for prompts alone bring, or would."""
+    apart = next((each for each in plan.candidates if each.prompt_replicas), None)
+    if apart is None:
+        return ""
+    split = f"{apart.prompt_replicas} of {apart.replicas} replicas for prompts alone"
+    if apart is not best:
+        return (
+            f" Prompts apart ({apart.label}) would give {apart.per_gpu / best.per_gpu - 1:+.0%} tokens a GPU at TPOT "
+            f"{apart.prediction.tpot.mid * 1e3:.1f} ms."
+        )
+    whole = next((each for each in plan.candidates if not each.prompt_replicas), None)
+    against = f" ({whole.label}: TPOT {whole.prediction.tpot.mid * 1e3:.1f} ms)" if whole else ""
+    return f" {split} keep answers free of them: that wins here{against}."
 
 
 def advice(plan: Plan) -> list[str]:
@@ -127,7 +143,7 @@ def _lighter_traffic(plan: Plan, best: Candidate) -> str | None:
     """By halving, the traffic at which the nearest candidate would meet the SLO."""
     share = best.workload
     for _ in range(_HALVINGS):
-        if share.trace or (share.rate is None and share.concurrency == 1):
+        if share.trace or best.prompt_replicas or (share.rate is None and share.concurrency == 1):
             return None
         share = _halved(share)
         if plan.slo.excess(predict_replica(best, share, SteadyWatch(2))) > 1:

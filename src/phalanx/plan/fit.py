@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -140,22 +140,31 @@ def fit(
     context: int = 4096,
     batched_tokens: int | None = None,
     sequences: int = _MOST_SEQUENCES,
+    attention_ranks: int = 1,
 ) -> Fit:
     """Count one replica on the machine's first `tp` GPUs.
 
     `context` is the length its sequences reach, `batched_tokens` the tokens of one step, `sequences` the most that
-    decode at once.
+    decode at once. With `attention_ranks`, one of so many that share the experts and have all else whole.
     """
     if tp > len(machine):
         raise ConfigError("too_few_gpus", f"TP={tp} on {len(machine)} GPUs.", f"Use TP <= {len(machine)}.")
     weight_format = weight_format or spec.number_format
-    layout = _layout(spec.in_format(weight_format), tp)
+    layout = _layout(spec.in_format(weight_format), tp if attention_ranks == 1 else 1)
     tokens = batched_tokens or engine.batched_tokens(machine.smallest)
     ranks = tuple(
-        _rank_fit(layout, rank, machine.gpus[rank], engine, weight_format, tokens, sequences) for rank in range(tp)
+        _rank_fit(layout, rank, machine.gpus[rank], engine, weight_format, tokens, sequences, attention_ranks)
+        for rank in range(layout.tp)
     )
     notes = tuple(_notes(spec, machine.take(tp), weight_format))
     return Fit(spec, layout, engine, ranks, weight_format, kv_format, min(context, spec.max_positions), notes)
+
+
+def stage_of(spec: ModelSpec, stages: int) -> ModelSpec:
+    """Its last layers, which are no smaller than its first, with both ends of the model: the most of a stage."""
+    if stages == 1:
+        return spec
+    return replace(spec, layers=spec.layers[len(spec.layers) - -(-len(spec.layers) // stages) :])
 
 
 @lru_cache(maxsize=256)
@@ -164,9 +173,18 @@ def _layout(spec: ModelSpec, tp: int) -> Layout:
 
 
 def _rank_fit(
-    layout: Layout, rank: int, gpu: Gpu, engine: EngineTraits, weight_format: str, tokens: int, sequences: int
+    layout: Layout,
+    rank: int,
+    gpu: Gpu,
+    engine: EngineTraits,
+    weight_format: str,
+    tokens: int,
+    sequences: int,
+    attention_ranks: int,
 ) -> RankFit:
     weights = weight_parts(layout, rank, weight_format)
+    if attention_ranks > 1:
+        weights[_EXPERTS] = tuple(-(-part // attention_ranks) for part in weights[_EXPERTS])  # type: ignore[assignment]
     activations, how = activation_bytes(layout, rank, tokens, sequences)
     held = sum(size for _, size in weights.values())
     lines = [Line(f"{gpu.name} memory", gpu.memory_bytes, "as the driver reports it"), _kept_line(gpu)]
@@ -176,10 +194,11 @@ def _rank_fit(
         for part, (count, size) in weights.items()
         if count
     ]
-    runtime = CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.tp > 1 else 0)
-    runtime_line = Line("runtime", -runtime, "context and libraries" + (", collectives" if layout.tp > 1 else ""))
+    ranks = layout.tp * attention_ranks
+    runtime = CONTEXT_BYTES + (COLLECTIVE_BYTES if ranks > 1 else 0)
+    runtime_line = Line("runtime", -runtime, "context and libraries" + (", collectives" if ranks > 1 else ""))
     activation_line = Line("activations", -activations, how)
-    lines += _budget_lines(engine, gpu, usable, layout.tp, tokens)
+    lines += _budget_lines(engine, gpu, usable, ranks, tokens)
     lines += taken
     if engine.budget == "all_but_a_step":
         lines.append(_worst_step_line(layout, rank, tokens, sequences))
@@ -239,13 +258,14 @@ def _worst_step_line(layout: Layout, rank: int, tokens: int, sequences: int) -> 
     return Line("a worst step", -max(layer, scores), how)
 
 
+_EXPERTS = "experts"
 _PARTS = {
     "vocab": "embedding and head",
     "query": "attention",
     "kv": "attention",
     "state": "delta nets",
     "ffn": "FFN",
-    "expert_ffn": "experts",
+    "expert_ffn": _EXPERTS,
     "shared_ffn": "shared experts",
 }
 

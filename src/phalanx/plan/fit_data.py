@@ -69,8 +69,8 @@ STARTS = {
 
 class Data:
     """Cases with their traces as arrays. Where a run was measured as a whole, its TPOT stands for the seconds of the
-    run over its output tokens. What was not measured is NaN. Ranks that share the experts alone wait for the slowest of
-    them, which is not simulated: their rows are corrected, but tell nothing of rates.
+    run over its output tokens. What was not measured is NaN. Ranks that share the experts alone, and stages of a
+    pipeline, wait for each other, which is not simulated: their rows are corrected, but tell nothing of rates.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Data:
         self.weights = {"ttft": columns[-2], "tpot": columns[-1]}
         reached = [reach_of(case.limits.gpu, case.limits.work) for case in cases]
         self.reach = CardReach(*np.array(reached, dtype=float).T)
-        self.tells_rates = np.array([case.traits.attention_ranks == 1 for case in cases])
+        self.tells_rates = np.array([case.traits.attention_ranks == case.limits.stages == 1 for case in cases])
         self.prompt_tokens = np.array([case.workload.input_tokens for case in cases], dtype=float)
         self.measured = {
             "tpot": np.log([pace(case) or np.nan for case in cases]),

@@ -23,16 +23,19 @@ pile up for many minutes at a time, and no run is long enough to say for how lon
 
 @dataclass(frozen=True)
 class Flow:
-    """One replica under traffic of these lengths."""
+    """One replica under traffic of these lengths. Of a replica with several batches that move `together` (stages of a
+    pipeline, ranks that share experts), one of them: a prompt in any makes all of them wait.
+    """
 
     workload: Workload
     rules: Rules
     room: Room
     price: StepPrice
+    together: int = 1
 
     @classmethod
-    def of(cls, workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice) -> Flow:
-        return cls(workload, rules, Room.of(workload, rules, kv_tokens), price)
+    def of(cls, workload: Workload, rules: Rules, kv_tokens: int | None, price: StepPrice, together: int = 1) -> Flow:
+        return cls(workload, rules, Room.of(workload, rules, kv_tokens), price, together)
 
     @property
     def capacity(self) -> float:
@@ -52,6 +55,15 @@ class Flow:
 
     def rate(self, sequences: int) -> float:
         """Requests a second with a batch of so many."""
+        ended, seconds, _ = self._step(sequences)
+        return ended / seconds
+
+    def wait(self, sequences: int) -> float:
+        """Seconds that a step without prompts waits for those of the other batches, on average."""
+        return self._step(sequences)[2]
+
+    def _step(self, sequences: int) -> tuple[float, float, float]:
+        """Requests that end in a step, its mean seconds, and what of them a step without prompts waits for others."""
         load, prompt = self.workload, self._computed_prompt
         alone = self.rules.admission == "first"
         rows = float(sequences)
@@ -62,10 +74,14 @@ class Flow:
         decode = StepSums(round(rows), rows * (load.mean_input + load.mean_output / 2))
         pairs = tokens * (load.mean_input - prompt + prompt / 2)
         prompts = StepSums(0, 0, round(tokens), pairs, max(1, round(ended / often)))
+        elsewhere = 1 - (1 - often) ** (self.together - 1)
         if alone:
-            return ended / (self.price(decode) + often * self.price(prompts))
-        both = StepSums(decode.decodes, decode.context, prompts.prompt_tokens, pairs, prompts.prompts)
-        return ended / ((1 - often) * self.price(decode) + often * self.price(both))
+            waits = elsewhere * self.price(prompts)
+            return ended, self.price(decode) + often * self.price(prompts) + waits, waits
+        both = self.price(StepSums(decode.decodes, decode.context, prompts.prompt_tokens, pairs, prompts.prompts))
+        without = self.price(decode)
+        waits = elsewhere * max(0.0, both - without)
+        return ended, (1 - often) * (without + waits) + often * both, waits
 
     def _prompt_steps(self, ended: float, rows: float) -> tuple[float, float]:
         """How often a step has prompts, and how many of their tokens: requests end at random, one or some at a time."""

@@ -134,7 +134,7 @@ def new_pairs(cases: Sequence[Case], fold: Array) -> Array:
 
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:
-    """All rows that can be predicted; the others are named."""
+    """All rows that can be predicted, but those with drafts, which are never fitted; the others are named."""
     cases = []
     for path in paths:
         reading = read_measurements(path)
@@ -142,7 +142,9 @@ def read_cases(paths: Iterable[Path]) -> list[Case]:
             print(f"left out: {path.name}, line {bad.line}: {bad.problem}")
         for measurement in reading.measurements:
             try:
-                cases.append(prepare(measurement))
+                case = prepare(measurement)
+                if not measurement.speculates:
+                    cases.append(case)
             except PhalanxError as error:
                 print(f"left out: {measurement}: {error.found}")
     return cases

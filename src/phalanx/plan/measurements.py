@@ -26,8 +26,9 @@ INDEPENDENT_COLUMNS = (
 )
 """Anyone's numbers: each row says what kind of run it was, and has what was published of it."""
 _KINDS = {"closed": "closed", "decode": "closed", "offline": "offline", "static": "static", "poisson": "poisson"}
-_ATTENTION_DP = "attention-DP"
+_ATTENTION_DP, _PIPELINE, _SPECULATIVE = "attention-DP", "pipeline", "speculative"
 _UNIFORM_SPREAD = 0.2
+_USUAL_DRAFTS = 3
 _LOOSE_SWEEP = 1000
 """NVIDIA sweeps in lengths of round thousands: their times to first token show requests that do not end together."""
 _MIX = (256, 100, 1024)
@@ -46,7 +47,9 @@ class Measurement:
 
     `offline`: all requests at once, `concurrency` the most that run. `static`: one batch. `burst`: one batch, its TTFT
     that of the last request and its TPOT the rest of the run. `is_shard`: one rank of `tp`, alone. `attention_ranks`:
-    of the `tp` ranks, so many have sequences of their own and share the experts. `beyond`: what a plan cannot say.
+    of the `tp` ranks, so many have sequences of their own and share the experts. `stages`: of a pipeline, of `tp` GPUs
+    each. `speculates`: up to `drafts` tokens are guessed ahead by the model's own head or a `draft_model`, and come
+    true with the chance `acceptance`; None: as published. `beyond`: what a plan cannot say.
     """
 
     engine: str
@@ -73,12 +76,19 @@ class Measurement:
     tier: str = "current"
     beyond: str = ""
     attention_ranks: int = 1
+    stages: int = 1
+    speculates: bool = False
+    acceptance: float | None = None
+    drafts: int = 3
+    draft_model: str = ""
     is_shard: bool = False
 
     @property
     def batches(self) -> int:
-        """How many share the traffic: replicas, and the ranks of each that have sequences of their own."""
-        return self.replicas * self.attention_ranks
+        """How many share the traffic: replicas, the ranks of each that have sequences of their own, and the parts of a
+        pipeline.
+        """
+        return self.replicas * self.attention_ranks * self.stages
 
     @property
     def series(self) -> tuple[str, str, str, int]:
@@ -142,13 +152,15 @@ def _read(lines: Iterable[tuple[int, Any]], layout: Callable[[Any], Measurement 
 
 def _check(row: Measurement) -> None:
     """Refuse what no run can have been."""
-    counts = ("tp", "ep", "input_tokens", "output_tokens", "concurrency", "requests", "replicas")
+    counts = ("tp", "ep", "input_tokens", "output_tokens", "concurrency", "requests", "replicas", "stages", "drafts")
     for name in (*counts, "ttft", "tpot", "throughput", "rate"):
         value = getattr(row, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} is {value:g}")
     if row.ttft is None and row.tpot is None and row.throughput is None:
         raise ValueError("nothing was measured")
+    if row.acceptance is not None and not 0 <= row.acceptance <= 1:
+        raise ValueError(f"acceptance is {row.acceptance:g}")
     catalog.check_format(row.precision)
     if row.kv_dtype not in KV_FORMATS:
         raise ValueError(f"KV is not kept as {row.kv_dtype!r} but as {', '.join(KV_FORMATS)}")
@@ -181,6 +193,7 @@ def _from_sweep(row: dict[str, str]) -> Measurement:
         tpot=_seconds(row["tpot_ms"]),
         length_rule="fixed" if fixed else "uniform",
         spread=_UNIFORM_SPREAD if loose else 0.0,
+        stages=int(row.get("pp") or 1),
         publisher=(row.get("source") or ("NVIDIA sweep" if fixed else "InferenceX")).rpartition(": ")[2],
     )
 
@@ -196,11 +209,13 @@ def _from_independent(row: dict[str, str]) -> Measurement:
     if row["kind"] not in _KINDS:
         raise ValueError(f"no kind of run is called {row['kind']!r}; known: {', '.join(_KINDS)}")
     requests = int(row["requests"]) if row["requests"] else None
+    tp, gpus, regime = int(row["tp"]), int(row["n_gpus"]), row["express"]
+    stages = int(row.get("pp") or (gpus // tp if regime == _PIPELINE else 1))
     return Measurement(
         engine=row["engine"],
         version="0" if row["version"].startswith("20") else row["version"],  # a year: before any version that is known
         gpu=row["gpu"],
-        tp=int(row["tp"]),
+        tp=tp,
         ep=1,
         model=row["model"],
         precision=row["format"],
@@ -215,11 +230,16 @@ def _from_independent(row: dict[str, str]) -> Measurement:
         spread=float(row["spread"] or 0),
         requests=requests,
         rate=_number(row["rate"]),
-        replicas=int(row["n_gpus"]) // int(row["tp"]),
+        replicas=gpus // (tp * stages),
         publisher=row["source"],
         tier=row["tier"],
-        beyond="" if row["express"] in ("yes", _ATTENTION_DP) else row["express"],
-        attention_ranks=int(row["tp"]) if row["express"] == _ATTENTION_DP else 1,
+        beyond="" if regime in ("yes", _ATTENTION_DP, _PIPELINE, _SPECULATIVE) else regime,
+        attention_ranks=tp if regime == _ATTENTION_DP else 1,
+        stages=stages,
+        speculates=regime == _SPECULATIVE,
+        acceptance=_number(row.get("acceptance") or ""),
+        drafts=int(row.get("drafts") or _USUAL_DRAFTS),
+        draft_model=row.get("draft_model") or "",
     )
 
 

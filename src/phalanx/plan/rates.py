@@ -22,7 +22,7 @@ _ENOUGH = 4
 _MOST_GLANCES = 12
 _MOST_LOOKS = 3
 
-Key = tuple[str, str, int, int, int]
+Key = tuple[str, str, int, int, int, int]
 
 
 def hold(
@@ -66,7 +66,7 @@ def _fewest(search: Search, full: Loaded, most: float) -> list[tuple[Loaded, flo
 
 
 def _with_replicas(search: Search, loaded: Loaded, replicas: int) -> Loaded:
-    split = loaded.expert_parallel, loaded.stages
+    split = loaded.expert_parallel, loaded.stages, loaded.attention_ranks
     found = search.load(loaded.engine, loaded.fit.weight_format, loaded.tp, replicas, *split)
     assert isinstance(found, Loaded), "fewer replicas need no more room"
     return found
@@ -115,7 +115,8 @@ def _half_as_many_more(search: Search, loaded: Loaded) -> Loaded | None:
 
 
 def _key(loaded: Loaded) -> Key:
-    return loaded.engine.name, loaded.fit.weight_format, loaded.tp, loaded.stages, loaded.replicas
+    split = loaded.tp, loaded.stages, loaded.attention_ranks
+    return loaded.engine.name, loaded.fit.weight_format, *split, loaded.replicas
 
 
 def _deployed(search: Search, loaded: Loaded, capacity: float, watch: SteadyWatch) -> Candidate:
@@ -125,7 +126,7 @@ def _deployed(search: Search, loaded: Loaded, capacity: float, watch: SteadyWatc
 
 def _at_most(search: Search, loaded: Loaded, capacity: float) -> Candidate:
     """At the rate that it can hold, which is not the one that was asked for."""
-    share = dataclasses.replace(loaded.share, rate=capacity / loaded.replicas / loaded.stages)
+    share = dataclasses.replace(loaded.share, rate=capacity / loaded.replicas / loaded.stages / loaded.attention_ranks)
     candidate = search.deploy(dataclasses.replace(loaded, share=share), SteadyWatch(_GLANCE))
     return dataclasses.replace(candidate, capacity=capacity, is_held=False)
 

@@ -63,6 +63,12 @@ def _show_all(plan: Plan, console: Console) -> None:
 
 def _show_launch(plan: Plan, best: Candidate, console: Console) -> None:
     launch = launch_of(plan, best)
+    if launch.prompt_replicas:
+        console.print(
+            f"{launch.prompt_replicas} of {launch.replicas} replicas compute prompts alone and send their KV to the "
+            "others: --recipe shell has the files."
+        )
+        return
     if launch.spans_machines:
         own = launch.engine.name == "phalanx" and launch.one_gpu_machines
         way = f"phalanx cluster recipe {launch.machine.name}" if own else f"--recipe {WAYS[launch.engine.name][0]}"

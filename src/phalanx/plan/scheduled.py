@@ -59,7 +59,7 @@ class ScheduledBatch:
 
     def __init__(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> None:
         room = Room.of(workload, rules, kv_tokens)
-        pool = BlockPool(room.blocks, BLOCK_SIZE, prefix_caching=workload.shared_prefix > 0)
+        pool = BlockPool(room.blocks, BLOCK_SIZE, prefix_caching=workload.shared_prefix > 0 or bool(workload.sessions))
         limits = Limits(room.sequences, room.step_tokens, room.longest)
         self._scheduler = POLICIES[rules.admission](limits, pool)
         self._runner = ModelledRunner(self._record)
@@ -67,6 +67,7 @@ class ScheduledBatch:
         self._requests: list[Request] = []
         self._step = StepSums()
         self._begun: set[int] = set()
+        self._said: dict[int, list[int]] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -82,9 +83,20 @@ class ScheduledBatch:
 
     def add(self, index: int, input_tokens: int, output_tokens: int) -> None:
         params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        request = Request(index, self._prompt(index, input_tokens), params, seed=0, salt=None)
+        prompt = self._prompt(index, input_tokens)
+        if self._workload.sessions:
+            prompt = self._turn(index, input_tokens, output_tokens)
+        request = Request(index, prompt, params, seed=0, salt=None)
         self._requests.append(request)
         self._scheduler.add(request)
+
+    def _turn(self, index: int, length: int, output: int) -> list[int]:
+        """What its session has said so far, as much as fits, and something new; every answer is of token 0."""
+        session = self._workload.sessions[index]
+        before = self._said.get(session, [])[: length - 1]
+        prompt = before + [1 + index] * (length - len(before))
+        self._said[session] = prompt + [0] * output
+        return prompt
 
     def _prompt(self, index: int, length: int) -> list[int]:
         if not self._workload.shared_prefix:

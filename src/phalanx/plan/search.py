@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.candidates import Candidate, Excluded
 from phalanx.plan.engines import GIB, EngineTraits
-from phalanx.plan.fit import Fit, fit
+from phalanx.plan.fit import Fit, fit, stage_of
 from phalanx.plan.predict import Prediction, capacity, predict
 from phalanx.plan.price import Tariff, cost
 from phalanx.plan.shapes import shape
@@ -16,6 +16,8 @@ from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
+
+_FAST_LINKS = ("nvswitch", "mesh")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Loaded:
     share: Workload
     group: Machine
     stages: int = 1
+    attention_ranks: int = 1
 
     @property
     def gpus(self) -> int:
@@ -42,10 +45,10 @@ class Loaded:
     def capacity(self) -> float:
         """Requests a second that all replicas hold."""
         held, experts = self.fit, self.tp if self.expert_parallel else 1
-        formats = held.weight_format, held.kv_format
+        formats, split = (held.weight_format, held.kv_format), (self.stages, self.attention_ranks)
         room = held.kv_tokens // self.stages
-        one = capacity(self.spec, self.group, self.tp, self.engine.name, self.share, *formats, experts, room)
-        return one * self.replicas * self.stages
+        one = capacity(self.spec, self.group, self.tp, self.engine.name, self.share, *formats, experts, room, *split)
+        return one * self.replicas * self.stages * self.attention_ranks
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,6 @@ class Search:
     kv_format: str
     tariff: Tariff
     context: int
-
-    def consider_all(
-        self, formats: Sequence[str], engines: Sequence[EngineTraits], degrees: Sequence[int]
-    ) -> list[Candidate | Excluded]:
-        return [
-            self.deploy(outcome) if isinstance(outcome, Loaded) else outcome
-            for outcome in self.load_all(formats, engines, degrees)
-        ]
 
     def load_all(
         self, formats: Sequence[str], engines: Sequence[EngineTraits], degrees: Sequence[int]
@@ -87,6 +82,7 @@ class Search:
                 engine.name, tp, weight_format, "no_kernels", unknown, "Use another engine or format on this machine."
             )
             return
+        yield from self._load_apart(engine, weight_format, tp)
         loads = shape(self.spec.in_format(weight_format), tp, engine)
         if not loads.is_legal:
             found = "; ".join(loads.problems) + "."
@@ -99,11 +95,39 @@ class Search:
                 if isinstance(outcome, Excluded):
                     break
 
+    def _load_apart(self, engine: EngineTraits, weight_format: str, ranks: int) -> Iterator[Loaded]:
+        """The same GPUs with sequences of their own, each with whole layers but for its share of the experts: for
+        models that keep latents, of which tensor-parallel ranks would each hold the same.
+        """
+        spec, most = self.spec.in_format(weight_format), self.machine.most_replicas(ranks)
+        can = engine.has_attention_ranks and spec.latent and spec.moe is not None and spec.moe.experts % ranks == 0
+        if (
+            not can
+            or ranks == 1
+            or not most
+            or self.machine.smallest.unified_memory
+            or not shape(spec, 1, engine).is_legal
+        ):
+            return
+        for replicas in _replica_counts(most, self.workload):
+            outcome = self.load(engine, weight_format, ranks, replicas, True, attention_ranks=ranks)
+            if isinstance(outcome, Loaded):
+                yield outcome
+
     def _stages(self, engine: EngineTraits, tp: int) -> list[int]:
-        """Boxes that may share the layers of a model: where TP fills a box, and the engine can."""
-        if self.machine.boxes == 1 or tp != self.machine.per_box or not engine.has_pipelines:
-            return [1] if self.machine.most_replicas(tp) else []
-        return [stages for stages in range(1, self.machine.boxes + 1) if self.machine.boxes % stages == 0]
+        """How many stages may share the layers of a model, where the engine can. Between boxes, those that TP fills;
+        inside one, where cards are joined by nothing fast: between those with a switch TP is better.
+        """
+        if not self.machine.most_replicas(tp):
+            return []
+        if not engine.has_pipelines:
+            return [1]
+        box = self.machine.per_box or len(self.machine)
+        if self.machine.boxes > 1 and tp == box:
+            return _divisors(self.machine.boxes)
+        if box % tp or self.machine.link(box).kind in _FAST_LINKS:
+            return [1]
+        return _divisors(box // tp)
 
     def load(
         self,
@@ -113,28 +137,31 @@ class Search:
         replicas: int,
         expert_parallel: bool,
         stages: int = 1,
+        attention_ranks: int = 1,
     ) -> Loaded | Excluded:
         """The fit of so many replicas, or what it lacks. Of a pipeline, the fit is of its largest stage, and each batch
         runs through it in as many parts as there are stages.
         """
-        share = per_replica(self.workload, replicas * stages)
+        share = per_replica(self.workload, replicas * stages * attention_ranks)
         groups = self.machine.groups(tp, replicas * stages)
         smallest = min(groups, key=lambda group: group.smallest.memory_bytes)
         slowest = min(groups, key=lambda group: min(gpu.bandwidth for gpu in group.gpus))
         fitted = fit(
-            _stage(self.spec, stages),
+            stage_of(self.spec, stages),
             smallest,
             tp,
             engine,
             weight_format=weight_format,
             kv_format=self.kv_format,
             context=self.workload.longest,
+            attention_ranks=attention_ranks,
             **({} if self.workload.is_endless else {"sequences": share.concurrency}),
         )
         problem = _no_room(fitted, self.context)
         if problem is not None:
             return problem
-        return Loaded(self.spec, engine, tp, replicas, expert_parallel, fitted, share, slowest, stages)
+        split = stages, attention_ranks
+        return Loaded(self.spec, engine, tp, replicas, expert_parallel, fitted, share, slowest, *split)
 
     def deploy(self, loaded: Loaded, watch: SteadyWatch | None = None) -> Candidate:
         """What it delivers and costs. `watch`: how long to look at arrivals without end."""
@@ -155,14 +182,16 @@ class Search:
             cost=cost(paid, self.tariff),
             copies=self.workload.concurrency / share.concurrency
             if self.workload.is_closed_loop
-            else replicas * loaded.stages,
+            else replicas * loaded.stages * loaded.attention_ranks,
             stages=loaded.stages,
+            attention_ranks=loaded.attention_ranks,
         )
 
 
 def predict_replica(deployed: Loaded | Candidate, share: Workload, watch: SteadyWatch | None = None) -> Prediction:
     """What one replica does with this traffic; of a pipeline, what it does with one of the parts that are under way in
-    it at a time. A part that has passed every stage has passed all layers, as if alone on the GPUs of a stage.
+    it at a time. A part that has passed every stage has passed all layers, as if alone on the GPUs of a stage. Of ranks
+    with sequences of their own, what one does.
     """
     fitted = deployed.fit
     return predict(
@@ -176,14 +205,13 @@ def predict_replica(deployed: Loaded | Candidate, share: Workload, watch: Steady
         ep=deployed.tp if deployed.expert_parallel else 1,
         kv_tokens=fitted.kv_tokens // deployed.stages,
         watch=watch,
+        stages=deployed.stages,
+        attention_ranks=deployed.attention_ranks,
     )
 
 
-def _stage(spec: ModelSpec, stages: int) -> ModelSpec:
-    """Its last layers, which are no smaller than its first, with both ends of the model: the most that a box holds."""
-    if stages == 1:
-        return spec
-    return dataclasses.replace(spec, layers=spec.layers[len(spec.layers) - -(-len(spec.layers) // stages) :])
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def _replica_counts(most: int, workload: Workload) -> list[int]:
@@ -195,16 +223,26 @@ def _replica_counts(most: int, workload: Workload) -> list[int]:
     return [count for count in range(1, most + 1) if count == most or count & (count - 1) == 0]
 
 
+def _turns_of(workload: Workload, replicas: int) -> list[int]:
+    """Requests of a trace that one replica has: every so many, or all turns of every so many sessions."""
+    if not workload.sessions:
+        return list(range(0, len(workload.trace), replicas))
+    own = set(list(dict.fromkeys(workload.sessions))[::replicas])
+    return [place for place, session in enumerate(workload.sessions) if session in own]
+
+
 def per_replica(workload: Workload, replicas: int) -> Workload:
-    """The traffic of one replica when requests are dealt evenly and an agent stays with its replica."""
+    """The traffic of one replica when requests are dealt evenly, and an agent and a session stay with theirs."""
     if replicas == 1:
         return workload
+    kept = _turns_of(workload, replicas)
     return dataclasses.replace(
         workload,
         concurrency=-(-workload.concurrency // replicas),
         requests=None if workload.requests is None else -(-workload.requests // replicas),
         rate=None if workload.rate is None else workload.rate / replicas,
-        trace=workload.trace[::replicas],
+        trace=tuple(workload.trace[place] for place in kept),
+        sessions=tuple(workload.sessions[place] for place in kept) if workload.sessions else (),
         agents=-(-workload.agents // replicas),
     )
 

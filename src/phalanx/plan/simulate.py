@@ -25,6 +25,17 @@ _FEWEST_REQUESTS = 64
 StepPrice = Callable[[StepSums], float]
 
 
+@dataclass(frozen=True)
+class WaitingPrice:
+    """Of a batch that moves together with others: steps without prompts wait for theirs, on average."""
+
+    price: StepPrice
+    wait: float
+
+    def __call__(self, step: StepSums) -> float:
+        return self.price(step) + (0.0 if step.prompt_tokens else self.wait)
+
+
 @dataclass
 class Passage:
     """How one request passed, by step boundaries: boundary i is the start of step i. Sent `early` seconds before one.

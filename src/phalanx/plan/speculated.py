@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.simulate import StepPrice
@@ -14,6 +18,31 @@ def drafting_part(spec: ModelSpec) -> ModelSpec | None:
     """What makes one draft, as a model: the layer of the head between embedding and head. None: drafts cost nothing."""
     head = spec.draft_head
     return None if head is None else dataclasses.replace(spec, layers=(head.layer,), head=None, drafts=False)
+
+
+def published_acceptance(model_type: str) -> tuple[float, str]:
+    """The chance that a draft of this family's head comes true, from the tokens that stood of a row with so many
+    drafts, and who says so; of a family that nobody published, the least of those that were.
+    """
+    known = _published()
+    named = next((each for each in known if model_type == each["family"]), None)
+    told = named or min(known, key=lambda each: float(each["tokens"]))
+    said = f"{told['tokens']} tokens of {told['drafts']} drafts, {told['source']}"
+    return _chance(told["drafts"], told["tokens"]), said if named else f"{said}, for want of {model_type}'s"
+
+
+@cache
+def _published() -> list[dict[str, Any]]:
+    text = (files("phalanx.plan") / "acceptance.toml").read_text(encoding="utf-8")
+    return list(tomllib.loads(text)["head"])
+
+
+def _chance(drafts: int, tokens: float) -> float:
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_of_row(drafts, middle) < tokens else (low, middle)
+    return round(low, 3)
 
 
 def tokens_of_row(drafts: int, acceptance: float) -> float:

@@ -18,6 +18,22 @@ _COLUMNS = {
     "input": ("input_tokens", "input_length", "isl", "ContextTokens", "prompt_tokens"),
     "output": ("output_tokens", "output_length", "osl", "GeneratedTokens", "completion_tokens"),
 }
+_SESSIONS = ("session", "session_id", "conversation_id", "chat_id")
+
+
+def read_sessions(path: Path) -> tuple[tuple[Arrival, ...], tuple[int, ...]]:
+    """A trace, and whose turn each request is, where it has a column for that; none where it has not."""
+    rows = _read(path)
+    arrivals = [_arrival(path, number, row) for number, row in enumerate(rows, start=1)]
+    names = [next((str(row[key]) for key in _SESSIONS if row.get(key) not in (None, "")), "") for row in rows]
+    first = min(arrivals)[0]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    told = sorted(
+        ((time - first, prompt, output), numbers[name] if name else len(numbers) + place)
+        for place, ((time, prompt, output), name) in enumerate(zip(arrivals, names, strict=True))
+    )
+    sessions = tuple(session for _, session in told) if any(names) else ()
+    return tuple(arrival for arrival, _ in told), sessions
 
 
 def read_trace(path: Path) -> tuple[Arrival, ...]:
@@ -25,16 +41,21 @@ def read_trace(path: Path) -> tuple[Arrival, ...]:
 
     Times are seconds or dates; in JSON lines `timestamp` is in milliseconds, as published traces have it.
     """
+    return read_sessions(path)[0]
+
+
+def _read(path: Path) -> list[Mapping[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError("bad_trace", f"{path} cannot be read: {error}.", "Name a CSV or JSON-lines file.") from None
-    rows = _json_rows(path, text) if text.lstrip().startswith("{") else csv.DictReader(text.splitlines())
-    arrivals = [_arrival(path, number, row) for number, row in enumerate(rows, start=1)]
-    if not arrivals:
+    rows: Iterable[Mapping[str, Any]] = csv.DictReader(text.splitlines())
+    if text.lstrip().startswith("{"):
+        rows = _json_rows(path, text)
+    found = list(rows)
+    if not found:
         raise WorkloadError("bad_trace", f"{path} holds no requests.", f"Give it the columns {_wanted()}.")
-    first = min(arrivals)[0]
-    return tuple(sorted((time - first, prompt, output) for time, prompt, output in arrivals))
+    return found
 
 
 def _json_rows(path: Path, text: str) -> Iterable[Mapping[str, Any]]:

@@ -24,7 +24,8 @@ class Workload:
 
     Lengths are uniform in [(1 - spread) x length, length]. A closed loop sends `requests` prompts, ten a client unless
     told; arrivals at a rate without a number of `requests` never end. A trace lists (arrival in seconds, input tokens,
-    output tokens). With `shared_prefix`, prompts of the same agent (of `agents`) begin with the same tokens. With an
+    output tokens), in order; with `sessions`, whose turn each is: a prompt then begins with what its session said
+    before. With `shared_prefix`, prompts of the same agent (of `agents`) begin with the same tokens. With an
     `acceptance`, tokens are guessed ahead, up to `drafts` of them, each of which comes true with that chance.
     """
 
@@ -40,6 +41,7 @@ class Workload:
     seed: int = 0
     acceptance: float | None = None
     drafts: int = 3
+    sessions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens", "concurrency", "agents"):
@@ -54,6 +56,12 @@ class Workload:
                 "bad_workload",
                 f"Up to {self.drafts} drafts come true with a chance of {self.acceptance}.",
                 "There is at least one draft, and its chance is from 0 to 1, such as 0.8.",
+            )
+        if self.sessions and len(self.sessions) != len(self.trace):
+            raise WorkloadError(
+                "bad_workload",
+                f"{len(self.trace)} requests are of {len(self.sessions)} sessions.",
+                "Name one for each.",
             )
         if not 0 <= self.spread < 1:
             raise WorkloadError("bad_workload", f"spread is {self.spread}.", "It must be in [0, 1).")
@@ -111,4 +119,10 @@ class Workload:
             yield arrival, self._draw(chance, self.input_tokens), self._draw(chance, self.output_tokens)
 
     def _draw(self, chance: random.Random, length: int) -> int:
-        return length if self.spread == 0 else chance.randint(max(1, round(length * (1 - self.spread))), length)
+        """As far between the shortest and the longest as it would be for any other length: longer prompts are longer
+        each, and change no answer.
+        """
+        if self.spread == 0:
+            return length
+        shortest = max(1, round(length * (1 - self.spread)))
+        return shortest + int(chance.random() * (length - shortest + 1))

@@ -82,7 +82,7 @@ _TOKEN = "# Before: ray get-auth-token --generate on the leader, and the same ~/
 
 
 def _ray(launch: Launch) -> str:
-    serve = _unquoted(wrapped(command(launch, host="0.0.0.0", extra=_RAY[launch.engine.name])))
+    serve = _unquoted(wrapped(command(launch, host="0.0.0.0", extra=_by_ray(launch))))
     own = "export VLLM_HOST_IP=$SELF\n" if launch.engine.name == "vllm" else ""
     return f"""{_head(launch, _TOKEN)}
 {own}export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0
@@ -94,6 +94,12 @@ ray start --head --port={_RAY_PORT} --node-ip-address="$SELF" --num-gpus={launch
 until [ "$(ray status | grep -c ' node_')" -ge {launch.nodes} ]; do sleep 2; done
 exec {serve}
 """
+
+
+def _by_ray(launch: Launch) -> tuple[str, ...]:
+    if launch.attention_ranks > 1:
+        return "--data-parallel-backend", "ray"
+    return _RAY[launch.engine.name]
 
 
 def _unquoted(words: str) -> str:
@@ -122,7 +128,7 @@ def _mpi(launch: Launch) -> str:
     before += f"# no password, and the folder of {TRTLLM_OPTIONS} must be the same on all.\n"
     return f"""{_head(launch, before)}
 : "${{HOSTS:?such as 10.0.0.1:{launch.per_node},10.0.0.2:{launch.per_node}}}"
-exec mpirun -n {launch.tp * launch.stages} -H "$HOSTS" -x HF_TOKEN -x PATH \\
+exec mpirun -n {launch.gpus} -H "$HOSTS" -x HF_TOKEN -x PATH \\
     -x NCCL_SOCKET_IFNAME -x NCCL_IB_DISABLE -x NCCL_IB_HCA -x NCCL_IB_GID_INDEX -x UCX_NET_DEVICES \\
     trtllm-llmapi-launch {serve}
 """
@@ -162,7 +168,7 @@ spec:
 
 
 def _pods_by_ray(launch: Launch) -> tuple[str, str]:
-    serve = " ".join(command(launch, host="0.0.0.0", extra=_RAY["vllm"]))
+    serve = " ".join(command(launch, host="0.0.0.0", extra=_by_ray(launch)))
     lead = (
         f"ray start --head --port={_RAY_PORT} --num-gpus={launch.per_node} --include-dashboard=false && "
         f"until [ \"$(ray status | grep -c ' node_')\" -ge {launch.nodes} ]; do sleep 2; done && exec {serve}"

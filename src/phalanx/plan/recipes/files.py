@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from phalanx.errors import ConfigError
-from phalanx.plan.recipes import boxes, spark
+from phalanx.plan.recipes import boxes, parts, spark
 from phalanx.plan.recipes.kubernetes import kubernetes_files
 from phalanx.plan.recipes.launch import ADMIN_PORT, FIRST_PORT, TRTLLM_OPTIONS, Launch, command, trtllm_options
 from phalanx.plan.recipes.systemd import unit_files
@@ -28,6 +28,8 @@ def recipe(launch: Launch, kind: str) -> Files:
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
         suggestion = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError("unknown_recipe", f"No recipe is called {kind!r}.", f"{suggestion}Known: {', '.join(KINDS)}.")
+    if launch.prompt_replicas:
+        return parts.scripts(launch, kind)
     if launch.spans_machines:
         boxes.check(launch, kind)
     files = KINDS[kind](launch)

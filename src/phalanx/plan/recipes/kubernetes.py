@@ -71,7 +71,7 @@ spec:
           command: {json.dumps(words)}
           workingDir: /app
           ports: [{", ".join(f"{{containerPort: {port}}}" for port in ports)}]
-          resources: {{limits: {{{_RESOURCES[launch.vendor]}: {launch.tp}}}}}{container}
+          resources: {{limits: {{{_RESOURCES[launch.vendor]}: {launch.gpus}}}}}{container}
           readinessProbe: {{httpGet: {{{probe}}}, periodSeconds: 10}}
           startupProbe: {{httpGet: {{{probe}}}, periodSeconds: 10, failureThreshold: 180}}{start}
           env:

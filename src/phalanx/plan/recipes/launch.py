@@ -30,9 +30,10 @@ _SAFE_MODEL = re.compile(r"[\w./~][\w./~+ -]*")
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline. `prepare`: the command that first
-    writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine is told. The model's
-    own head makes up to `drafts` of tokens.
+    """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline; with `attention_ranks` each of them
+    has sequences of its own, up to `max_num_seqs`; `prompt_replicas` of the replicas compute prompts alone. `prepare`:
+    the command that first writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine
+    is told. The model's own head makes up to `drafts` of tokens.
     """
 
     model: str
@@ -47,6 +48,8 @@ class Launch:
     max_num_batched_tokens: int
     expert_parallel: bool = False
     stages: int = 1
+    attention_ranks: int = 1
+    prompt_replicas: int = 0
     drafts: int = 0
     prepare: tuple[str, ...] = ()
     note: str = ""
@@ -69,12 +72,17 @@ class Launch:
     def spans_machines(self) -> bool:
         if self.one_gpu_machines:
             return self.tp * self.stages > 1
-        return self.stages > 1 or (bool(self.machine.per_box) and self.tp > self.machine.per_box)
+        return bool(self.machine.per_box) and self.tp * self.stages > self.machine.per_box
 
     @property
     def nodes(self) -> int:
         """Machines of one replica."""
-        return -(-self.tp * self.stages // self.per_node)
+        return -(-self.gpus // self.per_node)
+
+    @property
+    def gpus(self) -> int:
+        """Of one replica."""
+        return self.tp * self.stages
 
     @property
     def per_node(self) -> int:
@@ -99,7 +107,7 @@ class Launch:
         """GPUs of a replica, by their number on the machine it runs on."""
         if self.one_gpu_machines:
             return ["0"]
-        return [str(device) for device in range(replica * self.tp, (replica + 1) * self.tp)]
+        return [str(device) for device in range(replica * self.gpus, (replica + 1) * self.gpus)]
 
     @property
     def utilization(self) -> float:
@@ -137,7 +145,9 @@ def _phalanx(launch: Launch) -> list[str]:
 
 
 def _vllm(launch: Launch) -> list[str]:
-    words = ["vllm", "serve", launch.model, "--tensor-parallel-size", str(launch.tp)]
+    words = ["vllm", "serve", launch.model, "--tensor-parallel-size", str(launch.tp // launch.attention_ranks)]
+    if launch.attention_ranks > 1:
+        words += ["--data-parallel-size", str(launch.attention_ranks)]
     if launch.stages > 1:
         words += ["--pipeline-parallel-size", str(launch.stages)]
     if launch.expert_parallel and not launch.one_gpu_machines:
@@ -162,6 +172,8 @@ def _sglang(launch: Launch) -> list[str]:
         words += ["--pp-size", str(launch.stages)]
     if launch.expert_parallel:
         words += ["--ep-size", str(launch.tp)]
+    if launch.attention_ranks > 1:
+        words += ["--dp-size", str(launch.attention_ranks), "--enable-dp-attention"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8_e4m3"]
     if launch.drafts:
@@ -170,8 +182,8 @@ def _sglang(launch: Launch) -> list[str]:
     return [
         *words,
         *("--context-length", str(launch.max_model_len)),
-        *("--max-running-requests", str(launch.max_num_seqs)),
-        *("--chunked-prefill-size", str(launch.max_num_batched_tokens)),
+        *("--max-running-requests", str(launch.max_num_seqs * launch.attention_ranks)),
+        *("--chunked-prefill-size", str(launch.max_num_batched_tokens * launch.attention_ranks)),
         *("--mem-fraction-static", f"{launch.static_fraction:g}"),
     ]
 
@@ -195,7 +207,7 @@ def trtllm_options(launch: Launch) -> str:
     """What TensorRT-LLM reads from a file: the KV cache and chunked prefill."""
     dtype = "fp8" if launch.kv_format == "fp8" else "auto"
     return (
-        "enable_chunked_prefill: true\n"
+        ("enable_attention_dp: true\n" if launch.attention_ranks > 1 else "") + "enable_chunked_prefill: true\n"
         "kv_cache_config:\n"
         f"  free_gpu_memory_fraction: {launch.engine.share:g}\n"
         f"  dtype: {dtype}\n"

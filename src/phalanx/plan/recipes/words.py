@@ -19,6 +19,8 @@ def wrapped(words: list[str], indent: str = "    ") -> str:
 
 def title(launch: Launch) -> str:
     stages = f" PP={launch.stages}" if launch.stages > 1 else ""
+    if launch.attention_ranks > 1:
+        stages = " with data-parallel attention"
     return (
         f"{launch.model} with {launch.engine.title} in {launch.weight_format}: TP={launch.tp}{stages}, "
         f"{launch.replicas} replica{'s' if launch.replicas > 1 else ''} on {launch.machine.name}"
