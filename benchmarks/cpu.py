@@ -1,91 +1,134 @@
 """Decode and prefill on this machine's CPUs, from one checkpoint: weights as stored and widened, beside llama.cpp.
 
-    python benchmarks/cpu.py [MODEL.gguf] [--llama-cpp PYTHON]
+    python benchmarks/cpu.py [MODEL.gguf] [--llama-cpp PYTHON] [--threads N] [--rows 1 8 32] [--rounds N] [--cpu-time]
 
-MODEL is the default model where none is named. PYTHON is an interpreter that has llama-cpp-python; it takes turns with
-Phalanx, so that what else the machine does hits both. Times are wall-clock; the fastest of the rounds counts.
+MODEL is the default model where none is named. PYTHON is an interpreter that has llama-cpp-python. All contenders are
+loaded first and then take turns, round by round, so that what else the machine does hits them alike; the median of the
+rounds counts. On a machine that others use, `--threads 1 --cpu-time` compares the processor time that each needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
-import time
-from pathlib import Path
+import sys
+from statistics import median
 
-import torch
-
-from phalanx import LLM, SamplingParams
 from phalanx.weights.checkpoint import locate
 
-PROMPT, TOKENS, ROUNDS = 128, 64, 3
-ROWS = (1, 8, 32)
-_LLAMA = """
+PROMPT, TOKENS = 128, 32
+_TIMED = f"""
 import json, sys, time
+PROMPT, TOKENS = {PROMPT}, {TOKENS}
+model, threads, clock, rows, dtype = sys.argv[1:]
+threads, clock, rows = int(threads), getattr(time, clock), json.loads(rows)
+
+def rate(tokens, work):
+    begun = clock()
+    work()
+    return tokens / (clock() - begun)
+
+def answer_each_line(timed):
+    timed()
+    for _ in sys.stdin:
+        print(json.dumps(timed()), flush=True)
+"""
+_PHALANX = """
+from phalanx import LLM, SamplingParams
+
+first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+answer = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+prompt = [(7 * place) % 40000 + 5 for place in range(PROMPT)]
+with LLM(model, progress=False, dtype=dtype, device="cpu", prefix_caching=False, max_model_len=512) as llm:
+    def timed():
+        found = {"prefill": rate(PROMPT, lambda: llm.generate([prompt], first))}
+        for count in rows:
+            prompts = [[row + 5, 7] for row in range(count)]
+            found[str(count)] = rate(count * TOKENS, lambda: llm.generate(prompts, answer))
+        return found
+    answer_each_line(timed)
+"""
+_LLAMA_CPP = """
 from llama_cpp import Llama
-model, threads, prompt, tokens = sys.argv[1], *map(int, sys.argv[2:])
+
 llm = Llama(model, n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False)
-best = {}
-for _ in range(3):
-    llm.reset()
-    begun = time.perf_counter()
-    llm.eval([(7 * place) % 40000 + 5 for place in range(prompt)])
-    filled = time.perf_counter()
-    for place in range(tokens):
+def decode():
+    for place in range(TOKENS):
         llm.eval([place + 5])
-    ended = time.perf_counter()
-    for name, rate in (("prefill", prompt / (filled - begun)), ("1", tokens / (ended - filled))):
-        best[name] = max(best.get(name, 0.0), rate)
-print(json.dumps(best))
+def timed():
+    llm.reset()
+    found = {"prefill": rate(PROMPT, lambda: llm.eval([(7 * place) % 40000 + 5 for place in range(PROMPT)]))}
+    llm.reset()
+    llm.eval([5, 7])
+    return found | {"1": rate(TOKENS, decode)}
+answer_each_line(timed)
 """
 
 
-def measured(model: Path, dtype: str) -> dict[str, float]:
-    """Tokens a second: of prompts, and of answers at each number of rows."""
-    best: dict[str, float] = {}
-    decode = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(model, progress=False, dtype=dtype, device="cpu", prefix_caching=False, max_model_len=512) as llm:
-        for _ in range(ROUNDS):
-            for rows in ROWS:
-                prompts = [[(7 * place + row) % 40000 + 5 for place in range(PROMPT)] for row in range(rows)]
-                begun = time.perf_counter()
-                llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-                filled = time.perf_counter()
-                llm.generate([prompt[:2] for prompt in prompts], decode)
-                ended = time.perf_counter()
-                rates = {str(rows): rows * TOKENS / (ended - filled)}
-                if rows == 1:
-                    rates["prefill"] = PROMPT / (filled - begun)
-                best |= {name: max(best.get(name, 0.0), rate) for name, rate in rates.items()}
-    return best
+class Contender:
+    """A process that has the model loaded and times one round for each line it is sent."""
 
+    def __init__(self, python: str, script: str, threads: int, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [python, "-c", _TIMED + script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )
+        self.rounds: list[dict[str, float]] = []
 
-def llama_cpp(python: str, model: Path) -> dict[str, float]:
-    arguments = [str(number) for number in (torch.get_num_threads(), PROMPT, TOKENS)]
-    ran = subprocess.run([python, "-c", _LLAMA, str(model), *arguments], capture_output=True, text=True, check=True)
-    return dict(json.loads(ran.stdout.splitlines()[-1]))
+    def run_round(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        self.rounds.append(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def rate(self, name: str) -> float | None:
+        return median(found[name] for found in self.rounds) if name in self.rounds[0] else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="count processor time")
     asked = parser.parse_args()
-    model = locate(asked.model)
-    found = {"as stored": measured(model, "auto"), "widened": measured(model, "fp32")}
+    model, clock = locate(asked.model), "process_time" if asked.cpu_time else "perf_counter"
+    given = (asked.threads, str(model), str(asked.threads), clock, json.dumps(asked.rows))
+    contenders = {
+        "as stored": Contender(sys.executable, _PHALANX, *given, "auto"),
+        "widened": Contender(sys.executable, _PHALANX, *given, "fp32"),
+    }
     if asked.llama_cpp:
-        found["llama.cpp"] = llama_cpp(asked.llama_cpp, model)
-    columns = ["prefill", *map(str, ROWS)]
-    print(f"{model.name}, {torch.get_num_threads()} threads, tokens a second (and as stored to it)")
+        contenders["llama.cpp"] = Contender(asked.llama_cpp, _LLAMA_CPP, *given, "")
+    for _ in range(asked.rounds):
+        for contender in contenders.values():
+            contender.run_round()
+    for contender in contenders.values():
+        contender.close()
+    columns = ["prefill", *map(str, asked.rows)]
+    kind = "processor time" if asked.cpu_time else "time"
+    print(f"{model.name}, {asked.threads} threads, tokens a second of {kind} (and as stored to it)")
     print("| | " + " | ".join(name if name == "prefill" else f"{name} rows" for name in columns) + " |")
     print("|---|" + "---|" * len(columns))
-    for title, rates in found.items():
-        shown = (
-            f"{rates[name]:.1f} ({found['as stored'][name] / rates[name]:.2f}x)" if name in rates else ""
-            for name in columns
-        )
-        print(f"| {title} | " + " | ".join(shown) + " |")
+    for title, contender in contenders.items():
+        print(f"| {title} | " + " | ".join(_shown(contenders["as stored"], contender, name) for name in columns) + " |")
+
+
+def _shown(ours: Contender, other: Contender, name: str) -> str:
+    own, rate = ours.rate(name), other.rate(name)
+    return "" if rate is None or own is None else f"{rate:.1f} ({own / rate:.2f}x)"
 
 
 if __name__ == "__main__":

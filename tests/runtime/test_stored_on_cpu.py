@@ -103,6 +103,27 @@ def test_kinds_may_differ_within_a_file(tmp_path: Path) -> None:
     assert_same(said(path), said(path, dtype="fp32"))
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, called = gguf_of(tmp_path, "llama", kind), set()
+    straight = cpu.call
+
+    def call(name: str, *arguments: object) -> None:
+        called.add(name)
+        straight(name, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu, "call", call)
+    found = said(path)
+    assert "decode_layer" in called
+    called.clear()
+    monkeypatch.setattr("phalanx.layers.layer.whole_layer", lambda *parts: None)
+    assert said(path) == found
+    assert "decode_layer" not in called
+
+
 def loaded(path: Path, **options: str) -> Decoder:
     return rank.load_model(EngineConfig(device="cpu", **options), Checkpoint(path), Solo(), lambda done, total: None)
 

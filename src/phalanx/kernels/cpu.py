@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "panels.c")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "panels.c", "layer.c")]
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -37,6 +37,7 @@ _SIGNATURES = {
     "panel_product": [_POINTER] * 4 + [_INDEX],
     "e4m3_product": [_POINTER] * 4 + [_INDEX],
     "widen_e4m3": [_POINTER] * 2 + [_INDEX] * 2,
+    "decode_layer": [_POINTER] * 9 + [_INDEX] * 3,
     "meet": [_POINTER] + [_INDEX] * 4,
     "own_cores": [_POINTER, _INDEX],
 }

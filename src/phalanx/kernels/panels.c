@@ -28,7 +28,7 @@
 #define PLANES 2
 #define BASE 256
 #define LARGEST (127 * BASE + 127)
-#define ROWS 2                   /* whose sums fit into registers at once */
+#define ROWS 4                   /* whose sums fit into registers at once */
 #define PARALLEL_FROM 16384      /* multiply-adds, below which one thread is quicker than two */
 
 typedef long long index_t;
@@ -166,58 +166,91 @@ struct panel {
     int shift;
 };
 
-/* 16 outputs of `rows` rows, which lie `stride` apart in y; only `width` of them are there. */
-INLINE void multiply(struct panel w, const struct input *x, const float *bias, float *y, index_t stride, index_t width,
-                     const int rows, const int bits, const int small, const enum scale_kind kind,
-                     const int has_minimums) {
-    floats total[ROWS][VECTORS] = {{{0}}};
+INLINE void put(const floats *total, const float *bias, float *y, index_t width) {
+    float out[PANEL];
+    memcpy(out, total, sizeof out);
+    for (index_t i = 0; i < width; i++) y[i] = out[i] + (bias ? bias[i] : 0);
+}
+
+/* 16 outputs of one row, of which `width` are there: both planes at once, so that each weight is unpacked once. */
+INLINE void multiply(struct panel w, struct input x, const float *bias, float *y, index_t width, const int bits,
+                     const int small, const enum scale_kind kind, const int has_minimums) {
+    floats total[VECTORS] = {{0}};
     index_t at = 0, left = w.group;
     for (index_t block = 0; block < w.blocks; block++) {
-        ints acc[ROWS][PLANES][VECTORS];
+        ints acc[PLANES][VECTORS];
         memset(acc, 0, sizeof acc);
         const uint8_t *codes = w.codes + block * block_bytes(bits);
         __builtin_prefetch(codes + 8 * block_bytes(bits));
         __builtin_prefetch(codes + 8 * block_bytes(bits) + STEP);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half++) {
-            quad inputs[ROWS][PLANES];
-            for (int r = 0; r < rows; r++)
-                for (int p = 0; p < PLANES; p++)
-                    inputs[r][p] = load_quad(x[r].codes + (block * PLANES + p) * BLOCK + half * BLOCK / 2);
+            quad inputs[PLANES];
+            for (int p = 0; p < PLANES; p++)
+                inputs[p] = load_quad(x.codes + (block * PLANES + p) * BLOCK + half * BLOCK / 2);
 #pragma GCC unroll 4
             for (int word = 0; word < WORDS / 2; word++)
                 for (int v = 0; v < VECTORS; v++) {
                     bytes weights = unpack(codes, half * WORDS / 2 + word, v, bits);
-                    for (int r = 0; r < rows; r++)
-                        for (int p = 0; p < PLANES; p++)
-                            acc[r][p][v] = dot(acc[r][p][v], weights, inputs[r][p], word, small);
+                    for (int p = 0; p < PLANES; p++) acc[p][v] = dot(acc[p][v], weights, inputs[p], word, small);
                 }
         }
         for (int v = 0; v < VECTORS; v++) {
-            floats scales = load_scales(w.scales, at + v * LANES, kind);
-            for (int r = 0; r < rows; r++) {
-                ints sum = (acc[r][0][v] << 8) + acc[r][1][v];
-                if (!has_minimums && small) sum -= w.shift * x[r].sums[block];
-                total[r][v] += __builtin_convertvector(sum, floats) * (scales * x[r].scales[block]);
-            }
+            ints sum = (acc[0][v] << 8) + acc[1][v];
+            if (!has_minimums && small) sum -= w.shift * x.sums[block];
+            total[v] += __builtin_convertvector(sum, floats) * (load_scales(w.scales, at + v * LANES, kind) * x.scales[block]);
+            if (has_minimums)
+                total[v] += load_scales(w.minimums, at + v * LANES, kind) * (x.scales[block] * x.sums[block]);
+        }
+        if (--left == 0) at += PANEL, left = w.group;
+    }
+    put(total, bias, y, width);
+}
+
+/* The same for `rows` rows, which lie `stride` apart in y, with a byte a code and scales in float32. One plane comes after
+ * the other: then a sum has one register, and there are enough for four rows. */
+INLINE void multiply_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t stride,
+                          index_t width, const int rows, const int small, const int has_minimums) {
+    floats total[ROWS][VECTORS] = {{{0}}};
+    index_t at = 0, left = w.group;
+    for (index_t block = 0; block < w.blocks; block++) {
+        ints acc[ROWS][VECTORS] = {{{0}}};
+        const uint8_t *codes = w.codes + block * block_bytes(8);
+#pragma GCC unroll 1
+        for (int quarter = 0; quarter < 4; quarter++) {
+            quad inputs[ROWS];
+            if (quarter == 2)
+                for (int r = 0; r < rows; r++)
+                    for (int v = 0; v < VECTORS; v++) {
+                        acc[r][v] <<= 8;
+                        if (!has_minimums && small) acc[r][v] -= w.shift * x[r].sums[block];
+                    }
+            for (int r = 0; r < rows; r++) inputs[r] = load_quad(x[r].codes + block * PLANES * BLOCK + quarter * BLOCK / 2);
+#pragma GCC unroll 4
+            for (int word = 0; word < WORDS / 2; word++)
+                for (int v = 0; v < VECTORS; v++) {
+                    bytes weights = load_bytes(codes + (quarter % 2 * WORDS / 2 + word) * STEP + v * WIDTH);
+                    for (int r = 0; r < rows; r++) acc[r][v] = dot(acc[r][v], weights, inputs[r], word, small);
+                }
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            floats scales = load_scales(w.scales, at + v * LANES, FLOAT);
+            for (int r = 0; r < rows; r++)
+                total[r][v] += __builtin_convertvector(acc[r][v], floats) * (scales * x[r].scales[block]);
             if (has_minimums) {
-                floats minimums = load_scales(w.minimums, at + v * LANES, kind);
+                floats minimums = load_scales(w.minimums, at + v * LANES, FLOAT);
                 for (int r = 0; r < rows; r++) total[r][v] += minimums * (x[r].scales[block] * x[r].sums[block]);
             }
         }
         if (--left == 0) at += PANEL, left = w.group;
     }
-    for (int r = 0; r < rows; r++) {
-        float out[PANEL];
-        memcpy(out, total[r], sizeof out);
-        for (index_t i = 0; i < width; i++) y[r * stride + i] = out[i] + (bias ? bias[i] : 0);
-    }
+    for (int r = 0; r < rows; r++) put(total[r], bias, y + r * stride, width);
 }
 
 static void one_row(struct panel w, struct input x, const float *bias, float *y, index_t width, int bits, int kind) {
 #define CASE(b, k) \
-    if (bits == b && kind == k && !w.minimums) multiply(w, &x, bias, y, 0, width, 1, b, b < 8, k, 0); \
-    if (bits == b && kind == k && w.minimums) multiply(w, &x, bias, y, 0, width, 1, b, b < 8, k, 1)
+    if (bits == b && kind == k && !w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 0); \
+    if (bits == b && kind == k && w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 1)
     CASE(4, HALF);
     CASE(4, FLOAT);
     CASE(4, BFLOAT);
@@ -264,10 +297,13 @@ static struct panel widened(struct panel w, uint8_t *codes, float *scales, int b
 INLINE void all_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
                      index_t width, const int small, const int has_minimums) {
     index_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS)
-        multiply(w, x + row, bias, y + row * stride, stride, width, ROWS, 8, small, FLOAT, has_minimums);
-    for (; row < rows; row++)
-        multiply(w, x + row, bias, y + row * stride, stride, width, 1, 8, small, FLOAT, has_minimums);
+#define TAKE(count) \
+    for (; row + count <= rows; row += count) \
+        multiply_rows(w, x + row, bias, y + row * stride, stride, width, count, small, has_minimums)
+    TAKE(ROWS);
+    TAKE(2);
+    TAKE(1);
+#undef TAKE
 }
 
 static void many_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from phalanx.kernels.layer import WholeLayer
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround
 from phalanx.layers.mixers import build_mixer
+from phalanx.layers.mixers.gqa import Attention
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Around, Stream
+from phalanx.layers.whole import whole_layer
 from phalanx.spec.layer import Layer
 
 
@@ -32,6 +35,8 @@ class DecoderLayer:
         self.record = layer
         self.number = number
         self.group = place.group
+        self._whole: WholeLayer | None = None
+        self._asked_for: Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -46,6 +51,8 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         where = self.group.where
         where.at(2 * self.number)
+        if step.only_decodes and rows is None and self._in_one_call(stream, step):
+            return
         taken = self.around_mixer.enter(stream, self.mixer.takes_fp8)
         if step.watch is not None:
             step.watch.mark(self.number, stream.residual)
@@ -55,3 +62,17 @@ class DecoderLayer:
         self.around_mixer.leave(mixed, stream)
         where.at(2 * self.number + 1)
         self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
+
+    def _in_one_call(self, stream: Stream, step: StepContext) -> bool:
+        """Whether that was done: a CPU has a kernel for the whole of some layers."""
+        if not isinstance(self.mixer, Attention):
+            return False
+        if self._asked_for is not self.mixer.cache:
+            self._asked_for = self.mixer.cache
+            self._whole = whole_layer(self.around_mixer, self.mixer, self.around_ffn, self.ffn)
+        rope = self.mixer.record.rope
+        if self._whole is None or rope is None:
+            return False
+        batch = step.batch.of(self.mixer.cache_group)
+        stream.part = self._whole(stream.residual, stream.part, step.turns(rope), batch)
+        return True

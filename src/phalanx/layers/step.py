@@ -22,7 +22,7 @@ class StepContext:
     """Tokens and positions of the rows, how they meet the cache, and what is worked out once for several layers.
 
     `chosen` is what the last indexer made of the step. `rows` are those that it goes on with behind the last mixer.
-    `watch` is shown the residual stream.
+    `watch` is shown the residual stream. `only_decodes`: one token a row, and nobody adds to what layers do, or looks.
     """
 
     def __init__(
@@ -42,6 +42,8 @@ class StepContext:
         self._adapters = adapters
         self.positions = positions
         self.batch = batch
+        prompts = batch.prefills or batch.tiles is not None
+        self.only_decodes = batch.decode is not None and not prompts and adapters is None and watch is None
         self.masks = SightMasks(batch, block_size, dtype)
         self._rotary = rotary
         self.chosen: Best | Chosen | None = None
@@ -69,9 +71,10 @@ class StepContext:
 
     def turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and signed sin of every row."""
-        if rope not in self._turns:
-            self._turns[rope] = self._rotary(rope, self.positions)
-        return self._turns[rope]
+        found = self._turns.get(rope)
+        if found is None:
+            found = self._turns[rope] = self._rotary(rope, self.positions)
+        return found
 
     def turns_at(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same at other positions."""

@@ -1,0 +1,47 @@
+/* A whole decoder layer of the plainest kind (see layer.py): the kernels of cpu.c and panels.c, one after the other. */
+#include <stdlib.h>
+
+typedef long long index_t;
+struct matrix;
+
+void add_rms_norm(const float *x, float *residual, const float *weight, float *out, index_t rows, index_t width, float eps);
+void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width);
+void rotate_and_store(float *qkv, const float *cos, const float *sin, const index_t *write_to, float *cache,
+                      index_t tokens, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary);
+void decode_attention(const float *q, const float *cache, const index_t *table, const index_t *positions, float *out,
+                      index_t rows, index_t q_stride, index_t table_width, index_t block_size, index_t heads,
+                      index_t kv_heads, index_t head_dim, index_t window, index_t chunked, const float *sinks,
+                      float scale);
+void panel_product(const struct matrix *w, const float *x, const float *bias, float *y, index_t m);
+
+/* As layer.py has it. */
+struct layer {
+    const float *mixer_norm, *ffn_norm;
+    const struct matrix *qkv, *output, *gate_up, *down;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    float *cache;
+    const float *sinks;
+    index_t hidden, heads, kv_heads, head_dim, inner, block_size, window, chunked;
+    float eps, scale;
+};
+
+/* residual += part, and `out` is what is to be added next; it may be `part`, which is missing in the first layer. */
+void decode_layer(const struct layer *own, float *residual, const float *part, float *out, const float *cos,
+                  const float *sin, const index_t *write_to, const index_t *table, const index_t *positions, index_t rows,
+                  index_t table_width, index_t rotary) {
+    index_t heads = own->heads * own->head_dim, width = heads + 2 * own->kv_heads * own->head_dim;
+    float *normed = malloc(rows * (own->hidden + width + heads + 3 * own->inner) * sizeof(float));
+    float *qkv = normed + rows * own->hidden, *attended = qkv + rows * width;
+    float *gate_up = attended + rows * heads, *gated = gate_up + rows * 2 * own->inner;
+    add_rms_norm(part ? part : residual, part ? residual : 0, own->mixer_norm, normed, rows, own->hidden, own->eps);
+    panel_product(own->qkv, normed, own->qkv_bias, qkv, rows);
+    rotate_and_store(qkv, cos, sin, write_to, own->cache, rows, own->heads, own->kv_heads, own->head_dim, rotary);
+    decode_attention(qkv, own->cache, table, positions, attended, rows, width, table_width, own->block_size, own->heads,
+                     own->kv_heads, own->head_dim, own->window, own->chunked, own->sinks, own->scale);
+    panel_product(own->output, attended, own->output_bias, out, rows);
+    add_rms_norm(out, residual, own->ffn_norm, normed, rows, own->hidden, own->eps);
+    panel_product(own->gate_up, normed, own->gate_up_bias, gate_up, rows);
+    silu_and_mul(gate_up, gated, rows, own->inner);
+    panel_product(own->down, gated, own->down_bias, out, rows);
+    free(normed);
+}

@@ -1,0 +1,82 @@
+"""A whole decoder layer in one call (see layer.c): with few rows, calling its parts costs as much as they do."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels import cpu
+from phalanx.kernels.attention import AttentionBatch, Sight
+from phalanx.kernels.gemm import PanelGemm
+
+
+class _Record(ctypes.Structure):
+    """`struct layer` of layer.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mixer_norm", "ffn_norm", "qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("cache", "sinks")),
+        *((name, ctypes.c_longlong) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner", "block_size")),
+        *((name, ctypes.c_longlong) for name in ("window", "chunked")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class LayerParts(NamedTuple):
+    """A layer x + attention(norm(x)), then the same with a SiLU-gated MLP. All matrices are panels of whole numbers."""
+
+    mixer_norm: Tensor
+    ffn_norm: Tensor
+    qkv: PanelGemm
+    output: PanelGemm
+    gate_up: PanelGemm
+    down: PanelGemm
+    cache: Tensor
+    heads: int
+    sight: Sight
+    eps: float
+    scale: float
+
+
+class WholeLayer:
+    """Computes, bit for bit, what the kernels of its parts do. It keeps all that the record points at."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        self.parts = parts
+        _, block_size, _, kv_heads, head_dim = parts.cache.shape
+        products = (parts.qkv, parts.output, parts.gate_up, parts.down)
+        sight = parts.sight
+        self._record = _Record(
+            parts.mixer_norm.data_ptr(),
+            parts.ffn_norm.data_ptr(),
+            *(product.pack().address for product in products),
+            *(_address(product.bias) for product in products),
+            parts.cache.data_ptr(),
+            _address(sight.sinks),
+            *(len(parts.mixer_norm), parts.heads, kv_heads, head_dim, parts.down.pack().columns, block_size),
+            *(sight.window or 0, int(sight.chunked)),
+            *(parts.eps, parts.scale),
+        )
+        self._address = ctypes.addressof(self._record)
+
+    def __call__(
+        self, residual: Tensor, part: Tensor | None, turns: tuple[Tensor, Tensor], batch: AttentionBatch
+    ) -> Tensor:
+        """Add `part` to the residual and give what is to be added next, in the memory of `part` where there is one."""
+        assert batch.decode is not None
+        out = torch.empty_like(residual) if part is None else part
+        table, (cos, sin) = batch.decode.block_table.contiguous(), turns
+        cpu.call(
+            "decode_layer",
+            *(self._address, residual, part, out, cos, sin, batch.write_to, table, batch.decode.positions),
+            *(residual.shape[0], table.shape[1], cos.shape[-1]),
+        )
+        return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
