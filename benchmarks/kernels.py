@@ -1,15 +1,21 @@
 """Builds every GPU kernel for every kind of card, on a machine that has none: `python benchmarks/kernels.py`.
 
 The wrappers are called as a model's step calls them, on the host's memory, and what they would launch is compiled down
-to the card's own code. A kernel that does not build, or takes more shared memory than the card has, is named, and the
-exit status is 1.
+to the card's own code. A kernel that does not build, takes more shared memory than the card has, or that no case here
+launches, is named, and the exit status is 1. `--target 80 --kernel latents` builds a part.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +35,7 @@ from phalanx.kernels.gpu import (
     delta,
     early,
     four_bit,
+    four_bit_stream,
     gemm,
     indexer,
     invariant,
@@ -59,6 +66,7 @@ CARDS = {
 }  # fmt: skip
 HAS_FP8 = 89
 """The first capability that converts e4m3."""
+HOPPER = 90
 HALF = torch.bfloat16
 Case = Callable[[], object]
 
@@ -219,7 +227,19 @@ def four_bit_products(forms: list[tuple[Any, int, torch.dtype]]) -> Iterator[Cas
             yield lambda w=weight, m=count: four_bit.product(some(m, 4096), w, None)
 
 
-def experts(forms: list[Any]) -> Iterator[Case]:
+def streamed_four_bits() -> Iterator[Case]:
+    order, owner, pairs = whole(256), whole(16), 100
+    weights = some(pairs, dtype=torch.float32)
+    for form in FOUR_BITS:
+        weight, stack = held(*form, 4096, 4096), held(*form, 8, 1024, 512)
+        for count in four_bit_stream.ROW_TILES:
+            yield lambda w=weight, m=count: four_bit_stream.product(some(m, 4096), w, some(4096), whole(4096))
+            yield lambda s=stack, m=count: four_bit_stream.grouped_product(
+                some(25, 512), s, None, order, owner, 4, weights, pairs, m
+            )
+
+
+def routes() -> Iterator[Case]:
     logits = some(40, 128)
     correction = some(128, dtype=torch.float32)
     for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
@@ -227,6 +247,9 @@ def experts(forms: list[Any]) -> Iterator[Case]:
     in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
     yield lambda: route.route(logits, in_groups, correction, None)
     yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64))
+
+
+def experts(forms: list[Any]) -> Iterator[Case]:
     for form in forms:
         for count in (1, 8, 300, 3000):
             yield lambda f=form, m=count: _experts(f, m)
@@ -292,91 +315,142 @@ def choosing() -> Iterator[Case]:
     yield lambda: lookup.keep_sampled(pool, at, torch.arange(3), torch.arange(3), whole(3, dtype=TOKEN))
 
 
-def cases(capability: int, quick: bool) -> Iterator[Case]:
+def _wide_and_half(cases_of: Callable[[torch.dtype], Iterator[Case]]) -> Iterator[Case]:
+    yield from cases_of(HALF)
+    yield from cases_of(torch.float32)
+
+
+def cases(kernel: str, capability: int) -> Iterator[Case]:
     """What a card of this kind is given: without e4m3 conversions, FP8 weights are widened before the product."""
-    yield from by_rows(False, HALF)
-    if quick:
-        return
-    yield from choosing()
-    yield from attending(HALF)
-    yield from latents()
-    yield from four_bit_products(FOUR_BITS)
-    yield from attending(torch.float32, torch.float32)
-    yield from latents(torch.float32)
-    yield from by_rows(False, torch.float32, torch.float32)
-    yield from delta_nets(False)
-    yield from delta_nets(False, torch.float32)
-    yield from products()
-    yield from experts([None, *FOUR_BITS])
-    yield from sums(False)
-    yield from in_one_order(HALF)
-    yield from in_one_order(torch.float32)
-    if capability >= HAS_FP8:
-        yield from by_rows(True, E4M3)
-        yield from delta_nets(True)
-        yield from attending(E4M3)
-        yield from fp8_products()
-        yield from four_bit_products([NVFP4])
-        yield from experts(["fp8", NVFP4])
-        yield from sums(True)
+    fp8 = capability >= HAS_FP8
+    match kernel:
+        case "rows":
+            yield from _wide_and_half(lambda dtype: by_rows(False, dtype, dtype))
+            yield from by_rows(True, E4M3) if fp8 else ()
+        case "choosing":
+            yield from choosing()
+        case "attention":
+            yield from _wide_and_half(lambda dtype: attending(dtype, dtype))
+            yield from attending(E4M3) if fp8 else ()
+        case "latents":
+            yield from _wide_and_half(latents)
+        case "delta":
+            yield from _wide_and_half(lambda dtype: delta_nets(False, dtype))
+            yield from delta_nets(True) if fp8 else ()
+        case "products":
+            yield from products()
+            yield from fp8_products() if fp8 else ()
+        case "four_bit":
+            yield from four_bit_products([*FOUR_BITS, NVFP4] if fp8 else FOUR_BITS)
+            yield from streamed_four_bits() if capability == HOPPER else ()
+        case "experts":
+            yield from routes()
+            yield from experts([None, *FOUR_BITS, "fp8", NVFP4] if fp8 else [None, *FOUR_BITS])
+        case "sums":
+            yield from sums(False)
+            yield from sums(True) if fp8 else ()
+        case "invariant":
+            yield from _wide_and_half(in_one_order)
 
 
-def build_for(capability: int, quick: bool = False) -> tuple[list[Built], list[str]]:
-    """All kernels that were built, and what is wrong."""
-    triton.runtime.driver.set_active(NoDriver(capability))
-    early.starts_early.cache_clear()
-    shared_memory.is_roomy.cache_clear()
-    shared_memory.is_hopper.cache_clear()
-    run, built, wrong = JITFunction.run, [], []
-    processors = stream.multiprocessors
-    most = SHARED_MEMORY[capability]
+KERNELS = (
+    "rows", "choosing", "attention", "latents", "delta", "products", "four_bit", "experts", "sums", "invariant",
+)  # fmt: skip
 
-    def build(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+
+class Builder:
+    """Builds what is launched for one kind of card."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.built: list[Built] = []
+        self.wrong: list[str] = []
+        self._seen: list[Any] = []
+        self._run = JITFunction.run
+
+    def say(self, problem: str) -> None:
+        self.wrong.append(problem)
+        print(f"{self.capability}: {problem}", file=sys.stderr, flush=True)
+
+    def build(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        name, most = f"{kernel.__module__.rsplit('.', 1)[1]}.{kernel.__name__}", SHARED_MEMORY[self.capability]
         try:
-            made = run(kernel, *args, grid=grid, warmup=True, **options)
+            made = self._run(kernel, *args, grid=grid, warmup=True, **options)
             shared = made.metadata.shared
         except Exception as error:
-            wrong.append(f"{kernel.__name__}: {' '.join(str(error).split())[-300:]}")
-            print(f"{capability}: {wrong[-1]}", file=sys.stderr, flush=True)
+            self.say(f"{name}: {' '.join(str(error).split())[-300:]}")
             return None
-        if not any(made is other for other in seen):
-            seen.append(made)
-            built.append(Built(kernel.__name__, shared))
+        if not any(made is other for other in self._seen):
+            self._seen.append(made)
+            self.built.append(Built(name, shared))
             if shared > most:
-                wrong.append(f"{kernel.__name__} takes {shared} bytes of shared memory, and there are {most}")
-                print(f"{capability}: {wrong[-1]}", file=sys.stderr, flush=True)
+                self.say(f"{name} takes {shared} bytes of shared memory, and there are {most}")
         return made
 
-    seen: list[Any] = []
-    stream.multiprocessors = lambda device: 132 if capability == 90 else 0
-    linear, F.linear = F.linear, lambda x, weight, bias=None: x.new_empty(len(x), len(weight))  # the library's
-    setattr(JITFunction, "run", build)  # noqa: B010
-    try:
-        for case in cases(capability, quick):
-            case()
-    finally:
-        setattr(JITFunction, "run", run)  # noqa: B010
-        stream.multiprocessors, F.linear = processors, linear
-    return built, wrong
+    @contextmanager
+    def in_place_of_launches(self) -> Iterator[None]:
+        """What wrappers ask the card, and the library's products, are answered here."""
+        triton.runtime.driver.set_active(NoDriver(self.capability))
+        for told in (early.starts_early, shared_memory.is_roomy, shared_memory.is_hopper):
+            told.cache_clear()
+        processors, linear = stream.multiprocessors, F.linear
+        hopper = 132 if self.capability == HOPPER else 0
+        stream.multiprocessors = four_bit_stream.multiprocessors = lambda device: hopper
+        F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
+        setattr(JITFunction, "run", lambda *args, **options: self.build(*args, **options))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(JITFunction, "run", self._run)  # noqa: B010
+            stream.multiprocessors = four_bit_stream.multiprocessors = processors
+            F.linear = linear
+
+
+def build_for(capability: int, kernels: Sequence[str]) -> tuple[list[Built], list[str]]:
+    """All kernels that were built, and what is wrong."""
+    builder = Builder(capability)
+    with builder.in_place_of_launches():
+        for kernel in kernels:
+            begun, before = time.monotonic(), len(builder.built)
+            for case in cases(kernel, capability):
+                case()
+            took, made = time.monotonic() - begun, len(builder.built) - before
+            print(f"{capability}: {kernel}, {made} built in {took:.0f} s", file=sys.stderr, flush=True)
+    return builder.built, builder.wrong
+
+
+def launched() -> set[str]:
+    """All kernels that the sources launch."""
+    found = set()
+    for path in Path(early.__file__).parent.glob("*.py"):
+        kernels = re.findall(r"jit(?:\(.*\))?\ndef (\w+)\(", text := path.read_text(encoding="utf-8"))
+        found |= {f"{path.stem}.{name}" for name in kernels if re.search(rf"\b{name}\[", text)}
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=int, nargs="*", default=list(CARDS), help="compute capabilities, such as 80")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--target", type=int, nargs="*", default=list(CARDS), choices=list(CARDS), metavar="80")
+    parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS, metavar="latents")
+    parser.add_argument("--jobs", type=int, default=1, help="kinds of cards at the same time")
     asked = parser.parse_args()
     print("| capability | cards | kernels | built as | most shared memory | |\n|---|---|---|---|---|---|")
-    failed = False
-    for capability in asked.only:
-        built, wrong = build_for(capability, asked.quick)
-        names, most = {each.name for each in built}, max((each.shared for each in built), default=0)
-        state = "all build" if not wrong else f"{len(wrong)} do not"
-        print(
-            f"| {capability // 10}.{capability % 10} | {CARDS[capability]} | {len(names)} | {len(built)} "
-            f"| {most // KIB} of {SHARED_MEMORY[capability] // KIB} KiB | {state} |",
-            flush=True,
-        )
-        failed |= bool(wrong)
+    failed, all_built = False, set()
+    with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
+        results = pool.map(build_for, asked.target, [asked.kernel] * len(asked.target))
+        for capability, (built, wrong) in zip(asked.target, results, strict=True):
+            names, most = {each.name for each in built}, max((each.shared for each in built), default=0)
+            state = "all build" if not wrong else f"{len(wrong)} do not"
+            print(
+                f"| {capability // 10}.{capability % 10} | {CARDS[capability]} | {len(names)} | {len(built)} "
+                f"| {most // KIB} of {SHARED_MEMORY[capability] // KIB} KiB | {state} |",
+                flush=True,
+            )
+            failed |= bool(wrong)
+            all_built |= names
+    if HOPPER in asked.target and set(asked.kernel) == set(KERNELS) and (missing := launched() - all_built):
+        print(f"no case launches {', '.join(sorted(missing))}", file=sys.stderr)
+        failed = True
     return int(failed)
 
 
