@@ -32,11 +32,14 @@ from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    compressed,
+    compressed_rows,
     delta,
     early,
     four_bit,
     four_bit_stream,
     gemm,
+    hyper,
     indexer,
     invariant,
     latent,
@@ -53,15 +56,15 @@ from phalanx.kernels.gpu import (
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 from phalanx.spec.ffn import SILU, Router
+from phalanx.spec.hyper import Hyper
 
 KIB = 1024
 SHARED_MEMORY = {
-    80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 103: 227 * KIB, 120: 99 * KIB,
-    121: 99 * KIB,
+    80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB, 121: 99 * KIB,
 }  # fmt: skip
 """What one program may take, by compute capability (CUDA programming guide)."""
 CARDS = {
-    80: "A100", 86: "RTX 3090, A40", 89: "RTX 4090, L40S", 90: "H100, H200", 100: "B200", 103: "B300",
+    80: "A100", 86: "RTX 3090, A40", 89: "RTX 4090, L40S", 90: "H100, H200", 100: "B200",
     120: "RTX 5090, RTX PRO 6000", 121: "DGX Spark",
 }  # fmt: skip
 HAS_FP8 = 89
@@ -101,9 +104,12 @@ def whole(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
-    for heads, kv_heads, dim, sinks in ((32, 8, 128, None), (9, 3, 64, some(9, dtype=torch.float32))):
+    shapes = [(16, 8, 256, None), (32, 8, 128, None), (64, 8, 64, some(64, dtype=torch.float32))]
+    if dtype != HALF or cache_dtype != HALF:
+        shapes = shapes[1:2] if dtype != HALF else shapes[:1]
+    for heads, kv_heads, dim, sinks in shapes:
         cache = some(8, 16, 2, kv_heads, dim, dtype=cache_dtype)
-        for count in (1, 64):
+        for count in (1, 64) if dim == 128 else (64,):
             qkv = some(count, heads + 2 * kv_heads, dim, dtype=dtype)
             places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
             out = some(count, heads, dim, dtype=dtype)
@@ -112,7 +118,7 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[C
             )
         tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
         prompt = some(200, heads + 2 * kv_heads, dim, dtype=dtype)
-        for window in (None, 64):
+        for window in (None,) if sinks is None else (64,):
             yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
                 q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
             )
@@ -122,12 +128,11 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
     rank, rope = (512, 64) if dtype == HALF else (32, 16)
     cache = some(8, 16, rank + rope, dtype=dtype)
     tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
-    for heads, nope, v in ((20, 192, 256), (16, 128, 128), (128, 128, 128)):
-        for count in (1, 128):
+    for heads, nope, v in ((20, 192, 256), (128, 128, 128)) if dtype == HALF else ((16, 128, 128),):
+        for count, best in ((1, None), (128, None), (1, whole(1, 64, dtype=torch.int64))):
             asked = _queries(count, heads, nope, rank, rope, dtype)
             places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
-            for best in (None, whole(count, 64, dtype=torch.int64)):
-                yield lambda a=asked, p=places, b=best: latent.decode_latents(a, cache, p, 0.1, a.brought, b)
+            yield lambda a=asked, p=places, b=best: latent.decode_latents(a, cache, p, 0.1, a.brought, b)
         asked = _queries(200, heads, nope, rank, rope, dtype)
         yield lambda a=asked: latent.prefill_latents(a, cache, tiles, 0.1, a.brought)
         wide, kept = some(200, heads, nope + v, dtype=dtype), some(200, rank + rope, dtype=dtype)
@@ -157,8 +162,48 @@ def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: tor
     )
 
 
+def compressed_attention(dtype: torch.dtype = HALF) -> Iterator[Case]:
+    heads, dim, index_dim, rope, top = (64, 512, 128, 64, 512) if dtype == HALF else (4, 64, 32, 16, 64)
+    turn, sinks = some(4, 1, rope, dtype=dtype), some(heads, dtype=torch.float32)
+    new, ring = some(4, dim, dtype=dtype), some(3, 128, dim, dtype=dtype)
+    rows = DecodeRows(whole(3, 400), torch.arange(4) % 3, torch.arange(4))
+    many = DecodeRows(whole(3, 400), torch.arange(200) % 3, torch.arange(200))
+    for weight in (None, some(dim, dtype=torch.float32)):
+        yield lambda w=weight: compressed_rows.norm_and_turn(some(4, heads, dim, dtype=dtype), w, 1e-6, (turn, turn))
+    yield lambda: compressed_rows.turn_back(some(4, heads, dim, dtype=dtype), (turn, turn))
+    yield lambda: compressed_rows.remember(ring, new, rows)
+    for ratio, width, halves in ((4, dim, 2), (4, index_dim, 2), (128, dim, 1)):
+        inputs, kept = (
+            some(4, 2 * halves * width, dtype=dtype),
+            some(3, halves * ratio, 2 * halves * width, dtype=dtype),
+        )
+        bias, weight = some(ratio, halves * width, dtype=torch.float32), some(width, dtype=torch.float32)
+        entries = some(8, -(-16 // ratio), width, dtype=dtype)
+        yield lambda i=inputs, k=kept, b=bias, w=weight, e=entries: compressed_rows.compress(
+            i, k, b, w, 1e-6, (turn, turn), e, rows, 16
+        )
+    for ratio, best in ((0, None), (4, whole(200, top, dtype=torch.int64)), (128, None)):
+        for places in (rows, many):
+            count, entries = len(places.slots), some(8, 4, dim, dtype=dtype)
+            yield lambda r=ratio, b=best, p=places, m=count, e=entries: compressed.attend(
+                some(m, heads, dim, dtype=dtype), some(m, dim, dtype=dtype), ring, e, r, 16, p, 128,
+                None if b is None else b[:m], sinks, 0.1,
+            )  # fmt: skip
+    yield lambda: indexer.index_scores(
+        some(4, heads, index_dim, dtype=dtype), some(4, heads, dtype=torch.float32), some(8, 4, index_dim, dtype=dtype),
+        rows.tables, rows.slots, rows.positions, 64, 4, 16,
+    )  # fmt: skip
+    streams, hyper_connected = some(4, 4, 4096, dtype=dtype), Hyper(4, 20, 1e-6)
+    mixing = hyper.Mixing(some(4, 4, dtype=torch.float32), some(4, 4, 4, dtype=torch.float32))
+    yield lambda: hyper.part_streams(
+        streams, some(4, 24, dtype=torch.float32), some(24, dtype=torch.float32), some(3, dtype=torch.float32), 1e-6,
+        hyper_connected,
+    )  # fmt: skip
+    yield lambda: hyper.mix_streams(streams, some(4, 4096, dtype=dtype), mixing)
+
+
 def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
-    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64)):
+    for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64))[: 1 if quantised or dtype != HALF else 2]:
         channels = (2 * k_heads + v_heads) * dim
         heads = some(2, v_heads, dtype=torch.float32)
         net = DeltaWeights(
@@ -223,7 +268,7 @@ NVFP4: tuple[Any, int, torch.dtype] = ("e2m1", 16, E4M3)
 def four_bit_products(forms: list[tuple[Any, int, torch.dtype]]) -> Iterator[Case]:
     for form in forms:
         weight = held(*form, 4096, 4096)
-        for count in (*four_bit.TILES, 300):
+        for count in (*four_bit.TILES, 300) if form == FOUR_BITS[0] else (16, 128, 300):
             yield lambda w=weight, m=count: four_bit.product(some(m, 4096), w, None)
 
 
@@ -334,6 +379,8 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from attending(E4M3) if fp8 else ()
         case "latents":
             yield from _wide_and_half(latents)
+        case "compressed":
+            yield from _wide_and_half(compressed_attention)
         case "delta":
             yield from _wide_and_half(lambda dtype: delta_nets(False, dtype))
             yield from delta_nets(True) if fp8 else ()
@@ -354,7 +401,8 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
 
 
 KERNELS = (
-    "rows", "choosing", "attention", "latents", "delta", "products", "four_bit", "experts", "sums", "invariant",
+    "rows", "choosing", "attention", "latents", "compressed", "delta", "products", "four_bit", "experts", "sums",
+    "invariant",
 )  # fmt: skip
 
 
