@@ -1,8 +1,8 @@
-"""Runs tests of the GPU kernels as they are built for an older card: `python benchmarks/older_cards.py --capability 80`.
+"""Runs tests of the GPU kernels as they are built for an older card: `python benchmarks/older_cards.py`.
 
 Wrappers and Triton are told that the GPU is such a card, and the driver compiles the PTX that Triton makes for it.
-Tests of kernels that such a card is not given (FP8 conversions below 8.9, products that only Hopper streams) are left out.
-All files run at once, each in a process of its own; the exit status is 1 if any fails.
+Tests of kernels that such a card is not given (FP8 below 8.9, products that only Hopper streams) are left out. All
+files run at once, each in a process of its own; the exit status is 1 if any fails.
 """
 
 from __future__ import annotations
