@@ -203,7 +203,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": DELTA_MOE | {"mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
     "qwen3_5_text": DELTA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    "qwen3_5_moe_text": DELTA_MOE,
+    "qwen3_5_moe_text": DELTA_MOE | {"shared_expert_intermediate_size": 48},
     "deepseek_v4": {
         "num_attention_heads": 12,
         "head_dim": 32,

@@ -6,7 +6,7 @@ import torch
 from triton import language
 from triton.language.extra import cuda
 
-from phalanx.kernels.gpu import moe, route
+from phalanx.kernels.gpu import gemm, moe, route
 from phalanx.kernels.moe import route_torch
 from phalanx.spec.ffn import Router
 
@@ -22,16 +22,25 @@ ROUTERS = (
 )
 
 
-def check_route(router: Router) -> None:
+def check_route(router: Router, joined: bool, gated: bool) -> None:
     logits = torch.randn(9, router.experts) * 3
     correction = torch.randn(router.experts) if router.correction else None
     told = torch.stack([torch.randperm(router.experts)[: router.experts_per_token] for _ in logits])
     told = told if router.hashed else None
+    gate = torch.randn(9, 1) if gated else None
     assert route.routes(router, correction)
-    weights, chosen = route.route(logits, router, correction, told)
-    wanted, best = route_torch(logits, router, correction, told)
+    weights, chosen = route.route(logits, router, correction, told, joined, gate)
+    wanted, best = route_torch(logits, router, correction, told, joined, gate)
     torch.testing.assert_close(chosen.long(), best)
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
+
+
+def check_wide(rows: int, outputs: int, inputs: int) -> None:
+    """A router in float32, of rows in half precision."""
+    x, weight, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs), torch.randn(outputs)
+    for held in (None, bias):
+        logits = gemm.product(x, weight, held)
+        torch.testing.assert_close(logits, torch.nn.functional.linear(x.float(), weight, held), atol=1e-4, rtol=1e-5)
 
 
 def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
@@ -49,7 +58,10 @@ def main() -> None:
     cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
     torch.manual_seed(0)
     for router in ROUTERS:
-        check_route(router)
+        for joined, gated in ((False, False), (True, False), (True, True)):
+            check_route(router, joined, gated)
+    for rows in (1, 2, 5):
+        check_wide(rows, 6, 700)
     for few in (moe.FEW_PAIRS, 0):
         moe.FEW_PAIRS = few
         check_sort(33, 4, 60, 16)

@@ -11,16 +11,22 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from phalanx.engine.sampling import SamplingParams
+from phalanx.runtime.prompt_graphs import PromptGraphs
+from phalanx.runtime.runner import TorchRunner
 from tests.conftest import LOGIT_NOISE, Reference
 from tests.heads import LAST_LAYER, HeadReference
+from tests.runtime.replays import Repeater
 from tests.threaded_ranks import ThreadedEngine
 
 CHECKED = 12
 
 
-def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int) -> None:
+def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int, in_graphs: bool = False) -> None:
     """Of prompts in chunks, and behind drafts that were wrong."""
     threaded = ThreadedEngine(head.folder, tp, prefix_caching=False, speculate="mtp", max_num_seqs=12, num_blocks=80)
+    for runner in threaded.runner.ranks if in_graphs else ():
+        recorder = Repeater(runner.model.place.group)
+        runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, recorder, runner.limits[1])
     engine, made = threaded.engine, []
     speculation = engine.scheduler.speculation
     assert speculation is not None
@@ -38,6 +44,14 @@ def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int) -> None
 @pytest.mark.parametrize("reference", LAST_LAYER, indirect=True)
 def test_drafts_are_those_of_the_reference(reference: Reference, heads: Callable[[str], HeadReference]) -> None:
     check_drafts(heads(reference.name), reference.prompts[1:5], 1)
+
+
+@pytest.mark.parametrize("reference", ["deepseek_v3", "qwen3_5_text"], indirect=True)
+def test_heads_take_in_what_graphs_of_prompts_leave(
+    reference: Reference, heads: Callable[[str], HeadReference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchRunner, "_forward", lambda *_: pytest.fail("a step was not padded"))
+    check_drafts(heads(reference.name), reference.prompts[1:3], 1, in_graphs=True)
 
 
 @pytest.mark.parametrize("reference", ["deepseek_v3", "glm4_moe"], indirect=True)

@@ -31,11 +31,11 @@ def test_a_warm_engine_captures_nothing_in_a_step_and_gives_the_same_tokens(
     captured: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the first graphs alone; with all, where later ones share the memory of the first; and without any."""
-    captured: list[GraphBody] = []
+    recorded: list[GraphBody] = []
     record = graphs.Recorder.__call__
 
     def noted(recorder: graphs.Recorder, rehearse: GraphBody, run: GraphBody) -> Recorded:
-        captured.append(run)
+        recorded.append(run)
         return record(recorder, rehearse, run)
 
     monkeypatch.setattr(graphs.Recorder, "__call__", noted)
@@ -45,12 +45,12 @@ def test_a_warm_engine_captures_nothing_in_a_step_and_gives_the_same_tokens(
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
         for wanted in (len(first_graphs(runner)), len(all_graphs(runner))):
-            captured_before = len(captured)
+            recorded_before = len(recorded)
             answers = llm.generate(captured.prompts * 2, [GREEDY, NOISE] * len(captured.prompts))
             for index, answer in enumerate(answers):
                 prompt = index % len(captured.prompts)
                 assert answer.token_ids == (drawn if index % 2 else captured.continuations)[prompt]
-            assert len(captured) == captured_before
+            assert len(recorded) == recorded_before
             assert sum(len(each._graphs) for each in (runner.graphs, runner.prompt_graphs) if each) == wanted
             while runner.tend():
                 pass

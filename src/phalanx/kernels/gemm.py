@@ -58,7 +58,7 @@ SKINNY = range(2, 17)
 
 
 class Gemm:
-    """y = x @ weight.T + bias.
+    """y = x @ weight.T + bias, in the weight's precision.
 
     On a GPU one row and a few have kernels of their own. On a CPU one row is the library's, which reads the plain
     weight at memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read
@@ -82,6 +82,7 @@ class Gemm:
             from phalanx.kernels.gpu import gemm as gpu
 
             return gpu.product(x, self.weight, self.bias)
+        x = x.to(self.weight.dtype)
         if x.shape[0] in SKINNY and cpu.runs(x):
             return skinny_gemm(x, self.weight, self.bias)
         if self._packed is None or x.shape[0] == 1:

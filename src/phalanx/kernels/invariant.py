@@ -63,6 +63,7 @@ class InvariantGemm(Gemm):
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
+        x = x.to(self.weight.dtype)
         if x.is_cuda:
             from phalanx.kernels.gpu import invariant as gpu
 

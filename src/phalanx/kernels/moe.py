@@ -18,21 +18,42 @@ from phalanx.spec.ffn import SILU, Activation, Router
 
 
 def route(
-    logits: Tensor, router: Router, correction: Tensor | None = None, told: Tensor | None = None
+    logits: Tensor,
+    router: Router,
+    correction: Tensor | None = None,
+    told: Tensor | None = None,
+    joined: bool = False,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of each token's experts, which may be `told`."""
+    """Weights and numbers of each token's experts, which may be `told`.
+
+    With `joined` the expert behind the others is everyone's last, by the sigmoid of its gate or by one.
+    """
     if logits.is_cuda:
         from phalanx.kernels.gpu import route as gpu
 
         if gpu.routes(router, correction):
-            return gpu.route(logits, router, correction, told)
-    return route_torch(logits, router, correction, told)
+            return gpu.route(logits, router, correction, told, joined, gate)
+    return route_torch(logits, router, correction, told, joined, gate)
 
 
 def route_torch(
-    logits: Tensor, router: Router, correction: Tensor | None = None, told: Tensor | None = None
+    logits: Tensor,
+    router: Router,
+    correction: Tensor | None = None,
+    told: Tensor | None = None,
+    joined: bool = False,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, in float32 but for a softmax over the chosen ones, which is in the logits' own dtype."""
+    weights, experts = _routed(logits, router, correction, told)
+    if not joined:
+        return weights, experts
+    last = weights.new_ones(len(logits), 1) if gate is None else gate.float().sigmoid().to(weights.dtype)
+    return torch.cat([weights, last], -1), F.pad(experts, (0, 1), value=router.experts)
+
+
+def _routed(logits: Tensor, router: Router, correction: Tensor | None, told: Tensor | None) -> tuple[Tensor, Tensor]:
     if router.score == "chosen_softmax":
         best, experts = logits.topk(router.experts_per_token, dim=-1)
         return best.softmax(-1), experts

@@ -114,11 +114,16 @@ def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> l
 
 
 def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool) -> Replayed:
-    """Scores and tokens of a plan laid out on the device; nothing here asks the host."""
+    """Scores and tokens of a plan laid out on the device; nothing here asks the host. A head that drafts takes in what
+    the model made of all rows.
+    """
     slots, positions, decode_slots, decode_positions, sampled, sampled_slots, tiles = inputs.split(size.parts)
     tokens, attention = batch.mixed_inputs(slots, positions, decode_slots, decode_positions, tiles.view(-1, 5))
-    hidden = model(tokens, positions, attention, sampled)
-    return score_and_keep(model, batch, hidden, sampled_slots, positions[sampled], drawn)
+    all_rows = model.draft_head is not None
+    hidden = model(tokens, positions, attention, None if all_rows else sampled)
+    looked_at = hidden[sampled] if all_rows else hidden
+    scores, sampled_tokens, _ = score_and_keep(model, batch, looked_at, sampled_slots, positions[sampled], drawn)
+    return scores, sampled_tokens, hidden
 
 
 class PromptKind(NamedTuple):
@@ -195,7 +200,8 @@ class PromptGraphs:
         inputs.copy_(numbers, non_blocking=True)
         graph.replay()
         sampled = sum(plan.samples)
-        return scores[:sampled], tokens[:sampled], hidden[:sampled]
+        made = sampled if self._model.draft_head is None else plan.num_tokens
+        return scores[:sampled], tokens[:sampled], hidden[:made]
 
     @torch.inference_mode()
     def capture(self, kind: PromptKind) -> None:

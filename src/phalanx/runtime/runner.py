@@ -101,7 +101,7 @@ class TorchRunner:
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = None
-        if self.graphs is not None and model.draft_head is None and not self.batch.token_by_token:
+        if self.graphs is not None and not self.batch.token_by_token:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
         self.drafting = RankDrafts.of(model, self.batch)
         self.put_off: deque[Callable[[], None]] = deque()

@@ -121,7 +121,11 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 class DummyReader(Unquantised):
-    """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank."""
+    """Random weights of a sensible scale, for benchmarks. A name and a slice give the same values on every rank.
+
+    With a head that drafts, what a token leads to is decided by the token alone, however its step is rounded: drafts
+    that are known from steps of another length then come true.
+    """
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec
@@ -139,7 +143,8 @@ class DummyReader(Unquantised):
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._random.device)
         self._random.manual_seed(crc32(f"{name} {[part.start for part in slices]}".encode()))
-        return torch.randn(shape, generator=self._random, device=self._random.device).mul_(0.02)
+        decides = self._spec.draft_head is not None and name.endswith("embed_tokens.weight")
+        return torch.randn(shape, generator=self._random, device=self._random.device).mul_(64 if decides else 0.02)
 
     def close(self) -> None:
         return None

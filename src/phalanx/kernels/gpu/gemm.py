@@ -18,6 +18,12 @@ from phalanx.kernels.gpu.shared_memory import stages_here
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
+WIDE_TILE = (4, 4, 512)
+"""Rows, outputs and inputs that one program of a product in float32 takes at once."""
+
+WIDE_ROWS = 64
+"""Up to these, a product in float32 is ours: the library takes two kernels, and a third for rows in half precision."""
+
 COUNTERS = 4096
 
 KNOWN_GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -96,7 +102,7 @@ def _matrix_vector(
 def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear for one row: the weight streams through once, nearer to memory speed than the library's product."""
     (outputs, inputs), (rows, block) = weight.shape, VECTOR_TILE
-    out = x.new_empty(1, outputs)
+    out = weight.new_empty(1, outputs)
     block = min(block, triton.next_power_of_2(inputs))
     _matrix_vector[(triton.cdiv(outputs, rows),)](
         x, weight, bias, out, inputs, outputs, bias is not None, rows, block, launch_pdl=starts_early()
@@ -104,10 +110,48 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _wide_product(
+    x, weight, bias, out, rows, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    let_next_start()
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros([OUTPUTS, ROWS, BLOCK], tl.float32)
+    wait_for_ahead()
+    for start in range(0, inputs, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        wanted, known = (output[:, None] < outputs) & (column < inputs), (row[:, None] < rows) & (column < inputs)
+        block = tl.load(weight + output[:, None].to(tl.int64) * inputs + column, mask=wanted, other=0.0)
+        taken = tl.load(x + row[:, None].to(tl.int64) * inputs + column, mask=known, other=0.0).to(tl.float32)
+        acc += block[:, None, :] * taken[None, :, :]
+    y = tl.sum(acc, 2)
+    if HAS_BIAS:
+        y += tl.load(bias + output, mask=output < outputs, other=0.0)[:, None]
+    place = row[None, :].to(tl.int64) * outputs + output[:, None]
+    tl.store(out + place, y, mask=(output[:, None] < outputs) & (row[None, :] < rows))
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A few rows of any precision, as a router has them, by a small weight in float32."""
+    (count, _), (outputs, inputs), (rows, height, block) = x.shape, weight.shape, WIDE_TILE
+    out = torch.empty(count, outputs, dtype=torch.float32, device=x.device)
+    _wide_product[(triton.cdiv(outputs, height), triton.cdiv(count, rows))](
+        x.contiguous(), weight, bias, out, count, inputs, outputs, bias is not None, rows, height, block,
+        launch_pdl=starts_early(),
+    )  # fmt: skip
+    return out
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, by whatever reads the weight fastest for so many rows."""
+    """F.linear, by whatever reads the weight fastest for so many rows. x is brought to the weight's precision."""
     if x.shape[0] == 1:
         return matrix_vector(x, weight, bias)
+    if x.dtype != weight.dtype:
+        if x.shape[0] <= WIDE_ROWS:
+            return wide_product(x, weight, bias)
+        x = x.to(weight.dtype)
     if HAS_GLUON and (way := way_to_stream(x, weight)) is not None:
         return stream_product(x, weight, bias, x.dtype, counters(x.device), way)
     return F.linear(x, weight, bias)

@@ -47,9 +47,9 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, EACH: tl.c
 
 @triton.jit
 def _route(
-    logits, correction, told, weights, chosen, experts, scaling, SCORE: tl.constexpr, CORRECTED: tl.constexpr,
-    TOLD: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, correction, told, gate, weights, chosen, experts, scaling, SCORE: tl.constexpr, CORRECTED: tl.constexpr,
+    TOLD: tl.constexpr, RENORMALISE: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best experts of one token, the first of equals first, or those it is told, and their weights."""
     let_next_start()
@@ -81,8 +81,14 @@ def _route(
         if RENORMALISE:
             best /= tl.maximum(tl.sum(tl.where(taken, best, 0.0), 0), 1e-20)
         best *= scaling
-    tl.store(weights + row * TOP + slot, best, mask=taken)
-    tl.store(chosen + row * TOP + slot, where, mask=taken)
+    if JOINED:
+        last = 1.0
+        if GATED:
+            last = 1 / (1 + tl.exp(-tl.load(gate + row).to(tl.float32)))
+        best = tl.where(slot == TOP, last, best)
+        where = tl.where(slot == TOP, experts, where)
+    tl.store(weights + row * (TOP + JOINED) + slot, best, mask=slot < TOP + JOINED)
+    tl.store(chosen + row * (TOP + JOINED) + slot, where, mask=slot < TOP + JOINED)
 
 
 def routes(router: Router, correction: Tensor | None) -> bool:
@@ -91,17 +97,19 @@ def routes(router: Router, correction: Tensor | None) -> bool:
     return not in_groups or (router.experts & (router.experts - 1) == 0 and router.groups & (router.groups - 1) == 0)
 
 
-def route(logits: Tensor, router: Router, correction: Tensor | None, told: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, router: Router, correction: Tensor | None, told: Tensor | None, joined: bool, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Weights in float32, and expert numbers as int32."""
     rows, experts = logits.shape
     top = router.experts_per_token
-    weights = torch.empty(rows, top, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(rows, top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, top + joined, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, top + joined, dtype=torch.int32, device=logits.device)
     _route[(rows,)](
-        logits.contiguous(), correction, told, weights, chosen, experts, router.scaling, SCORE=router.score,
-        CORRECTED=correction is not None, TOLD=told is not None, RENORMALISE=router.renormalise,
-        GROUPS=router.groups if correction is not None and told is None else 1, KEPT=router.kept_groups, TOP=top,
-        SLOTS=triton.next_power_of_2(top), BLOCK=triton.next_power_of_2(experts), num_warps=1,
-        launch_pdl=starts_early(),
+        logits.contiguous(), correction, told, gate, weights, chosen, experts, router.scaling, SCORE=router.score,
+        CORRECTED=correction is not None, TOLD=told is not None, RENORMALISE=router.renormalise, JOINED=int(joined),
+        GATED=gate is not None, GROUPS=router.groups if correction is not None and told is None else 1,
+        KEPT=router.kept_groups, TOP=top, SLOTS=triton.next_power_of_2(top + joined),
+        BLOCK=triton.next_power_of_2(experts), num_warps=1, launch_pdl=starts_early(),
     )  # fmt: skip
     return weights, chosen

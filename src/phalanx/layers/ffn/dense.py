@@ -27,6 +27,10 @@ class Mlp:
         self.gate_up = ColumnParallelLinear(place, [path + "gate_proj", path + "up_proj"])
         self.down = RowParallelLinear(place, path + "down_proj")
 
+    def move_to(self, gate_up: Part, down: Part) -> None:
+        """Lie there from now on. Nothing is loaded yet."""
+        self.gate_up.product.weight, self.down.product.weight = gate_up, down
+
     @property
     def takes_fp8(self) -> bool:
         return self.gate_up.product.takes_fp8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.gemm import Product
+from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, fused_experts, route
 from phalanx.kernels.panels import Panels
@@ -17,17 +17,23 @@ from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Moe
 
+JOINED_ROWS = 64
+"""Up to these a shared expert goes with the routed ones where it can: what counts there is the number of kernels."""
+
 
 class Experts:
+    """A shared expert of the size and format of the routed ones lies behind them in their stacks, and its gate behind
+    the router, so that few rows can take it as one more of theirs. Many have products of its own, from there.
+    """
+
     def __init__(self, place: Place, record: Moe, prefix: str) -> None:
         self.record, self.names = record, record.names
         self.path = f"{prefix}{record.names.block}."
         self.inner = len(place.shard.expert_ffn)
         hidden, first = place.spec.hidden, place.group.rank == 0
-        router = f"{self.path}{self.names.router}."
-        bias = place.empty_for(router + "bias") if record.router.bias else None
         self.units, self.alone = place.units, place.group.size == 1
-        self.router = place.gemm(place.empty_for(router + "weight"), bias)
+        self.joins = self._joins(place)
+        self._build_router(place)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
         self.table = place.empty_for(f"{self.path}{self.names.table}") if record.router.hashed else None
@@ -38,12 +44,37 @@ class Experts:
         self.held = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias if first else None)
         shared = record.shared_expert
         self.shared = Mlp(place, shared, prefix) if shared else None
-        gate = f"{self.path}{self.names.shared_gate}.weight"
-        self.shared_gate = place.gemm(place.empty_for(gate)) if record.shared_gate else None
+        if self.shared is not None and self.joins:
+            self.shared.move_to(self.gate_up[record.experts], self.down[record.experts])
+
+    @property
+    def _matrices(self) -> list[str]:
+        return [f"{self.path}experts.0.{name}" for name in (self.names.gate, self.names.up, self.names.down)]
+
+    def _joins(self, place: Place) -> bool:
+        if not self.record.shared or place.units is not None:
+            return False
+        own = [f"{self.path}{self.names.shared}.{name}_proj" for name in ("gate", "up", "down")]
+        theirs, its = (kept.scheme if kept else None for kept in map(place.kept, (self._matrices, own)))
+        in_panels = place.in_panels and theirs is not None
+        return theirs == its and not in_panels and place.shard.shared_ffn == place.shard.expert_ffn
+
+    def _build_router(self, place: Place) -> None:
+        router, gate = (f"{self.path}{name}." for name in (self.names.router, self.names.shared_gate))
+        bias = place.empty_for(router + "bias") if self.record.router.bias else None
+        weight, gate_weight = place.empty_for(router + "weight"), None
+        self.router_and_gate: Gemm | None = None
+        if self.record.shared_gate:
+            gate_weight = place.empty_for(gate + "weight")
+            if self.joins and bias is None and weight.dtype == gate_weight.dtype:
+                both = torch.cat([weight, gate_weight])
+                weight, gate_weight = both.split([len(weight), 1])
+                self.router_and_gate = place.gemm(both)
+        self.router = place.gemm(weight, bias)
+        self.shared_gate = None if gate_weight is None else place.gemm(gate_weight)
 
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
-        names = [f"{self.path}experts.0.{name}" for name in (self.names.gate, self.names.up, self.names.down)]
-        return place.matrix(names, rows, columns, self.record.experts)
+        return place.matrix(self._matrices, rows, columns, self.record.experts + self.joins)
 
     takes_fp8 = False
     """The router wants its input as it is; what the experts take is brought to FP8 behind it."""
@@ -94,23 +125,32 @@ class Experts:
         assert isinstance(x, Tensor)
         record = self.record
         told = self.table[step.tokens].long() if self.table is not None else None
-        weights, experts = route(self.router(x.to(self.router.weight.dtype)), record.router, self.correction, told)
+        logits, gate = self._scored(x)
+        joined = self.joins and len(x) <= JOINED_ROWS
+        weights, experts = route(logits, record.router, self.correction, told, joined, gate)
         if self.units is not None:
             return invariant_experts(
-                x, self.held, weights, experts, record.activation, self.units, not self.alone, self._beside(x)
+                x, self.held, weights, experts, record.activation, self.units, not self.alone, self._beside(x, gate)
             )
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
-        if self.shared is None:
+        if self.shared is None or joined:
             return out
         shared = self.shared(x, step)
-        return out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
+        return out + (shared if gate is None else shared * torch.sigmoid(gate))
 
-    def _beside(self, x: Tensor) -> Tensor | None:
+    def _scored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the router and the shared expert's gate say."""
+        if self.router_and_gate is not None and len(x) == 1:
+            logits, gate = self.router_and_gate(x).split([self.record.experts, 1], -1)
+            return logits, gate
+        return self.router(x), None if self.shared_gate is None else self.shared_gate(x)
+
+    def _beside(self, x: Tensor, gate: Tensor | None) -> Tensor | None:
         """The shared expert's units, under `invariant`."""
         if self.shared is None:
             return None
         sums = self.shared.unit_sums(x)
-        return sums if self.shared_gate is None else sums * torch.sigmoid(self.shared_gate(x).float())
+        return sums if gate is None else sums * torch.sigmoid(gate.float())
 
 
 RECORD, PART = Moe, Experts
