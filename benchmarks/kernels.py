@@ -250,6 +250,12 @@ def fp8_products() -> Iterator[Case]:
             yield lambda x=x, w=weight: gemm.fp8_product(x, w, None, HALF)
 
 
+def widened_products() -> Iterator[Case]:
+    weight = Fp8Weight.empty(4096, 4096, row_block=128, device=torch.device("cpu"))
+    for count in (1, 64):
+        yield lambda m=count: gemm.widened_product(some(m, 4096), weight, some(4096))
+
+
 WIDE = gemm.WIDE_FROM
 
 
@@ -285,13 +291,13 @@ def streamed_four_bits() -> Iterator[Case]:
 
 
 def routes() -> Iterator[Case]:
-    logits = some(40, 128)
-    correction = some(128, dtype=torch.float32)
+    logits, correction, gate = some(40, 128), some(128, dtype=torch.float32), some(40, 1)
     for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
-        yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None)
+        yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None, False, None)
     in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
-    yield lambda: route.route(logits, in_groups, correction, None)
-    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64))
+    yield lambda: route.route(logits, in_groups, correction, None, True, None)
+    yield lambda: route.route(logits.float(), in_groups, correction, None, True, gate)
+    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64), False, None)
 
 
 def experts(forms: list[Any]) -> Iterator[Case]:
@@ -366,7 +372,7 @@ def _wide_and_half(cases_of: Callable[[torch.dtype], Iterator[Case]]) -> Iterato
 
 
 def cases(kernel: str, capability: int) -> Iterator[Case]:
-    """What a card of this kind is given: without e4m3 conversions, FP8 weights are widened before the product."""
+    """What a card of this kind is given: without e4m3 conversions, FP8 weights are widened in the product."""
     fp8 = capability >= HAS_FP8
     match kernel:
         case "rows":
@@ -386,13 +392,13 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from delta_nets(True) if fp8 else ()
         case "products":
             yield from products()
-            yield from fp8_products() if fp8 else ()
+            yield from fp8_products() if fp8 else widened_products()
         case "four_bit":
             yield from four_bit_products([*FOUR_BITS, NVFP4] if fp8 else FOUR_BITS)
             yield from streamed_four_bits() if capability == HOPPER else ()
         case "experts":
             yield from routes()
-            yield from experts([None, *FOUR_BITS, "fp8", NVFP4] if fp8 else [None, *FOUR_BITS])
+            yield from experts([None, *FOUR_BITS, "fp8", *([NVFP4] if fp8 else [])])
         case "sums":
             yield from sums(False)
             yield from sums(True) if fp8 else ()
@@ -404,6 +410,13 @@ KERNELS = (
     "rows", "choosing", "attention", "latents", "compressed", "delta", "products", "four_bit", "experts", "sums",
     "invariant",
 )  # fmt: skip
+
+
+def _told(error: BaseException) -> str:
+    """What is at the bottom of it: a kernel calls others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[-300:]
 
 
 class Builder:
@@ -426,7 +439,7 @@ class Builder:
             made = self._run(kernel, *args, grid=grid, warmup=True, **options)
             shared = made.metadata.shared
         except Exception as error:
-            self.say(f"{name}: {' '.join(str(error).split())[-300:]}")
+            self.say(f"{name}: {_told(error)}")
             return None
         if not any(made is other for other in self._seen):
             self._seen.append(made)
@@ -441,9 +454,10 @@ class Builder:
         triton.runtime.driver.set_active(NoDriver(self.capability))
         for told in (early.starts_early, shared_memory.is_roomy, shared_memory.is_hopper):
             told.cache_clear()
-        processors, linear = stream.multiprocessors, F.linear
+        processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
         stream.multiprocessors = four_bit_stream.multiprocessors = lambda device: hopper
+        moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
         setattr(JITFunction, "run", lambda *args, **options: self.build(*args, **options))  # noqa: B010
         try:
@@ -451,7 +465,7 @@ class Builder:
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
             stream.multiprocessors = four_bit_stream.multiprocessors = processors
-            F.linear = linear
+            F.linear, moe.converts_e4m3 = linear, converts
 
 
 def build_for(capability: int, kernels: Sequence[str]) -> tuple[list[Built], list[str]]:

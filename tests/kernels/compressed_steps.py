@@ -112,7 +112,7 @@ def check_attention(
     ring = where.randn(step.places, window + slack, dim)
     sinks, room, scale = where.wide(heads), defined.room(step.page, ratio or 1), dim**-0.5
     entries, keys = where.randn(step.blocks, room, dim), where.randn(step.blocks, room, 24)
-    index_q, weights = where.randn(step.tokens, 3, 24), where.wide(step.tokens, 3)
+    index_q, weights = where.randn(step.tokens, 16, 24), where.wide(step.tokens, 16)
     chosen = None
     if top is not None:
         best = choose_gpu(index_q, weights, keys, step.rows, top, ratio, step.page)

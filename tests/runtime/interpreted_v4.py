@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from phalanx.spec.hyper import Hyper
 from phalanx.weights.checkpoint import Checkpoint
 
 BLOCK, BLOCKS = 5, 24
-CHUNKS = [(3, 1), (1, 1), (41, 7), (2, 30), (1, 1)]
+CHUNKS = [(3, 1), (1, 1), (14, 7), (1, 1)]
 """What each of two sequences computes in a step: two prompts, then both decode, and so on."""
 
 
@@ -43,7 +42,7 @@ def computed(folder: Path, by_rows: bool) -> Tensor:
     config = EngineConfig(max_num_seqs=2, block_size=BLOCK)
     runner = make_runner(config, model, Sizes(num_blocks=BLOCKS, max_model_len=60))
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(model.place.spec.vocab_size, (2, 60), generator=generator).tolist()
+    prompts = torch.randint(model.place.spec.vocab, (2, 60), generator=generator).tolist()
     places = torch.randperm(BLOCKS, generator=generator).view(2, -1).tolist()
     new = [Admission(slot, len(prompt), prompt, 0, SamplingParams()) for slot, prompt in enumerate(prompts)]
     blocks, starts, found = list(enumerate(places)), [0, 0], []

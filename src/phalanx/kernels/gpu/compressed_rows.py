@@ -36,12 +36,13 @@ def _normed(x, weight, d, eps, WIDTH: tl.constexpr, WEIGHED: tl.constexpr):
     """Rows of x, of which numbers beyond WIDTH are zero."""
     wide = x.to(tl.float32)
     shrink = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
-    if not WEIGHED:
-        return (wide * shrink.to(x.dtype).to(tl.float32)).to(x.dtype)
-    factor = tl.load(weight + d, mask=d < WIDTH, other=0.0)
-    if factor.dtype == tl.float32:
-        return (factor * (wide * shrink)).to(x.dtype)
-    return factor * (wide * shrink).to(x.dtype)
+    if WEIGHED:
+        factor = tl.load(weight + d, mask=d < WIDTH, other=0.0)
+        normed = wide * shrink if factor.dtype == tl.float32 else (wide * shrink).to(x.dtype)
+        normed = factor * normed
+    else:
+        normed = wide * shrink.to(x.dtype).to(tl.float32)
+    return normed.to(x.dtype)
 
 
 @triton.jit
