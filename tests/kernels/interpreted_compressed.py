@@ -16,8 +16,8 @@ def check_parts() -> None:
     """Cut as for tensor cores, with several programs for a token."""
     latent.READERS = 12
     usual, compressed.shape_of = compressed.shape_of, lambda *_: latent.Shape(16, 16, 4, 3)
-    check_attention(HERE, Step([130, 1, 65, 40], [], 8), 20, 24, 30, ratio=4)
-    check_attention(HERE, Step([130, 1], [], 8), 3, 16, 40)
+    check_attention(HERE, Step([70, 1, 40], [], 8), 20, 24, 30, ratio=4)
+    check_attention(HERE, Step([70, 1], [], 8), 3, 16, 40)
     compressed.shape_of = usual
 
 
@@ -35,8 +35,8 @@ def main() -> None:
     check_attention(HERE, Step([40], MIXED, 8), 3, 16, 9, slack=4)
     check_attention(HERE, Step([1, 16, 33, 70], [], 8), 5, 20, 9, ratio=4, slack=3)
     check_attention(HERE, Step([40, 3], MIXED, 16), 3, 24, 9, ratio=3)
-    check_attention(HERE, Step([], [(3, 129)], 4), 2, 16, 8, ratio=7)
-    check_attention(HERE, Step([70, 3, 33, 100], [], 8), 5, 20, 9, ratio=4, top=5)
+    check_attention(HERE, Step([], [(30, 12)], 4), 2, 16, 8, ratio=7)
+    check_attention(HERE, Step([70, 3, 33], [], 8), 5, 20, 9, ratio=4, top=5)
     check_attention(HERE, Step([40, 3], MIXED, 16), 3, 16, 9, ratio=3, top=4)
     check_parts()
     hyper.COLUMNS_AT_ONCE = 16

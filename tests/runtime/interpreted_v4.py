@@ -23,9 +23,9 @@ from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.spec.hyper import Hyper
 from phalanx.weights.checkpoint import Checkpoint
 
-BLOCK, BLOCKS = 5, 24
-CHUNKS = [(3, 1), (1, 1), (14, 7), (1, 1)]
-"""What each of two sequences computes in a step: two prompts, then both decode, and so on."""
+BLOCK, BLOCKS = 5, 8
+CHUNKS = [(1, 2), (3, 11), (1, 1)]
+"""What each of two sequences computes in a step; rows of one token come first."""
 
 
 def part_streams(streams: Tensor, weights: Weights, told: Hyper) -> tuple[Tensor, Mixing]:
@@ -40,9 +40,9 @@ def computed(folder: Path, by_rows: bool) -> Tensor:
         assert isinstance(layer.mixer, CompressedAttention)
         layer.mixer.by_rows = by_rows
     config = EngineConfig(max_num_seqs=2, block_size=BLOCK)
-    runner = make_runner(config, model, Sizes(num_blocks=BLOCKS, max_model_len=60))
+    runner = make_runner(config, model, Sizes(num_blocks=BLOCKS, max_model_len=20))
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(model.place.spec.vocab, (2, 60), generator=generator).tolist()
+    prompts = torch.randint(model.place.spec.vocab, (2, 20), generator=generator).tolist()
     places = torch.randperm(BLOCKS, generator=generator).view(2, -1).tolist()
     new = [Admission(slot, len(prompt), prompt, 0, SamplingParams()) for slot, prompt in enumerate(prompts)]
     blocks, starts, found = list(enumerate(places)), [0, 0], []
