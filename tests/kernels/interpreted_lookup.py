@@ -27,7 +27,7 @@ def check(groups: int, rows: int) -> None:
     assert torch.equal(found, tokens)
     assert torch.equal(found_places, places)
     assert torch.equal(same.kept, pool.kept)
-    some = torch.randperm(SLOTS)[: min(rows, SLOTS)]
+    some = torch.randperm(SLOTS)[: min(rows, SLOTS)].repeat_interleave(3)
     chosen, after = torch.randint(3000, some.shape, dtype=torch.int32), torch.randint(99, some.shape)
     lookup.keep_sampled(pool, some, after, chosen)
     gpu.keep_sampled(same.latest, same.latest_at, some, after, chosen)

@@ -13,7 +13,7 @@ from phalanx.runtime.graphs import GraphBody, Recorded, Recorder
 class Rerun:
     """Stands where a graph would: a replay computes all anew and leaves it in the same places."""
 
-    def __init__(self, run: GraphBody, places: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, run: GraphBody, places: tuple[Tensor, ...]) -> None:
         self._run = run
         self._places = places
 
@@ -25,5 +25,5 @@ class Rerun:
 class Repeater(Recorder):
     def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
         rehearse()
-        places = run()
-        return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), *places)
+        places = tuple(place.clone() for place in run())
+        return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), places)

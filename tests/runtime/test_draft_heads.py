@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import StepPlan
+from phalanx.runtime.draft_graphs import DraftGraphs
+from phalanx.runtime.drafting import Drafts
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.runner import TorchRunner
 from tests.conftest import LOGIT_NOISE, Reference
@@ -27,6 +31,8 @@ def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int, in_grap
     for runner in threaded.runner.ranks if in_graphs else ():
         recorder = Repeater(runner.model.place.group)
         runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, recorder, runner.limits[1])
+        assert runner.drafting is not None
+        runner.draft_graphs = DraftGraphs(runner.drafting, runner.batch, recorder, 3)
     engine, made = threaded.engine, []
     speculation = engine.scheduler.speculation
     assert speculation is not None
@@ -47,11 +53,21 @@ def test_drafts_are_those_of_the_reference(reference: Reference, heads: Callable
 
 
 @pytest.mark.parametrize("reference", ["deepseek_v3", "qwen3_5_text"], indirect=True)
-def test_heads_take_in_what_graphs_of_prompts_leave(
+def test_drafts_in_graphs_are_those_of_the_reference(
     reference: Reference, heads: Callable[[str], HeadReference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of steps in graphs, and themselves in graphs where a step has no prompt."""
+    replayed, run = [], DraftGraphs.run
+
+    def noted(graphs: DraftGraphs, plan: StepPlan, hidden: Tensor, sampled: Tensor) -> Drafts | None:
+        replayed.append(plan.counts)
+        return run(graphs, plan, hidden, sampled)
+
+    monkeypatch.setattr(DraftGraphs, "run", noted)
     monkeypatch.setattr(TorchRunner, "_forward", lambda *_: pytest.fail("a step was not padded"))
-    check_drafts(heads(reference.name), reference.prompts[1:3], 1, in_graphs=True)
+    check_drafts(heads(reference.name), reference.prompts[1:4], 1, in_graphs=True)
+    assert any(len(counts) > 1 for counts in replayed)
+    assert any(max(counts) > 1 for counts in replayed)
 
 
 @pytest.mark.parametrize("reference", ["deepseek_v3", "glm4_moe"], indirect=True)

@@ -52,11 +52,13 @@ def look_up(
 
 
 def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """These tokens come next, at these positions of their slots."""
+    """These tokens come next, at these positions of their slots: of several of one, which lie together, the last."""
     if tokens.is_cuda:
         from phalanx.kernels.gpu import lookup as gpu
 
         gpu.keep_sampled(pool.latest, pool.latest_at, slots, positions, tokens)
         return
-    pool.latest[slots] = tokens
-    pool.latest_at[slots] = positions
+    last = torch.ones_like(slots, dtype=torch.bool)
+    last[:-1] = slots[1:] != slots[:-1]
+    pool.latest[slots[last]] = tokens[last]
+    pool.latest_at[slots[last]] = positions[last]

@@ -217,9 +217,9 @@ class Batch:
         behind = (inputs.positions + 1).clamp(max=self._tables.shape[-1] * self.block_size - 1)
         return self.seen(inputs.slots, behind)
 
-    def places(self, slots: Tensor, positions: Tensor, longest: int) -> AttentionBatch:
-        """How rows of one token each, of sequences no longer than `longest`, meet the cache."""
-        blocks = min(-(-longest // self.block_size), self._tables.shape[-1])
+    def places(self, slots: Tensor, positions: Tensor, longest: int | None) -> AttentionBatch:
+        """How rows of one token each, of sequences no longer than `longest`, if that is known, meet the cache."""
+        blocks = None if longest is None else min(-(-longest // self.block_size), self._tables.shape[-1])
         found = places_of(self._tables, slots, positions, self.block_size)
         attention = [
             AttentionBatch(write_to, DecodeRows(tables, slots, positions, blocks=blocks), prefills=[])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +98,15 @@ class ModelGuesser:
         return scores[:, : self._vocab]
 
 
+class Sequences(NamedTuple):
+    """Those that yield tokens: slots, positions that have room, the first token of each among all, how many."""
+
+    slots: Tensor
+    rooms: Tensor
+    first: Tensor
+    samples: Tensor
+
+
 class RankDrafts:
     """What a runner does behind its steps where drafts are made on its ranks, all of which make the same."""
 
@@ -110,6 +119,15 @@ class RankDrafts:
             return cls(model, batch, ModelGuesser(model.companion, model.place.spec.vocab))
         return cls(model, batch, HeadGuesser(model, model.draft_head)) if model.draft_head is not None else None
 
+    def empty_hidden(self, rows: int) -> Tensor:
+        """Room for what the model makes of so many rows."""
+        spec = self._model.place.spec
+        return self._model.place.empty(rows, *([] if spec.hyper is None else [spec.streams]), spec.hidden)
+
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether some sequence's tokens are drawn."""
+        return any(self._batch.is_drawn[slot] for slot in plan.slots)
+
     def __call__(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, sampled: Tensor | None) -> Drafts | None:
         """`plan.ahead` drafts for each sequence that yields tokens, behind the last of them that stands."""
         following = self._batch.following(inputs)
@@ -117,36 +135,52 @@ class RankDrafts:
             self._guesser.take_in(Computed(inputs, following, hidden, inputs.wanted))
             return None
         following[inputs.wanted] = sampled.long()
-        slots, rooms, first, samples = self._sequences(plan)
-        proven = _proven(inputs, sampled, first, samples, max(plan.samples))
+        longest = max(map(int.__add__, plan.starts, plan.counts)) + plan.ahead + 1
+        most, drawn = max(plan.samples), self.draws(plan)
+        return self.make(inputs, following, hidden, sampled, self._sequences(plan), most, plan.ahead, drawn, longest)
+
+    def make(
+        self,
+        inputs: StepInputs,
+        following: Tensor,
+        hidden: Tensor,
+        sampled: Tensor,
+        sequences: Sequences,
+        most: int,
+        ahead: int,
+        drawn: bool,
+        longest: int | None,
+    ) -> Drafts | None:
+        """`ahead` drafts of sequences that yield up to `most` tokens; with them they are no longer than `longest`.
+
+        Nothing here asks the host.
+        """
+        proven = _proven(inputs, sampled, sequences.first, sequences.samples, most)
         last = inputs.wanted[proven]
         self._guesser.take_in(Computed(inputs, following, hidden, last))
-        if not plan.ahead:
+        if not ahead:
             return None
-        rooms = rooms - inputs.positions[last] - self._guesser.ahead
-        drafts = self._guess_on(plan, slots, inputs.positions[last], rooms, sampled[proven])
-        return Drafts(drafts, rooms.clamp(0, plan.ahead))
+        positions = inputs.positions[last]
+        rooms = sequences.rooms - positions - self._guesser.ahead
+        tokens, drafts = sampled[proven], []
+        for number in range(ahead):
+            at, has_room = positions + number + self._guesser.ahead, number < rooms
+            where = self._with_room(has_room, sequences.slots, at)
+            scores = self._guesser.guess(tokens, where[1], self._batch.places(*where, longest))
+            after = positions + 2 + number
+            tokens = draw(scores, self._batch.sampling, sequences.slots, after) if drawn else likeliest(scores)
+            drafts.append(tokens)
+        return Drafts(torch.stack(drafts, 1), rooms.clamp(0, ahead))
 
-    def _sequences(self, plan: StepPlan) -> tuple[Tensor, ...]:
-        """Of those that yield tokens: slots, positions that have room, the first token of each among all, how many."""
+    def _with_room(self, has_room: Tensor, slots: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a sequence has no room left, what is guessed of it goes to the spare slot, and is of no use."""
+        return torch.where(has_room, slots, self._batch.spare_slot), torch.where(has_room, at, 0)
+
+    def _sequences(self, plan: StepPlan) -> Sequences:
         rows = [(slot, samples) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         slots, samples = tensor_of([slot for slot, _ in rows]), tensor_of([count for _, count in rows])
         rooms = tensor_of([self._batch.room(slot) for slot, _ in rows])
-        return self._batch.send(slots, rooms, samples.cumsum(0) - samples, samples)
-
-    def _guess_on(self, plan: StepPlan, slots: Tensor, positions: Tensor, rooms: Tensor, tokens: Tensor) -> Tensor:
-        """Where a sequence has no room left, what is guessed of it goes to the spare slot, and is of no use."""
-        drawn = any(self._batch.is_drawn[slot] for slot in plan.slots)
-        longest = max(map(int.__add__, plan.starts, plan.counts)) + plan.ahead + 1
-        drafts = []
-        for number in range(plan.ahead):
-            at, has_room = positions + number + self._guesser.ahead, number < rooms
-            where = torch.where(has_room, slots, self._batch.spare_slot), torch.where(has_room, at, 0)
-            scores = self._guesser.guess(tokens, where[1], self._batch.places(*where, longest))
-            after = positions + 2 + number
-            tokens = draw(scores, self._batch.sampling, slots, after) if drawn else likeliest(scores)
-            drafts.append(tokens)
-        return torch.stack(drafts, 1)
+        return Sequences(*self._batch.send(slots, rooms, samples.cumsum(0) - samples, samples))
 
 
 def _proven(inputs: StepInputs, sampled: Tensor, first: Tensor, samples: Tensor, most: int) -> Tensor:

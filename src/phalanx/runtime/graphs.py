@@ -24,16 +24,15 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class Recorded(NamedTuple):
-    """A graph and where each replay leaves scores, tokens and what the model made of the rows."""
+    """A graph and where each replay leaves its results."""
 
     graph: torch.cuda.CUDAGraph
-    scores: Tensor
-    tokens: Tensor
-    hidden: Tensor
+    results: tuple[Tensor, ...]
 
 
 Replayed = tuple[Tensor, Tensor, Tensor]
-GraphBody = Callable[[], Replayed]
+"""Scores, tokens and what the model made of the rows."""
+GraphBody = Callable[[], tuple[Tensor, ...]]
 
 
 class Recorder:
@@ -59,7 +58,7 @@ class Recorder:
         # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             results = run()
-        return Recorded(graph, *map(unowned, results))
+        return Recorded(graph, tuple(map(unowned, results)))
 
 
 class _Memory:
@@ -175,7 +174,7 @@ class DecodeGraphs:
         )
         self._slots[:size].copy_(where[0], non_blocking=True)
         self._positions[:size].copy_(where[1], non_blocking=True)
-        graph, scores, tokens, hidden = self._graphs[kind]
+        graph, (scores, tokens, hidden) = self._graphs[kind]
         graph.replay()
         return scores[:rows], tokens[:rows], hidden[:rows]
 

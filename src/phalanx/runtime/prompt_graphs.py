@@ -196,7 +196,7 @@ class PromptGraphs:
         numbers = tensor_of(lay_out(plan, singles, kind.size, self._batch.spare_slot))
         if self._batch.device.type == "cuda":
             numbers = numbers.pin_memory()
-        inputs, (graph, scores, tokens, hidden) = self._graphs[kind]
+        inputs, (graph, (scores, tokens, hidden)) = self._graphs[kind]
         inputs.copy_(numbers, non_blocking=True)
         graph.replay()
         sampled = sum(plan.samples)

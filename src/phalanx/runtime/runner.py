@@ -21,6 +21,7 @@ from phalanx.models.adapter import AdapterOrder
 from phalanx.runtime.adapters import drop_adapter, hold_adapter
 from phalanx.runtime.batch import Batch, StepInputs, tensor_of
 from phalanx.runtime.clock import StepClock
+from phalanx.runtime.draft_graphs import DraftGraphs
 from phalanx.runtime.drafting import Drafts, RankDrafts
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
@@ -81,7 +82,7 @@ class TorchRunner:
     read.
     """
 
-    def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int) -> None:
+    def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int, most_drafts: int = 0) -> None:
         self.model = model
         self.limits = (slots, tokens, max_model_len)
         self.nodes: list[str] = []
@@ -103,7 +104,9 @@ class TorchRunner:
         self.prompt_graphs = None
         if self.graphs is not None and not self.batch.token_by_token:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
-        self.drafting = RankDrafts.of(model, self.batch)
+        self.drafting, self.draft_graphs = RankDrafts.of(model, self.batch), None
+        if self.drafting is not None and self.graphs is not None and self.prompt_graphs is not None:
+            self.draft_graphs = DraftGraphs(self.drafting, self.batch, self.graphs.recorder, most_drafts)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self.weights: WeightWatch | None = None
@@ -148,11 +151,11 @@ class TorchRunner:
         graphs = self._graphs_for(plan)
         ran = self._forward(plan, clock, self.model) if graphs is None else self._replay(plan, graphs, clock)
         clock.mark()
+        reading = ran.sampled.start_reading() if ran.sampled is not None else None
         drafts = self._draft(plan, ran)
         self._copy_states(plan.saved)
         if self.drafting is not None:
             clock.mark()
-        reading = ran.sampled.start_reading() if ran.sampled is not None else None
         drafts = drafts.start_reading() if drafts is not None else None
         found = ran.found.start_reading() if ran.found is not None else None
         canary = self.model.watch
@@ -162,11 +165,15 @@ class TorchRunner:
         self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found, marks, weights))
 
     def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
+        """A graph of drafts may write where that of the step left its tokens, which are on their way to the host."""
         if self.drafting is None or not plan.taken_in:
             return None
-        assert ran.inputs is not None
         assert ran.hidden is not None
         tokens = ran.sampled.tokens.clamp(min=0) if ran.sampled else None
+        if ran.inputs is None:
+            assert self.draft_graphs is not None
+            assert tokens is not None
+            return self.draft_graphs.run(plan, ran.hidden, tokens)
         return self.drafting(plan, ran.inputs, ran.hidden, tokens)
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
@@ -219,8 +226,8 @@ class TorchRunner:
         scores, tokens, hidden = graphs.run(plan, rows.drawn)
         clock.mark()
         sampled = self.sampler(scores, rows, self.batch, tokens)
-        inputs = self.batch.lay_out(plan) if self.drafting is not None and plan.taken_in else None
-        return _Ran(sampled, rows, inputs, hidden)
+        laid_out = self.drafting is not None and not (self.draft_graphs and self.draft_graphs.take(plan))
+        return _Ran(sampled, rows, self.batch.lay_out(plan) if laid_out and plan.taken_in else None, hidden)
 
     def collect(self) -> StepResult:
         step, rows, sampled, clock, done, drafts, found, marks, weights = self._launched.popleft()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from phalanx.runtime.draft_graphs import DraftGraphs
 from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.rehearsal import varied_steps, worst_step
@@ -19,7 +20,7 @@ CPU_ROWS = 4
 class Graph(NamedTuple):
     """One of a runner's graphs, captured or not."""
 
-    of: DecodeGraphs | PromptGraphs
+    of: DecodeGraphs | PromptGraphs | DraftGraphs
     kind: Any
 
     def capture(self) -> None:
@@ -31,7 +32,8 @@ class Graph(NamedTuple):
 
 def graphs_of(runner: TorchRunner, kinds: Callable[[Any], Iterable[Any]]) -> list[Graph]:
     """Its graphs of these kinds, the largest of all first: then the others find room in their memory."""
-    found = [graphs for graphs in (runner.graphs, runner.prompt_graphs) if graphs is not None and graphs.kinds]
+    every = (runner.graphs, runner.prompt_graphs, runner.draft_graphs)
+    found = [graphs for graphs in every if graphs is not None and graphs.kinds]
     largest = [Graph(graphs, graphs.kinds[0]) for graphs in found]
     return largest + [Graph(graphs, kind) for graphs in found for kind in kinds(graphs) if kind != graphs.kinds[0]]
 
@@ -86,7 +88,7 @@ def warm_up(runner: TorchRunner, how: str) -> None:
         graph.capture()
     if how == "off":
         return
-    for graphs in (runner.graphs, runner.prompt_graphs):
+    for graphs in (runner.graphs, runner.prompt_graphs, runner.draft_graphs):
         if graphs is not None:
             graphs.on_demand = False
     if how == "quick":

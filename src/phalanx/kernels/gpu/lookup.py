@@ -36,8 +36,9 @@ def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.co
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
     slot = tl.load(slots + row, mask=exists, other=0)
-    tl.store(latest + slot, tl.load(tokens + row, mask=exists, other=0), mask=exists)
-    tl.store(latest_at + slot, tl.load(positions + row, mask=exists, other=0), mask=exists)
+    is_last = exists & (tl.load(slots + row + 1, mask=row + 1 < rows, other=-1) != slot)
+    tl.store(latest + slot, tl.load(tokens + row, mask=exists, other=0), mask=is_last)
+    tl.store(latest_at + slot, tl.load(positions + row, mask=exists, other=0), mask=is_last)
 
 
 def look_up(
