@@ -194,12 +194,12 @@ def compressed_attention(dtype: torch.dtype = HALF) -> Iterator[Case]:
         rows.tables, rows.slots, rows.positions, 64, 4, 16,
     )  # fmt: skip
     streams, hyper_connected = some(4, 4, 4096, dtype=dtype), Hyper(4, 20, 1e-6)
-    mixing = hyper.Mixing(some(4, 4, dtype=torch.float32), some(4, 4, 4, dtype=torch.float32))
+    mixing = some(4, 4, dtype=torch.float32), some(4, 4, 4, dtype=torch.float32)
     yield lambda: hyper.part_streams(
         streams, some(4, 24, dtype=torch.float32), some(24, dtype=torch.float32), some(3, dtype=torch.float32), 1e-6,
         hyper_connected,
     )  # fmt: skip
-    yield lambda: hyper.mix_streams(streams, some(4, 4096, dtype=dtype), mixing)
+    yield lambda: hyper.mix_streams(streams, some(4, 4096, dtype=dtype), *mixing)
 
 
 def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:

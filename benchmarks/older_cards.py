@@ -23,6 +23,7 @@ CHOSEN = [
     ("test_gpu.py", "test_decode_attention and bfloat16 and (None or 7)"),
     ("test_gpu.py", "test_prefill_attention and bfloat16 and (None or 40)"),
     ("test_gpu.py", "test_fused_experts and bfloat16 and not fp8"),
+    ("test_gpu.py", "widened_in_the_product"),
     ("test_latent_cuda.py", "20-192-256 or latents_are_kept or graph"),
     ("test_latent_cuda.py", "128-128-128 or chosen or long_sequences"),
     ("test_compressed_cuda.py", ""),

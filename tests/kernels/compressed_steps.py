@@ -142,11 +142,11 @@ def check_streams(where: Where, tokens: int, streams: int, hidden: int, rounds: 
     count, told = streams * (streams + 2), Hyper(streams, rounds, 1e-6)
     weights = Weights(where.wide(count, streams * hidden) * 0.1, where.wide(count), where.wide(3), EPS)
     mapped = F.linear(made.flatten(1).float(), weights.fn)
-    taken, mixing = hyper.part_streams(made, mapped, weights.base, weights.scale, EPS, told)
+    taken, *mixing = hyper.part_streams(made, mapped, weights.base, weights.scale, EPS, told)
     wanted, wanted_mixing = part_streams_torch(made.float(), weights, told)
     where.close(taken, wanted)
     for found, right in zip(mixing, wanted_mixing, strict=True):
         where.close(found, right)
     given = where.randn(tokens, hidden)
     wanted = mix_streams_torch(made.float(), given.float(), wanted_mixing)
-    where.close(hyper.mix_streams(made, given, mixing), wanted)
+    where.close(hyper.mix_streams(made, given, *mixing), wanted)

@@ -32,7 +32,8 @@ def part_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> tuple[Tenso
         from phalanx.kernels.gpu import hyper as gpu
 
         mapped = F.linear(streams.flatten(1).float(), weights.fn)
-        return gpu.part_streams(streams, mapped, weights.base, weights.scale, weights.norm_eps, hyper)
+        taken, post, comb = gpu.part_streams(streams, mapped, weights.base, weights.scale, weights.norm_eps, hyper)
+        return taken, Mixing(post, comb)
     return part_streams_torch(streams, weights, hyper)
 
 
@@ -56,7 +57,7 @@ def mix_streams(streams: Tensor, given: Tensor, mixing: Mixing) -> Tensor:
     if streams.is_cuda:
         from phalanx.kernels.gpu import hyper as gpu
 
-        return gpu.mix_streams(streams, given, mixing)
+        return gpu.mix_streams(streams, given, *mixing)
     return mix_streams_torch(streams, given, mixing)
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.hyper import Mixing
 from phalanx.spec.hyper import Hyper
 
 COLUMNS_AT_ONCE = 1024
@@ -64,8 +63,9 @@ def _part_streams(
 
 def part_streams(
     streams: Tensor, mapped: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hyper: Hyper
-) -> tuple[Tensor, Mixing]:
-    """What a part takes of streams, [tokens, streams, hidden], whose last dimension lies together, and how they go on.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a part takes of streams, [tokens, streams, hidden], whose last dimension lies together; what it gives to
+    each of them, and what they give to each other.
 
     `mapped` is the linear map of all streams of a token, without their norm.
     """
@@ -77,7 +77,7 @@ def part_streams(
         HIDDEN=hidden, ROUNDS=hyper.rounds, WIDE=triton.next_power_of_2(count),
         BLOCK=min(COLUMNS_AT_ONCE, triton.next_power_of_2(hidden)), num_warps=8, launch_pdl=starts_early(),
     )  # fmt: skip
-    return taken, Mixing(post, comb)
+    return taken, post, comb
 
 
 @triton.jit
@@ -105,13 +105,13 @@ def _mix_streams(
     tl.store(place, result, mask=(stream < STREAMS)[:, None] & inside[None, :])
 
 
-def mix_streams(streams: Tensor, given: Tensor, mixing: Mixing) -> Tensor:
+def mix_streams(streams: Tensor, given: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """The streams behind a part that gives `given`, [tokens, hidden]."""
     tokens, count, hidden = streams.shape
     out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(hidden))
     _mix_streams[(tokens, triton.cdiv(hidden, block))](
-        streams, given.contiguous(), mixing.post.contiguous(), mixing.comb.contiguous(), out, *streams.stride()[:2],
+        streams, given.contiguous(), post.contiguous(), comb.contiguous(), out, *streams.stride()[:2],
         STREAMS=count, HIDDEN=hidden, WIDE=triton.next_power_of_2(count), BLOCK=block, launch_pdl=starts_early(),
     )  # fmt: skip
     return out
