@@ -240,6 +240,7 @@ def products() -> Iterator[Case]:
             yield lambda n=outputs, k=inputs, m=count: gemm.product(some(m, k), some(n, k), some(n))
     x = some(1, 256)
     yield lambda: gemm.matrix_vector(x, some(64, 256), None)
+    yield lambda: gemm.wide_product(some(8, 320), some(128, 320, dtype=torch.float32), None)
 
 
 def fp8_products() -> Iterator[Case]:
