@@ -21,7 +21,7 @@ quick: $(VENV)/.dev
 
 # The attacks alone, which are part of `test` too: see docs/security.md.
 attacks: $(VENV)/.dev
-	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/server/test_,$(addsuffix .py,http door crowd prepare responses hostile tls \
+	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/server/test_,$(addsuffix .py,http door arrivals crowd prepare responses hostile tls \
 		places fairness security faults clock)) tests/server/grammar/test_compiler.py tests/engine/test_sharing.py \
 		tests/web/test_live_stream.py tests/weights/test_malformed.py tests/runtime/test_channel.py
 

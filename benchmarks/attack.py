@@ -10,7 +10,8 @@ two events of the stream. Memory is that of the API process and of those that re
 Quiet and attacked times take turns, so that what else the machine does hits both; stalls are the worst of all turns.
 
 All share the machine's cores, so the attacker is made to cost little: its bytes are made beforehand, and it stands back
-behind the others (nice 19), as one on another machine would. The columns `cpu` say how many cores each of them took.
+behind the others (nice 19), as one on another machine would. As that would, it comes from an address of its own
+(127.0.0.2; `--from 127.0.0.1` for that of the honest client). The columns `cpu` say how many cores each of them took.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def request(path: str, body: bytes, key: str = GREEDY) -> bytes:
 class Attacker:
     """Raw connections to the server, until its time is over."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._where = host, port
+    def __init__(self, host: str, port: int, address: str) -> None:
+        self._where: dict[str, Any] = {"host": host, "port": port, "local_addr": (address, 0)}
         self.held: list[asyncio.StreamWriter] = []
 
     async def send(self, data: bytes, wait: bool = True) -> None:
         """Over a connection of its own; not to wait for an answer is to leave at once."""
-        reader, writer = await asyncio.open_connection(*self._where)
+        reader, writer = await asyncio.open_connection(**self._where)
         try:
             writer.write(data)
             await writer.drain()
@@ -70,7 +71,7 @@ class Attacker:
             writer.close()
 
     async def hold(self, data: bytes) -> None:
-        _, writer = await asyncio.open_connection(*self._where)
+        _, writer = await asyncio.open_connection(**self._where)
         writer.write(data)
         self.held.append(writer)
 
@@ -285,11 +286,12 @@ def server(folder: Path, options: list[str]) -> Iterator[tuple[str, int]]:
         process.wait(120)
 
 
-def measure(name: str, url: str, pid: int, seconds: float, turns: int) -> dict[str, Any]:
+def measure(name: str, url: str, pid: int, seconds: float, turns: int, address: str) -> dict[str, Any]:
     quiet, attacked = [], []
     for _ in range(turns):
         quiet.append(asyncio.run(feel(url, seconds / turns, pid)))
-        attack = subprocess.Popen([sys.executable, __file__, "--attack", name, "--url", url])
+        command = [sys.executable, __file__, "--attack", name, "--url", url, "--from", address]
+        attack = subprocess.Popen(command)
         try:
             time.sleep(1)
             attacked.append(asyncio.run(feel(url, seconds / turns, pid, attack.pid)))
@@ -315,12 +317,12 @@ def measure(name: str, url: str, pid: int, seconds: float, turns: int) -> dict[s
     return result
 
 
-def attack(name: str, url: str) -> None:
+def attack(name: str, url: str, address: str) -> None:
     os.nice(19)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
     host, port = url.removeprefix("http://").split(":")
-    asyncio.run(ATTACKS[name](Attacker(host, int(port))))
+    asyncio.run(ATTACKS[name](Attacker(host, int(port), address)))
 
 
 def main() -> None:
@@ -329,18 +331,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--turns", type=int, default=3, help="quiet and attacked, of the seconds each has")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--from", dest="address", default="127.0.0.2", help="where the attacker comes from")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.attack:
-        attack(arguments.attack, arguments.url)
+        attack(arguments.attack, arguments.url, arguments.address)
         return
     print("attack             stall ms   /live   stream  idle MB  memory  goodput   cpu: " + " ".join(ROLES))
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only.split(","):
             with server(Path(folder), ["--max-num-batched-tokens", "256"]) as (url, pid):
-                results.append(measure(name, url, pid, arguments.seconds, arguments.turns))
+                results.append(measure(name, url, pid, arguments.seconds, arguments.turns, arguments.address))
     goal = f"stalls up to {GOAL_STALL_MS} ms, memory up to {GOAL_MEMORY:g} times idle, goodput from {GOAL_GOODPUT:.0%}"
     kept = [
         each["attack"]

@@ -11,7 +11,6 @@ from phalanx.fabric.host import HostGroup
 from phalanx.kernels import cpu
 from phalanx.layers.decoder import Decoder, DecoderLayer
 from phalanx.layers.stream import Stream
-from phalanx.runtime import weight_watch
 from phalanx.runtime.weight_watch import WeightWatch
 
 FAULT = "RANK_FAULT"
@@ -85,8 +84,6 @@ def _garble(rank: int, first: int) -> None:
 
 
 def _weight(rank: int, layer: int) -> None:
-    """All weights are read within some 16 steps here."""
-    weight_watch.PASS_STEPS = 16
     make = WeightWatch.__init__
 
     def damaging(self: WeightWatch, model: Decoder) -> None:

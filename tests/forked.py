@@ -8,6 +8,7 @@ use this.
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import resource
@@ -124,6 +125,7 @@ async def start_beside_loop(*command: str, **options: Any) -> Any:
 
 
 def _run(start: Start, files: list[Any], most_files: int | None) -> None:
+    gc.freeze()  # what is imported is no garbage, and not looked at it stays shared
     if most_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if FAULT in start.variables:

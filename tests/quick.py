@@ -1,11 +1,13 @@
 """`pytest --quick`: of the parts that were changed all tests but the slow ones, and of these the ones that stand beside
 what was changed. A part is a folder of `src/phalanx` with its folder of `tests`. Tests of the whole, which are in no
-folder, run always."""
+folder, run always. Where something was changed that all stand on, one test of each file shows that it still stands."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,20 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: Callabl
     items[:] = [item for item in items if item not in left_out]
 
 
+def leave_out_unneeded(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: set[Path] = set()
+
+    def unneeded(item: pytest.Item) -> bool:
+        slow = item.get_closest_marker("slow") is not None
+        first = not slow and item.path not in seen
+        if first:
+            seen.add(item.path)
+        return not is_needed(item.path, slow, first, changed_files())
+
+    leave_out(config, items, unneeded)
+
+
+@cache
 def changed_files() -> list[Path]:
     """Those that differ from where this branch left main, and those that git does not know yet."""
     base = _git("merge-base", "HEAD", "main") or _git("merge-base", "HEAD", "origin/main") or ["HEAD"]
@@ -38,13 +54,25 @@ def _git(*words: str) -> list[str]:
         return []
 
 
-def is_needed(test: Path, slow: bool, changed: list[Path]) -> bool:
-    """Whether a test file has a say about these changes."""
+def is_needed(test: Path, slow: bool, first: bool, changed: list[Path]) -> bool:
+    """Whether a test has a say about these changes; `first` is the first quick one of its file."""
     if slow:
         return test in changed or _mirrored(test) in changed
-    if test.parent == _TESTS or any(_is_shared(path) for path in changed):
+    if test.parent == _TESTS or _part(test) in map(_part, changed):
         return True
-    return _part(test) in map(_part, changed)
+    shared = [path for path in changed if _is_shared(path)]
+    return bool(shared) and (first or any(_imports(test, path) for path in shared))
+
+
+def may_be_needed(file: Path, changed: list[Path]) -> bool:
+    """Whether any of its tests is, before they are known."""
+    return any(is_needed(file, slow, True, changed) for slow in (True, False))
+
+
+def _imports(test: Path, helper: Path) -> bool:
+    """Fixtures and figures of `conftest.py` are everybody's."""
+    is_one = helper.parent == _TESTS and helper.name != "conftest.py"
+    return is_one and re.search(rf"\btests(\.| import ){helper.stem}\b", test.read_text()) is not None
 
 
 def _mirrored(test: Path) -> Path:

@@ -86,6 +86,7 @@ def test_a_mistake_is_explained_without_a_traceback(tiny_llama: Path, arguments:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.usefixtures("unsteady_figures")
 def test_bench_offline_prints_a_table_and_writes_json(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 
+from phalanx.bench import offline
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import FixedBatch, least_work, time_case, time_requests
+from phalanx.bench.offline import FixedBatch, least_work, settled_memory, time_case, time_requests
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
@@ -149,7 +150,9 @@ def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) 
     assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
 
 
-def test_the_garbage_collector_looks_away_only_while_requests_are_timed() -> None:
+def test_the_garbage_collector_looks_away_only_while_requests_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "settled_memory", settled_memory)
+    gc.unfreeze()
     engine = Listener()
     time_requests(engine, [(30, 1)], 0)  # type: ignore[arg-type]
     assert engine.kept_from_collector > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from phalanx import LLM, SamplingParams
+from phalanx.doctor.live import Picture, findings_of, picture_of
+from phalanx.trace.perfetto import records_of
 from tests.cluster.hosts import FAR, HEAD, SECRETS, Host, Hosts, two_hosts, why_not
 from tests.conftest import make_checkpoint
 from tests.server.conftest import add_tokenizer
@@ -34,7 +38,7 @@ class ClusterServer:
         self.log = log
         self._lives = 0
         command = [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", "--tp", "2"]
-        options = ["--executor", "ray", "--restart", "5", "--served-model-name", "tiny"]
+        options = ["--executor", "ray", "--restart", "5", "--served-model-name", "tiny", "--warm-up", "off"]
         self.process = hosts.near.start(*command, *options, log=log, **SECRETS)
 
     @property
@@ -126,6 +130,34 @@ def test_ranks_listen_on_the_chosen_address_alone(server: ClusterServer) -> None
 def _listeners(host: Host, pid: int) -> list[str]:
     listed = subprocess.run(["ss", "-Htlnp", "-N", host.name], capture_output=True, text=True, check=True)
     return [line.split()[3] for line in listed.stdout.splitlines() if f"pid={pid}," in line]
+
+
+def test_a_link_at_half_speed_is_found_in_a_trace(server: ClusterServer) -> None:
+    """Beside what the same ranks told of it before: nobody has a model of this cable."""
+    before, after = traced(server, "4mbit"), traced(server, "2mbit")
+    assert codes(replace(before, exchange_expected=before.exchanged)) == set()
+    assert codes(replace(after, exchange_expected=before.exchanged)) == {"slow_link"}
+
+
+def codes(seen: Picture) -> set[str]:
+    return {finding.code for finding in findings_of(seen)} & {"slow_link", "slow_rank"}
+
+
+def traced(server: ClusterServer, rate: str) -> Picture:
+    """Steps of sixteen rows: all but a few milliseconds of them are the cable's."""
+    if (reason := server.hosts.limit(rate)) is not None:
+        pytest.skip(f"no slower links here: {reason}")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            trace = pool.submit(server.ask, "/trace", {"steps": 5, "seconds": 60})
+            many = SHORT | {"prompt": [PROMPT] * 16, "max_tokens": 8}
+            while not trace.done():
+                assert server.ask("/v1/completions", many)[0] == 200
+            status, told = trace.result()
+    finally:
+        server.hosts.unlimit()
+    assert status == 200, told
+    return picture_of(records_of(json.dumps(told).encode()))
 
 
 def test_a_cut_link_is_reported_in_time_and_a_mended_one_serves_again(

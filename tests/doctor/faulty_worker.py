@@ -1,4 +1,4 @@
-"""The measuring process with one fault, named by the environment: in its memory, its link or its life."""
+"""The measuring process with one fault or none, named by the environment: in its memory, its link or its life."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.doctor.measure import collectives, worker
+from phalanx.doctor.measure import collectives, rates, worker
 from phalanx.doctor.measure.messages import MeasureAssignment, MeasureReport
 from phalanx.fabric.group import GlooGroup
 
@@ -53,6 +53,7 @@ def _late(assignment: MeasureAssignment) -> Iterator[MeasureReport]:
 
 def main() -> None:
     collectives._EXACT[torch.float32] = 3  # so that there are zeros
+    rates._CPU_COPIES, rates._CPU_PRODUCTS = (rates._MIB,), (256,)
     collectives.GlooGroup = FaultyGroup  # type: ignore[misc]
     if FAULT == "never begins":
         worker.all_reduces = _late  # type: ignore[assignment]

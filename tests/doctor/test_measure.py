@@ -40,19 +40,25 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, left
 
 
-def measure_with(fault: str, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Measured:
-    """Only the all-reduces, in processes of which one has a fault. They are forked: see `tests/forked.py`."""
+def fork_workers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with a fault or none, and not much to measure. They are forked: see `tests/forked.py`."""
     forked = SimpleNamespace(Popen=forked_popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(ranks, "subprocess", forked)
-    monkeypatch.setattr(measuring._Found, "rate", lambda self, count: None)
     monkeypatch.setattr(ranks, "WORKER", "tests.doctor.faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAULT", fault)
+
+
+def measure_with(fault: str, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Measured:
+    """Only the all-reduces, in processes of which one has a fault."""
+    fork_workers(fault, monkeypatch)
+    monkeypatch.setattr(measuring._Found, "rate", lambda self, count: None)
     return measure(LAPTOP, count)
 
 
-def test_a_cpu_is_measured_with_two_ranks() -> None:
+def test_a_cpu_is_measured_with_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
+    fork_workers("none", monkeypatch)
     found = measure(LAPTOP, progress=stages.append)
     assert found.problem is None
     (rate,) = found.rates
@@ -102,18 +108,27 @@ def test_a_rank_that_dies_is_named_and_what_was_measured_stays(
     assert (found.backend, found.corruptions) == ("gloo", ())
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("is stopped", "Rank 1 timed out in a checked sum of 8 KiB over 2 ranks: no sign of life for"),
-        ("never begins", "Rank 1 timed out in its start: no step further for"),
-    ],
-)
-def test_a_rank_that_hangs_is_named(fault: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "STUCK_S", 15.0)
-    found = measure_with(fault, monkeypatch, 2)
+def test_a_rank_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is, there is no need to wait as long as for one that may only be slow."""
+    listen = ranks.Ranks._next
+
+    def impatient(crew: ranks.Ranks, timeout: float) -> object:
+        if len(crew._ranks) == 2 and psutil.Process(crew._ranks[1].process.pid).status() == psutil.STATUS_STOPPED:
+            monkeypatch.setattr(ranks, "STUCK_S", ranks._QUIET_S + 1)
+        return listen(crew, timeout)
+
+    monkeypatch.setattr(ranks.Ranks, "_next", impatient)
+    found = measure_with("is stopped", monkeypatch, 2)
     assert found.problem is not None
-    assert found.problem.startswith(words)
+    assert found.problem.startswith("Rank 1 timed out in a checked sum of 8 KiB over 2 ranks: no sign of life for")
+
+
+def test_a_rank_that_never_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got less far than the other, however soon that is found."""
+    monkeypatch.setattr(ranks, "STUCK_S", 1.0)
+    found = measure_with("never begins", monkeypatch, 2)
+    assert found.problem is not None
+    assert found.problem.startswith("Rank 1 timed out in its start: no step further for")
 
 
 def test_a_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

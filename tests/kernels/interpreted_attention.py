@@ -82,7 +82,7 @@ def main() -> None:
         check_decode(4, 2, [1, 700, 130], window, parts=2, sunk=True)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1, sunk=True)
-        check_decode(4, 2, [2000, 1, 3, 130], window, parts=16, uneven=True)
+        check_decode(2, 1, [700, 1, 130], window, parts=16, uneven=True)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])

@@ -50,13 +50,14 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def check_products() -> None:
     """Tiles and groups cut short on every side, split over the inputs or not, with and without bias."""
     for number, (scheme, columns) in enumerate(SCHEMES):
-        for rows, outputs in ((17, 33),):
-            weight = weight_of(scheme, outputs, columns)
-            assert torch.equal(four_bit.widen(weight, torch.float32), weight.dequantised(torch.float32)), scheme.kind
-            dtype, bias = torch.float16 if number % 3 else torch.float32, torch.randn(outputs) if number % 2 else None
-            x, bias = torch.randn(rows, columns).to(dtype), None if bias is None else bias.to(dtype)
-            wanted = four_bit_product_torch(x.double(), weight, None if bias is None else bias.double())
-            close(four_bit.run_tiles(x, weight, bias, SMALL), wanted)
+        few = weight_of(scheme, 3, columns)
+        assert torch.equal(four_bit.widen(few, torch.float32), few.dequantised(torch.float32)), scheme.kind
+        rows, outputs = 17, 33
+        weight = weight_of(scheme, outputs, columns)
+        dtype, bias = torch.float16 if number % 3 else torch.float32, torch.randn(outputs) if number % 2 else None
+        x, bias = torch.randn(rows, columns).to(dtype), None if bias is None else bias.to(dtype)
+        wanted = four_bit_product_torch(x.double(), weight, None if bias is None else bias.double())
+        close(four_bit.run_tiles(x, weight, bias, SMALL), wanted)
 
 
 def check_experts(scheme: Scheme, inner: int, activation: Activation, biased: bool, weighs_input: bool) -> None:

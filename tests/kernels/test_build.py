@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.apart import run_apart
+
 
 @pytest.mark.slow
 def test_kernels_are_built_by_several_threads_and_none_is_launched(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    built = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.built_ahead"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert built.returncode == 0, built.stderr
+    run_apart("built_ahead", interpret=False, TRITON_CACHE_DIR=str(tmp_path))

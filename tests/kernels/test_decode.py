@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from phalanx.kernels.tiling import MOST_SPLITS, is_uneven, splits_of
+from tests.kernels.apart import run_apart
 
 
 @pytest.mark.parametrize(
@@ -41,7 +38,4 @@ def test_one_long_sequence_among_short_ones_is_split_further(lengths: list[int],
 
 def test_an_fp8_cache_is_not_read_byte_by_byte() -> None:
     """Compilers like to widen values only after they are where the tensor cores want them."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.compiled_decode"]
-    built = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert built.returncode == 0, built.stderr
+    run_apart("compiled_decode", interpret=False)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.kernels.apart import run_apart
 
 
 @pytest.mark.slow
 def test_the_kernels_compute_nets_as_defined() -> None:
     """In Triton's interpreter."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_delta"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_delta")
 
 
 CASES = [

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.kernels.sampling import draw, likeliest
+from tests.kernels.apart import run_apart
 from tests.kernels.drawing import KINDS, LatentQueries, distance, mixed, probabilities, table_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -106,15 +104,13 @@ def test_the_kernels_draw_what_the_definition_draws(
     tmp_path: Path, room: int, width: int, dtype: torch.dtype, kinds: list[LatentQueries]
 ) -> None:
     """In Triton's interpreter, with rows of several stretches."""
-    pytest.importorskip("triton")
     scores, rows = randn(len(kinds), width, dtype), torch.arange(len(kinds))
     scores[1, 100:] = float("-inf")
     scores[2, :300] = float("-inf")
     scores[3, 5] = float("nan")
     table, positions = table_of([kind._replace(seed=index - 5) for index, kind in enumerate(kinds)]), rows * 1000
     save_file({"scores": scores, "table": table, "positions": positions}, tmp_path / "case")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_draw", str(tmp_path), str(room)]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_draw", str(tmp_path), str(room))
     found, sound = load_file(tmp_path / "found"), scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     assert found["drawn"].tolist() == draw(sound, table, rows, positions).tolist()
     assert found["likeliest"].tolist() == likeliest(sound).tolist()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.kernels.apart import run_apart
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_kernels_sort_as_defined() -> None:
     """In Triton's interpreter; on a GPU `test_gpu.py` says more."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_experts"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_experts")

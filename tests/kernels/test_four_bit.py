@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,6 +13,7 @@ from phalanx.quant import at_work
 from phalanx.quant.base import Pieces
 from phalanx.spec.ffn import Activation
 from phalanx.spec.schemes import DEFAULTS, Scheme, awq, packed_int4
+from tests.kernels.apart import run_apart
 
 SCHEMES = {
     "awq": awq(128),
@@ -29,13 +25,9 @@ SCHEMES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "interpret"), [("interpreted_four_bit", "1"), ("compiled_four_bit", "0")])
-def test_the_kernels_compute_as_defined_and_can_be_built(module: str, interpret: str) -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", f"tests.kernels.{module}"]
-    environment = os.environ | {"TRITON_INTERPRET": interpret}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
-    assert ran.returncode == 0, ran.stderr
+@pytest.mark.parametrize(("module", "interpret"), [("interpreted_four_bit", True), ("compiled_four_bit", False)])
+def test_the_kernels_compute_as_defined_and_can_be_built(module: str, interpret: bool) -> None:
+    run_apart(module, interpret=interpret)
 
 
 @pytest.mark.parametrize("numbers", ["int4", "e2m1"])

@@ -4,11 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,20 +13,15 @@ from phalanx.kernels.invariant import product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.kernels.tiling import DecodeRows
 from phalanx.spec.ffn import SILU
+from tests.kernels.apart import run_apart
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "interpret"), [("interpreted_invariant", "1"), ("compiled_invariant", "0")])
-def test_the_kernels_give_the_same_bits_in_any_company(module: str, interpret: str) -> None:
-    pytest.importorskip("triton")
-    subprocess.run(
-        [sys.executable, "-m", f"tests.kernels.{module}"],
-        check=True,
-        env=os.environ | {"TRITON_INTERPRET": interpret},
-        cwd=Path(__file__).parents[2],
-    )
+@pytest.mark.parametrize(("module", "interpret"), [("interpreted_invariant", True), ("compiled_invariant", False)])
+def test_the_kernels_give_the_same_bits_in_any_company(module: str, interpret: bool) -> None:
+    run_apart(module, interpret=interpret)
 
 
 def randn(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.indexer import rows_of
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from tests.kernels.apart import run_apart
 
 
 def test_the_kernels_attend_as_defined() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_latent"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_latent")
 
 
 def test_every_token_of_a_step_is_a_row_of_its_own() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow, Sight, SightMasks, paged_attention
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles, tile_prompt
+from tests.kernels.apart import run_apart
 
 
 @pytest.mark.parametrize("count", [2, PROMPT_TILE - 1, PROMPT_TILE, PROMPT_TILE + 1, 5 * PROMPT_TILE + 17])
@@ -53,6 +49,4 @@ def test_attention_over_tiles_is_that_over_whole_prompts(window: int | None) -> 
 @pytest.mark.slow
 def test_the_kernels_attend_as_defined() -> None:
     """In Triton's interpreter; on a GPU `test_gpu.py` says more."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_attention"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_attention")

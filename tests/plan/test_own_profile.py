@@ -96,6 +96,7 @@ def test_other_engines_and_other_gpus_go_by_what_the_product_comes_with(fitted: 
     assert fitted_for("phalanx", "L4") is load_fitted()
 
 
+@pytest.mark.usefixtures("unsteady_figures")
 def test_the_command_measures_fits_and_writes(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profiles: Path
 ) -> None:

@@ -22,7 +22,7 @@ from tests.heads import LAST_LAYER, HeadReference
 from tests.runtime.replays import Repeater
 from tests.threaded_ranks import ThreadedEngine
 
-CHECKED = 12
+CHECKED = 6
 
 
 def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int, in_graphs: bool = False) -> None:

@@ -1,4 +1,7 @@
-"""Ranks as processes: they disagree, raise or die loudly, and none is left behind."""
+"""Ranks as processes: they disagree, raise or die loudly, and none is left behind.
+
+Where their start or their parent's end is the subject they are started as Phalanx does, else forked.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def run_until_death(llm: LLM) -> EngineDeadError:
     return caught.value
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_killed_rank_is_named_and_not_waited_for(tiny_llama: Path) -> None:
     """Rank 0 is in the middle of an answer and has no time-out: it would wait for the other's part for ever.
 
@@ -76,6 +80,7 @@ def test_a_killed_rank_is_named_and_not_waited_for(tiny_llama: Path) -> None:
             llm.generate(PROMPT, LONG)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> None:
     """A damaged plan: rank 1 refuses it, and its own traceback reaches the caller."""
     with LLM(tiny_llama, tp=3, progress=False) as llm:
@@ -90,6 +95,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
         assert gone(list(pids.values()))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "digest", lambda tokens: 0)
     with LLM(tiny_llama, tp=2, progress=False) as llm:
@@ -99,6 +105,7 @@ def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch
         assert gone(list(ranks_of(llm).values()))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
@@ -145,6 +152,7 @@ def test_a_script_may_end_without_closing(tiny_llama: Path) -> None:
     assert gone([int(done.stdout)])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_engines_live_in_one_process(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(tiny_llama, tp=2, progress=False) as first, LLM(tiny_llama, tp=2, progress=False) as second:
@@ -152,6 +160,7 @@ def test_two_engines_live_in_one_process(tiny_llama: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_cannot_start_says_why(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 loads well, rank 1 finds no memory for a single block: its own words come back."""
     from phalanx.runtime.config import EngineConfig

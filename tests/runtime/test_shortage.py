@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from phalanx import LLM, SamplingParams
 from phalanx.engine.request import Request
 from phalanx.errors import EngineDeadError, RequestError
-from phalanx.runtime import child, workers
+from phalanx.runtime import workers
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
 from tests.conftest import NEW_TOKENS, Reference
+from tests.forked import forked_rank
 from tests.runtime.short_rank import run_short
 
-ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 60, "max_model_len": 160, "max_num_seqs": 6}
 
@@ -81,11 +80,9 @@ def test_other_errors_are_not_taken_for_it(tiny_llama: Path, monkeypatch: pytest
 @pytest.fixture
 def short_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are started by the module that lets them run short."""
-    start = child.start
     monkeypatch.setattr(
-        workers.child, "start", lambda module, line, variables: start("tests.runtime.short_rank", line, variables)
+        workers.child, "start", lambda module, line, variables: forked_rank("tests.runtime.short_rank", line, variables)
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
 
 
 @pytest.mark.usefixtures("short_ranks")

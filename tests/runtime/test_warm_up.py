@@ -173,6 +173,7 @@ def test_no_graph_is_larger_than_the_limits_need(quick: TorchRunner) -> None:
     assert max(size.decodes for size in sizes) == 16, "6 sequences at most"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_are_told_to_do_what_was_put_off(tiny_llama: Path) -> None:
     """An order between plans, in its place among them."""
     done: list[str] = []

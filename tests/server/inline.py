@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from phalanx.server.errors import ApiError
 from phalanx.server.prepare import RequestReader
 from phalanx.server.prepared import (
@@ -14,9 +16,26 @@ from phalanx.server.prepared import (
     RequestKind,
     TokenizedText,
     decode_asked,
+    decode_assignment,
     decode_outcome,
     encode,
 )
+from phalanx.spec import ModelSpec
+from phalanx.text.tokenizer import Tokenizer
+from phalanx.weights.checkpoint import Checkpoint, locate
+
+
+@cache
+def default_model() -> tuple[ModelSpec, Tokenizer]:
+    """Its file names 49,152 tokens: read once."""
+    tokenizer = Tokenizer.load(locate(None))
+    assert tokenizer is not None
+    return Checkpoint(locate(None)).spec, tokenizer
+
+
+@cache
+def _reader(assignment: bytes) -> RequestReader:
+    return RequestReader(decode_assignment(assignment))
 
 
 class InlinePreparer:
@@ -25,7 +44,7 @@ class InlinePreparer:
     adapters: list[str] = []  # noqa: RUF012
 
     async def start(self, assignment: Assignment) -> None:
-        self.reader = RequestReader(assignment)
+        self.reader = _reader(encode(assignment))
 
     async def prepare(
         self, kind: RequestKind, body: bytes, client: str, earlier: bytes | None = None

@@ -24,8 +24,7 @@ from phalanx.server.metrics import Metrics
 from phalanx.server.places import Places
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.weights.checkpoint import Checkpoint, locate
-from tests.server.inline import InlinePreparer
+from tests.server.inline import InlinePreparer, default_model
 
 END = 2
 CONTEXT = 2048
@@ -77,8 +76,7 @@ class ToldGrammars:
 
 class Scripted:
     def __init__(self, keys: tuple[str, ...] = (), **service: Any) -> None:
-        tokenizer = Tokenizer.load(locate(None))
-        assert tokenizer is not None
+        spec, tokenizer = default_model()
         self.engine = ScriptedEngine(tokenizer)
         self.grammars: Any = ToldGrammars()
         supervisor: Any = SimpleNamespace(
@@ -92,7 +90,7 @@ class Scripted:
         given = {"reasoning_parser": None, "tool_parser": "hermes", "tools_in_words": True} | service
         self.service = Service(
             name="tiny",
-            spec=Checkpoint(locate(None)).spec,
+            spec=spec,
             context=CONTEXT,
             tokenizer=tokenizer,
             supervisor=supervisor,

@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from phalanx.server.adapter_routes import LoadAdapterRequest
 from tests.conftest import LOGIT_NOISE
 from tests.lora import merged, write_adapter
 from tests.server.running import running
@@ -101,3 +103,10 @@ def test_what_cannot_be_loaded_is_refused_by_name(
         answer = client.post("/v1/load_lora_adapter", content=spoilt, headers={"content-type": "application/json"})
         assert answer.status_code == 400
     assert httpx.post(client.base_url.join("/v1/load_lora_adapter"), json={}).status_code == 401
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "\x85", ""])
+def test_a_name_is_one_that_a_line_of_the_log_can_hold(name: str) -> None:
+    with pytest.raises(ValidationError):
+        LoadAdapterRequest(lora_name=name, lora_path="/x")
+    assert LoadAdapterRequest(lora_name="Größe/1.5:x", lora_path="/x").lora_name == "Größe/1.5:x"

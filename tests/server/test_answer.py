@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.engine.sampling import SamplingParams
 from phalanx.server import mailbox
 from phalanx.server.answer import Answer, AnswerPiece, Question
 from phalanx.server.chat import ChatFormat
+from phalanx.server.completions import CompletionFormat
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.messages import NewToken
@@ -250,8 +252,36 @@ def test_a_mailbox_tells_what_closed_it_first() -> None:
 def test_the_role_comes_once_with_the_first_piece_of_each_choice(tokenizer: Tokenizer) -> None:
     format = ChatFormat("id", 0, "model", tokenizer)
     answer = Answer([Question([1], SamplingParams(n=2))], tokenizer, [END], Silent())
-    roles = [format.chunk(AnswerPiece(choice, "x"), answer, None).choices[0].delta.role for choice in (0, 0, 1, 1)]
+    roles = [format.choice(AnswerPiece(choice, "x"), answer).delta.role for choice in (0, 0, 1, 1)]
     assert roles == ["assistant", None, "assistant", None]
+
+
+def test_chunks_are_these_bytes(tokenizer: Tokenizer) -> None:
+    """Clients may take any JSON; a change of what all of them get is to be meant."""
+    answer = Answer([Question([1, 7], SamplingParams(), tell_tokens=True)], tokenizer, [END], Silent())
+    last = AnswerPiece(0, finish_reason="stop")
+    answer.choices[0].output_tokens = 1
+    answer.choices[0].stop_reason = 5
+    usage = msgspec.json.encode(answer.usage())
+    chat = ChatFormat("id", 17, 'm"', tokenizer, continuous_usage=True)
+    head = b'data: {"id":"id","created":17,"model":"m\\"","choices":['
+    assert chat.events(AnswerPiece(0, '"é\n', tokens=[9]), answer) == (
+        head + b'{"index":0,"delta":{"role":"assistant","content":"\\"\xc3\xa9\\n"},"logprobs":null,'
+        b'"finish_reason":null,"stop_reason":null,"token_ids":[9]}],"usage":' + usage + b',"prompt_token_ids":[1,7],'
+        b'"object":"chat.completion.chunk"}\n\n'
+    )
+    assert chat.events(last, answer) == (
+        head + b'{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop","stop_reason":5}],"usage":' + usage + b","
+        b'"object":"chat.completion.chunk"}\n\n'
+    )
+    plain = CompletionFormat("id", 17, 'm"', tokenizer, [""], include_usage=True)
+    assert plain.events(AnswerPiece(0, "x"), answer) == (
+        head + b'{"index":0,"text":"x","logprobs":null,"finish_reason":null,"stop_reason":null,'
+        b'"prompt_token_ids":[1,7]}],"object":"text_completion"}\n\n'
+    )
+    assert plain.last_events(answer) == (
+        head + b'],"usage":' + usage + b',"object":"text_completion"}\n\ndata: [DONE]\n\n'
+    )
 
 
 @pytest.mark.parametrize(

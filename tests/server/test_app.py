@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from phalanx.engine.hang import Hang
 from phalanx.engine.step_plan import TokenLogprobs
 from phalanx.errors import EngineDeadError, PhalanxError, RequestError
 from phalanx.runtime.config import EngineConfig
+from phalanx.server import app
 from phalanx.server.access_log import AccessLog
 from phalanx.server.app import create_app
 from phalanx.server.engine_client import EngineLaunch, RankHealth
@@ -28,8 +31,7 @@ from phalanx.server.metrics import Metrics
 from phalanx.server.places import Places
 from phalanx.server.service import Service
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.weights.checkpoint import Checkpoint, locate
-from tests.server.inline import InlinePreparer
+from tests.server.inline import InlinePreparer, default_model
 
 HELLO = [{"role": "user", "content": "Hello"}]
 STARTED = Started(vocab=49152, max_model_len=64, max_num_seqs=4, num_blocks=8, block_size=16, stop_tokens=[2])
@@ -37,9 +39,16 @@ STARTED = Started(vocab=49152, max_model_len=64, max_num_seqs=4, num_blocks=8, b
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    loaded = Tokenizer.load(locate(None))
-    assert loaded is not None
-    return loaded
+    return default_model()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _undescribed() -> Iterator[None]:
+    """To describe all routes takes longer than to ask them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FastAPI, "openapi", lambda app: {"paths": {}})
+        patch.setattr(app, "_with_own_errors", lambda schema: schema | {"components": {"schemas": {}}})
+        yield
 
 
 class Engine:
@@ -88,7 +97,7 @@ class Place:
         preparer: Any = InlinePreparer()
         service = Service(
             name="tiny",
-            spec=Checkpoint(locate(None)).spec,
+            spec=default_model()[0],
             context=8192,
             tokenizer=tokenizer,
             supervisor=supervisor,

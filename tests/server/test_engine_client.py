@@ -44,12 +44,13 @@ if how == "leaves a cause":
     death_file(folder).write_bytes(msgspec.json.encode(Death("no_room", "It is full.", "Make room.")))
     os._exit(1)
 reports.send(encode(Started(100, 64, 4, 8, 16, [])))
-if how == "floods":
+if how.startswith("floods"):
     order = decode_order(orders.receive()[0])
-    books = Books(1, 0, 8, 0, 0, 0, Totals())
-    for step in range(6000):
-        last = "length" if step == 5999 else None
-        reports.send(encode(Stepped([NewToken(order.id, step, last, 0, 0.0)], books)))
+    books, at_once = Books(1, 0, 8, 0, 0, 0, Totals()), int(how.split()[1])
+    for first in range(0, 6000, at_once):
+        ends = {5999: "length"}
+        tokens = [NewToken(order.id, at, ends.get(at), 0, 0.0) for at in range(first, first + at_once)]
+        reports.send(encode(Stepped(tokens, books)))
 if how == "goes silent":
     reports.send(encode(Pulses([Beat(0, 7, 0.0)])))
 if how == "ignores everything":
@@ -171,11 +172,14 @@ def test_a_handler_that_comes_after_the_end_finds_nothing_to_cancel(engine: Call
     assert not complaints
 
 
-def test_a_backlog_of_reports_does_not_fill_the_mailbox_of_one_who_reads(engine: Callable[..., EngineClient]) -> None:
+@pytest.mark.parametrize("at_once", [1, 60])
+def test_a_backlog_of_reports_does_not_fill_the_mailbox_of_one_who_reads(
+    engine: Callable[..., EngineClient], at_once: int
+) -> None:
     """This process may be held up for a while; the reader gets its turns between the reports that have piled up."""
 
     async def run() -> list[int]:
-        client = engine("floods")
+        client = engine(f"floods {at_once}")
         try:
             await client.start()
             box, tokens = Mailbox(), []

@@ -250,21 +250,34 @@ def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None
 @pytest.mark.parametrize("after_bytes", [0, 1, 2000], ids=["before the first token", "at once", "mid-stream"])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int, streamed: bool) -> None:
+    """Its request takes 400 steps. The engine is stopped while it leaves, and told before it goes on."""
     host, port = lasting.url.removeprefix("http://").split(":")
     body = json.dumps(LONG | {"stream": streamed, "n": 2}).encode()
+    logged, engine = len(lasting.text), lasting.engine()
     with socket.create_connection((host, int(port))) as connection:
+        if not after_bytes:
+            engine.suspend()
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body
         )
-        if after_bytes:
-            assert eventually(lambda: lasting.health().json()["requests"] > 0)
+        assert eventually(lambda: lasting.health().json()["requests"] > 0)
         if streamed:
             read = 0
             while read < after_bytes:
                 read += len(connection.recv(4096))
+        engine.suspend()
+        steps = steps_run(lasting)
+    assert eventually(lambda: "client_gone" in lasting.text[logged:])
+    engine.resume()
     assert eventually(lambda: books_balance(lasting))
-    assert "client_gone" in lasting.text
+    assert steps_run(lasting) - steps < 50
+
+
+def steps_run(server: Server) -> int:
+    found = re.search(r"phalanx:steps_total\{.*\} (\d+)", httpx.get(server.url + "/metrics", timeout=60).text)
+    assert found is not None
+    return int(found.group(1))
 
 
 def test_half_a_body_and_then_nothing_leaves_nothing_behind(lasting: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -427,3 +428,27 @@ def test_of_many_who_ask_in_one_moment_few_begin_in_a_turn_of_the_loop(pipelined
     by_turn = timeless.run(run())
     assert sum(by_turn) == 200 * pipelined
     assert max(by_turn) <= MOST_AT_ONCE
+
+
+def test_of_many_whose_time_is_up_in_one_moment_few_are_told_in_a_turn_of_the_loop() -> None:
+    """Who speaks or leaves before its turn is told nothing."""
+
+    async def run() -> tuple[list[int], list[list[int]]]:
+        config = uvicorn.Config(echo, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        door, told = Door(), [0]
+        crowd = [(Wire(), BoundedHttp(config, ServerState(), {}, door=door)) for _ in range(200)]
+        for wire, server in crowd:
+            server.connection_made(wire)
+            server.data_received(b"GET /l")
+        await asyncio.sleep(http.HEAD_TIMEOUT_S)
+        crowd[150][1].data_received(b"ive HTTP/1.1\r\n\r\n")
+        crowd[151][1].connection_lost(None)
+        for _ in range(50):
+            told.append(sum(bool(wire.written) for wire, _ in crowd))
+            await asyncio.sleep(0)
+        return told, [statuses(wire) for wire, _ in crowd]
+
+    told, answers = timeless.run(run())
+    assert max(after - before for before, after in pairwise(told)) <= 2 * MOST_AT_ONCE
+    assert answers == [[200] if number == 150 else [] if number == 151 else [408] for number in range(200)]

@@ -109,6 +109,17 @@ def test_after_a_restart_counts_go_on_and_gauges_are_empty(metrics: Metrics) -> 
     assert after["phalanx:kv_cache_usage_perc"] == 0.5
 
 
+def test_what_was_not_told_before_a_restart_is_not_lost(metrics: Metrics) -> None:
+    step(metrics, 2, prefix_hits=3, totals=Totals(steps=4))
+    metrics.engine_started(num_blocks=8)
+    step(metrics, 1, prefix_hits=1, totals=Totals(steps=1))
+    for _ in range(2):
+        after = told(metrics)
+        assert after["phalanx:generation_tokens_total"] == 3
+        assert after["phalanx:prefix_cache_hits_total"] == 4
+        assert after["phalanx:steps_total"] == 5
+
+
 def ended(*reasons: str | None) -> Any:
     """An answer of a prompt of 10 tokens; every choice with a reason had two tokens, 0.5 s apart, after 1 s queued."""
     choices = [

@@ -11,15 +11,13 @@ import pytest
 from phalanx.server.guard import Guard
 from phalanx.server.keys import KeyRing
 from phalanx.text.tokenizer import Tokenizer
-from phalanx.weights.checkpoint import locate
+from tests.server.inline import default_model
 from tests.server.test_app import Place
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    loaded = Tokenizer.load(locate(None))
-    assert loaded is not None
-    return loaded
+    return default_model()[1]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from phalanx.server.chunks import Chunks
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
 from phalanx.server.reply import Reply
+from phalanx.server.turnstile import Turnstile
 from tests import timeless
 
 
@@ -46,11 +47,14 @@ class Spoken:
 class Plain(Chunks):
     """The simplest format there is."""
 
-    def chunk(self, piece: AnswerPiece, answer: object, usage: object) -> object:
+    def __init__(self, include_usage: bool = False) -> None:
+        super().__init__({}, "", include_usage)
+
+    def choice(self, piece: AnswerPiece, answer: object) -> object:
         return piece.content
 
-    def usage_chunk(self, usage: dict[str, object]) -> object:
-        return usage
+    def _chunk(self, choice: bytes, beside: dict[str, object]) -> bytes:
+        return b"data: %b\n\n" % (choice or json.dumps(beside["usage"], separators=(",", ":")).encode())
 
     def body(self, pieces: list[AnswerPiece], answer: object) -> object:
         return "".join(piece.content for piece in pieces)
@@ -122,10 +126,11 @@ def exchange(
             told,
             engine,
             format or Plain(include_usage),
-            stream,
+            (format or Plain(include_usage)) if stream else None,
             10.0,
             {"x-request-id": "mine"},
             lambda _, error: ends.append(error),
+            Turnstile(),
         )
         async with asyncio.timeout(60):
             await sent({"extensions": {"abort": to.abort}}, to.receive, to.send)
@@ -252,7 +257,7 @@ def test_nothing_of_a_client_that_left_is_kept() -> None:
         answer = Spoken(then_waits=True)
         told: Any = answer
         to = Client(leaves_after=0)
-        sent = Reply(told, given, Plain(), True, 10, {}, lambda *_: None)  # type: ignore[arg-type]
+        sent = Reply(told, given, Plain(), Plain(), 10, {}, lambda *_: None, Turnstile())  # type: ignore[arg-type]
         await sent({"extensions": {}}, to.receive, to.send)
         return weakref.ref(answer)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from phalanx.errors import ConfigError
-from phalanx.server.responses.store import Kept, ResponseStore, appended
+from phalanx.server.responses.store import Archive, Kept, ResponseStore, appended
 from tests.server.scripted import Scripted, scripted
 
 WEATHER: Any = {
@@ -291,6 +292,30 @@ def test_room_is_made_in_a_full_store_without_looking_at_all_of_it() -> None:
     assert store.get("greedy", "g1999") is None
     assert store.get("greedy", "g2000") is not None
     assert steps < 2000, f"{steps * 100 // 2000} instructions of the database for each answer that goes"
+
+
+def test_nobody_waits_while_room_is_made_but_who_asks_for_what_is_kept() -> None:
+    class Slow(ResponseStore):
+        """Keeps an answer when it is told to."""
+
+        go = threading.Event()
+
+        def put(self, client: str, id: str, kept: Kept) -> None:
+            assert self.go.wait(60)
+            super().put(client, id, kept)
+
+    async def scene() -> None:
+        archive, kept = Archive(Slow()), Kept(b"{}", b"[]")
+        archive.put("me", "id", kept)
+        asked = asyncio.create_task(archive.get("me", "id"))
+        await asyncio.sleep(0)
+        assert not asked.done()
+        Slow.go.set()
+        assert await asked == kept
+        assert await archive.get("you", "id") is None
+        assert [await archive.delete(client, "id") for client in ("you", "me", "me")] == [False, True, False]
+
+    asyncio.run(scene())
 
 
 def test_a_conversation_grows_no_further_than_can_be_kept(place: Scripted) -> None:

@@ -18,11 +18,12 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from phalanx.server import tls
+from phalanx.server import arrivals
+from phalanx.server.arrivals import Arrivals
 from phalanx.server.door import Door
 from phalanx.server.http import BoundedHttp
 from phalanx.server.options import ServeOptions
-from phalanx.server.tls import TlsListener, tls_context
+from phalanx.server.tls import tls_context
 from tests.server.conftest import make_certificate
 from tests.server.running import Server
 from tests.server.test_hostile import COMPLETIONS, CORPUS
@@ -50,7 +51,7 @@ async def served(certificate: tuple[Path, Path], door: Door) -> AsyncIterator[tu
 
     listener = socket.create_server(("127.0.0.1", 0))
     make = partial(BoundedHttp, config, ServerState(), {}, door=door)
-    server = TlsListener(listener, context, door, make)
+    server = Arrivals(listener, door, make, context)
     try:
         yield listener.getsockname()
     finally:
@@ -75,7 +76,7 @@ async def ask(where: tuple[str, int], certificate: Path) -> bytes:
 def test_those_who_never_shake_hands_are_counted_and_the_oldest_of_them_go(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 600)
+    monkeypatch.setattr(arrivals, "HANDSHAKE_TIMEOUT_S", 600)
     door = Door(16)
 
     async def scene() -> None:
@@ -96,7 +97,7 @@ def test_those_who_never_shake_hands_are_counted_and_the_oldest_of_them_go(
 
 
 def test_a_handshake_has_its_time(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(arrivals, "HANDSHAKE_TIMEOUT_S", 0.05)
     door = Door(16)
 
     async def scene() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.forked import forked_popen
 from tests.web.browser import browser, context, new_page
 from tests.web.scripted import ScriptedServer, scripted_server
 
@@ -29,14 +30,12 @@ def server(scripted: ScriptedServer) -> ScriptedServer:
 
 @pytest.fixture(scope="package")
 def studio() -> Iterator[str]:
-    """The address of a running `phalanx studio`."""
-    patient = "from phalanx.web.planner_lane import PlannerLane; PlannerLane.__init__.__defaults__ = (600.0,)"
-    start = f"{patient}; from phalanx.cli import app; app()"
-    command = [sys.executable, "-c", start, "studio", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """The address of a running `phalanx studio`: see `patient_studio.py`."""
+    command = [sys.executable, "-P", "-m", "tests.web.patient_studio", "studio", "--port", "0"]
+    with open(os.devnull, "wb") as nowhere:
+        process = forked_popen(command, dict(os.environ), nowhere)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        line = process.stdout.readline().decode()
         assert "http://" in line, f"the studio did not start: {line!r}"
         yield line.split()[-1]
     finally:

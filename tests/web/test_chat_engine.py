@@ -45,17 +45,14 @@ def finished(page: Page) -> None:
 
 GROWTH = """() => {
     window.lengths = new Set();
-    const look = () => {
-        window.lengths.add(document.querySelector(".md")?.textContent.length ?? 0);
-        requestAnimationFrame(look);
-    };
-    look();
+    const look = () => window.lengths.add(document.querySelector(".md")?.textContent.length ?? 0);
+    new MutationObserver(look).observe(document.body, { subtree: true, childList: true, characterData: true });
 }"""
 
 
 def test_the_default_models_answer_grows_before_the_readers_eyes(page: Page) -> None:
     page.evaluate(GROWTH)
-    ask(page, "What is the capital of France?", 64)
+    ask(page, "What is the capital of France? Tell me about its history.", 32)
     finished(page)
     expect(page.get_by_role("article", name="Answer")).to_contain_text("Paris")
     assert len(page.evaluate("[...window.lengths]")) > 3

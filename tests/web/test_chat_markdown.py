@@ -38,16 +38,30 @@ def page(new_page: NewPage, server: ScriptedServer) -> Page:
     return page
 
 
+ASKED = """async text => {
+    const next = () => new Promise(resolve => requestAnimationFrame(resolve));
+    const is = name => each => each.ariaLabel === name || each.textContent === name;
+    const find = (kind, name) => [...document.querySelectorAll(kind)].find(is(name));
+    const key = (where, told) => where.dispatchEvent(new KeyboardEvent("keydown", { bubbles: true, ...told }));
+    key(document.body, { code: "KeyN", key: "n", altKey: true });
+    while (document.querySelector(".md")) await next();
+    const box = find("textarea", "Message");
+    box.value = text;
+    box.dispatchEvent(new InputEvent("input", { bubbles: true }));
+    await next();
+    key(box, { code: "Enter", key: "Enter" });
+    while (!find("button", "Regenerate")) await next();
+}"""
+"""Within the page: a driver that looks from outside looks ten times a second at most."""
+
+
 @pytest.fixture
 def draw(page: Page) -> Draw:
     """The elements of an answer that repeats the text, without their attributes."""
+    expect(page.get_by_label("Message", exact=True)).to_be_visible()
 
     def drawn(text: str) -> str:
-        page.keyboard.press("Alt+n")
-        expect(page.locator(".md")).to_have_count(0)
-        page.get_by_label("Message", exact=True).fill(text)
-        page.get_by_label("Message", exact=True).press("Enter")
-        expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+        page.evaluate(ASKED, text)
         return page.locator(".md").evaluate(SIMPLE)
 
     return drawn

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
+from typer.testing import CliRunner
 
-from tests.web.browser import PHONE, NewPage, check_accessible
+from phalanx.cli import app
+from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,9 @@ def from_command_line(page: Page) -> dict[str, Any]:
     """What the command that the page shows answers."""
     words = shlex.split(page.get_by_label("plan command", exact=True).inner_text())
     assert words[:2] == ["phalanx", "plan"]
-    command = [sys.executable, "-m", "phalanx.cli", *words[1:], "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    answer = CliRunner().invoke(app, [*words[1:], "--json"])
+    assert answer.exit_code == 0, answer.output
+    return json.loads(answer.stdout)
 
 
 def test_the_page_shows_the_numbers_of_the_command_line(studio: str, new_page: NewPage) -> None:
@@ -179,10 +180,9 @@ def test_text_in_an_address_is_never_markup(studio: str, new_page: NewPage, fiel
     assert page.locator("main img, main script").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [None, PHONE])
-def test_it_is_accessible(studio: str, new_page: NewPage, scheme: str, viewport: dict[str, int] | None) -> None:
-    page = new_page(color_scheme=scheme, **({"viewport": viewport} if viewport else {}))
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", DESKTOP), ("dark", PHONE)], ids=["light", "dark"])
+def test_it_is_accessible(studio: str, new_page: NewPage, scheme: str, viewport: dict[str, int]) -> None:
+    page = new_page(color_scheme=scheme, viewport=viewport)
     open_plan(page, studio)
     check_accessible(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

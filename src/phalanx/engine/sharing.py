@@ -15,7 +15,7 @@ from phalanx.engine.step_line import CostLine, StepLine
 
 LONGEST_STEP_S = 0.1
 """Steps of a shared engine end within this time where they can: a newcomer waits for the one that runs."""
-ADDED = 0.75
+ADDED = 0.5
 """What each other owner may add to a step, in parts of what it would take for one alone. The rest up to a whole one, at
 which one would have half its speed beside another, is for what is done between steps."""
 FOR_PROMPTS = 4
@@ -45,14 +45,14 @@ class StepPace:
         if line is not None:
             self._line = CostLine(max(0.0, line.per_step), max(0.0, line.per_token))
 
-    def most_tokens(self, fewest: int, owners: int) -> float:
-        """For a step of so many owners, of whom one needs the fewest tokens."""
+    def most_tokens(self, fewest: int, owners: int, drafts: int = 0) -> float:
+        """For a step of so many owners, of whom one needs the fewest tokens, and may add drafts to them."""
         if self._line is None or not self._line.per_token:
             return float("inf")
         per_step, per_token = self._line
         as_much_again = per_step / per_token
         in_time = (LONGEST_STEP_S - per_step) / per_token
-        fair = fewest + ADDED * (owners - 1) * (fewest + as_much_again)
+        fair = fewest + drafts + ADDED * (owners - 1) * (fewest + as_much_again)
         return min(max(in_time, as_much_again), fair if owners > 1 else float("inf"))
 
 
@@ -126,7 +126,8 @@ class Sharing:
         if len(needed) > self._budget:
             self._turn += 1
             needed = Counter({owner: needed[owner] for owner in self._whose_turn(needed)})
-        most = self.pace.most_tokens(min(needed.values(), default=0), len(needed))
+        least = min(needed, key=needed.__getitem__, default="")
+        most = self.pace.most_tokens(needed[least], len(needed), wanted[least] - needed[least])
         return parts_of({owner: wanted[owner] for owner in needed}, int(min(self._budget, max(most, len(needed)))))
 
     def _whose_turn(self, owners: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from phalanx.kernels.fp8 import E4M3
 from phalanx.kernels.gemm import Gemm, Held, PanelGemm, Product
 from phalanx.kernels.invariant import InvariantGemm, leaves_of
 from phalanx.quant import at_work
-from phalanx.quant.base import SchemeAtWork
+from phalanx.quant.base import GpuScheme, SchemeAtWork
 from phalanx.spec import Layout, ModelSpec, Scheme, Shard
 from phalanx.spec.tensors import Tensor as TensorSpec
 
@@ -101,6 +101,7 @@ class Place:
         assert not isinstance(weight, Tensor)
         if self.in_panels:
             return PanelGemm(weight, bias)
+        assert isinstance(kept, GpuScheme)
         return kept.product(weight, bias, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:

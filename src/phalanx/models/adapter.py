@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from math import isfinite, sqrt
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, deserialize
 
 from phalanx.errors import AdapterError
 from phalanx.spec import DeltaNet, Dense, Gqa, Mla, ModelSpec
@@ -19,6 +19,7 @@ from phalanx.spec.layer import Mixer
 from phalanx.spec.tensors import Run, Stored, Tensor
 
 MOST_BYTES = 2**31
+MOST_CONFIG_BYTES = 2**20
 MOST_RANK = 512
 _FLOATS = ("F32", "F16", "BF16")
 _PREFIX = "base_model.model."
@@ -173,8 +174,8 @@ def _check_targets(targets: Any, named: dict[str, dict[str, str]]) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(_read(folder / "adapter_config.json", MOST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(
             "no_adapter",
             f"{folder} has no adapter_config.json that can be read ({type(error).__name__}).",
@@ -182,10 +183,11 @@ def _config(folder: Path) -> dict[str, Any]:
         ) from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
-        raise AdapterError("bad_adapter", f"The adapter's peft_type is {kind!r}.", "Only LORA is served.")
+        raise AdapterError("bad_adapter", f"The adapter's peft_type is {kind!r:.100}.", "Only LORA is served.")
     for name, inert in _NOT_HERE.items():
         if config.get(name) not in inert:
-            raise AdapterError("bad_adapter", f"The adapter has {name} = {config[name]!r}.", "Merge it into the model.")
+            found = f"The adapter has {name} = {config[name]!r:.100}."
+            raise AdapterError("bad_adapter", found, "Merge it into the model.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
         raise AdapterError("bad_adapter", f"The adapter's rank r is {rank!r}.", f"Ranks from 1 to {MOST_RANK} work.")
@@ -194,12 +196,18 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _read(path: Path, most: int) -> bytes:
+    """Of a plain file alone: a pipe or a device would be read for ever."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    if path.stat().st_size > most:
+        raise AdapterError("bad_adapter", f"{path} has more than {most} bytes.", "Use a smaller rank.")
+    return path.read_bytes()
+
+
 def _data(folder: Path) -> bytes:
-    path = folder / "adapter_model.safetensors"
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise AdapterError("bad_adapter", f"{path} has more than {MOST_BYTES} bytes.", "Use a smaller rank.")
-        return path.read_bytes()
+        return _read(folder / "adapter_model.safetensors", MOST_BYTES)
     except OSError:
         raise AdapterError(
             "no_adapter", f"{folder} has no adapter_model.safetensors.", "Save it as safetensors: nothing is unpickled."
@@ -207,18 +215,13 @@ def _data(folder: Path) -> bytes:
 
 
 def _shapes(data: bytes, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a safetensors file, whose offsets are those of a whole file."""
+    """Of the tensors in a safetensors file, by the library that ranks read them with: what is wrong ends here."""
+    damaged = f"adapter_model.safetensors in {folder} is damaged"
     try:
-        (size,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + size])
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-        if len(data) != 8 + size + max(ends, default=0):
-            raise ValueError("its size is not what its header says")
-        for name, entry in tensors.items():
-            if entry["dtype"] not in _FLOATS:
-                raise ValueError(f"{name} is {entry['dtype']}")
-        return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        found = f"adapter_model.safetensors in {folder} is damaged: {error}."
-        raise AdapterError("bad_adapter", found, "Download it again.") from None
+        tensors = dict(deserialize(data))
+    except SafetensorError as error:
+        raise AdapterError("bad_adapter", f"{damaged}: {str(error)[:200]}.", "Download it again.") from None
+    for name, tensor in tensors.items():
+        if tensor["dtype"] not in _FLOATS:
+            raise AdapterError("bad_adapter", f"{damaged}: {name[:200]} is {tensor['dtype']}.", "Download it again.")
+    return {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ Slices = tuple[slice, ...]
 class SchemeAtWork(ABC):
     """`slices` are always those of the part of the matrix that pieces were read for: they may begin within a tile."""
 
-    keeps = True
+    keeps = False
     """Whether a GPU multiplies weights as they are stored; otherwise they are widened."""
 
     in_panels = False
@@ -38,16 +38,22 @@ class SchemeAtWork(ABC):
     def fill(self, target: Held, pieces: Pieces, slices: Slices, order: Tensor | None) -> None:
         """Take over a part as it is stored, its rows in this order."""
 
-    @abstractmethod
-    def round(self, target: Held, values: Tensor) -> None:
-        """Bring a matrix to this format."""
-
-    @abstractmethod
-    def product(self, weight: Held, bias: Tensor | None, dtype: torch.dtype) -> Product: ...
-
     def obstacle(self, pieces: Pieces, slices: Slices) -> str | None:
         """What in these values, if anything, is not what the format allows."""
         return None
 
     checked: tuple[Role, ...] = ()
     """The pieces that `obstacle` looks at."""
+
+
+class GpuScheme(SchemeAtWork):
+    """A format that a GPU multiplies as it is stored, and that matrices can be brought to."""
+
+    keeps = True
+
+    @abstractmethod
+    def round(self, target: Held, values: Tensor) -> None:
+        """Bring a matrix to this format."""
+
+    @abstractmethod
+    def product(self, weight: Held, bias: Tensor | None, dtype: torch.dtype) -> Product: ...

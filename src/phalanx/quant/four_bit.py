@@ -10,11 +10,11 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.kernels.four_bit import FourBitWeight, Groups, Numbers, widen
 from phalanx.kernels.gemm import FourBitGemm, Held, Product
-from phalanx.quant.base import Pieces, SchemeAtWork, Slices
+from phalanx.quant.base import GpuScheme, Pieces, Slices
 from phalanx.spec.schemes import WORD
 
 
-class FourBit(SchemeAtWork):
+class FourBit(GpuScheme):
     numbers: Numbers
 
     @property

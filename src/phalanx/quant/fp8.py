@@ -8,12 +8,12 @@ from torch import Tensor
 from phalanx.kernels.four_bit import reordered
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, quantise_blocks, quantise_channels, row_block_of
 from phalanx.kernels.gemm import Fp8Gemm, Held, Product
-from phalanx.quant.base import Pieces, SchemeAtWork, Slices
+from phalanx.quant.base import GpuScheme, Pieces, Slices
 
 _KEPT_TILES = ((GROUP, GROUP), (1, None))
 
 
-class Fp8(SchemeAtWork):
+class Fp8(GpuScheme):
     @property
     def in_panels(self) -> bool:  # type: ignore[override]
         return self.keeps

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 
-from phalanx.kernels.gemm import Held, Product
+from phalanx.kernels.gemm import Held
 from phalanx.kernels.panels import BLOCK, Panels
 from phalanx.quant.base import Pieces, SchemeAtWork, Slices
 from phalanx.spec.schemes import GGUF_BLOCK_BYTES
@@ -66,7 +66,8 @@ def _fifth_bits(packed: Tensor) -> Tensor | int:
 
 
 class Gguf(SchemeAtWork):
-    keeps = False
+    """Read, not made; a GPU gets these weights widened."""
+
     in_panels = True
 
     def widen(self, pieces: Pieces, slices: Slices) -> Tensor:
@@ -85,9 +86,3 @@ class Gguf(SchemeAtWork):
     def fill(self, target: Held, pieces: Pieces, slices: Slices, order: Tensor | None) -> None:
         assert isinstance(target, GgufWeight)
         target.values.copy_(pieces["values"] if order is None else pieces["values"][order])
-
-    def round(self, target: Held, values: Tensor) -> None:
-        raise NotImplementedError("GGUF files are read, not made")
-
-    def product(self, weight: Held, bias: Tensor | None, dtype: torch.dtype) -> Product:
-        raise NotImplementedError("a GPU gets these weights widened")

@@ -103,11 +103,19 @@ class Receiver:
 
     def receive(self, timeout_ms: int | None = None) -> list[bytes] | None:
         """The frames of the next message; None if none comes in time. Without a time-out it waits for one."""
-        while self._socket.poll(timeout_ms):
-            token, *frames = self._socket.recv_multipart()
+        while True:
+            try:
+                token, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                if timeout_ms == 0 or not self._socket.poll(timeout_ms):
+                    return None
+                continue
             if compare_digest(token, self._token):
                 return frames
-        return None
+
+    def fileno(self) -> int:
+        """Readable when the first message has come; then all must be received before it tells of the next."""
+        return self._socket.FD
 
 
 class Beacon:

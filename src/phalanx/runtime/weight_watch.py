@@ -15,6 +15,9 @@ from phalanx.layers.decoder import Decoder
 PASS_STEPS = 1024
 """Steps in which a dense model is read once. A decode reads all of it anyway: this is a thousandth more."""
 
+LEAST_BYTES = 1 << 16
+"""It takes as long to begin a reading as to read that much: tiny models are read in fewer steps."""
+
 GPU_PAUSE = 8
 """A GPU takes longer to begin a reading than to read that much: there it reads as much more every so many steps."""
 
@@ -48,7 +51,7 @@ class WeightWatch:
         total = sum(tensor.nbytes for _, tensor in tensors)
         if model.place.device.type == "cuda":
             self._pause = GPU_PAUSE
-        at_once = max(1, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
+        at_once = max(LEAST_BYTES, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
         self._turns = list(_turns(tensors, at_once))
         self._loaded = [_digests(turn).tolist() for turn in self._turns]
         self._next = self._steps = 0

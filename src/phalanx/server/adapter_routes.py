@@ -17,8 +17,12 @@ from phalanx.server.service import Service
 B = TypeVar("B", bound=Body)
 
 
+AdapterName = Annotated[Name, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+"""As it stands in a line of the log."""
+
+
 class LoadAdapterRequest(Body):
-    lora_name: Name
+    lora_name: AdapterName
     lora_path: Annotated[Text, Field(min_length=1, max_length=4096)]
 
 

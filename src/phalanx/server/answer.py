@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -43,8 +43,7 @@ class Question:
     write_embedding: Callable[[bytes], msgspec.Raw] | None = None
 
 
-@dataclass
-class AnswerPiece:
+class AnswerPiece(msgspec.Struct):
     """What is new in a choice since the piece before, and by which tokens where the question asks for them.
 
     The first one has what was asked about the prompt.
@@ -53,10 +52,10 @@ class AnswerPiece:
     choice: int
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
     finish_reason: str | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     prompt_logprobs: PromptLogprobs | None = None
     embedding: msgspec.Raw | None = None
 
@@ -158,6 +157,7 @@ class Answer:
         self.asked = False
         self._listener = listener
         self._at_once = at_once
+        self._ended = 0
         self.choices = [
             GrowingChoice(index, question, tokenizer, stop_tokens)
             for index, question in enumerate(question for question in questions for _ in range(question.params.n))
@@ -168,9 +168,9 @@ class Answer:
         ids: list[int] = []
         self.asked = True
         try:
-            while unfinished := sum(choice.finish_reason is None for choice in self.choices):
-                ended = len(self.choices) - unfinished
-                while len(ids) < len(self.choices) and (self._at_once is None or len(ids) - ended < self._at_once):
+            while self._ended < len(self.choices):
+                most = len(self.choices) if self._at_once is None else self._ended + self._at_once
+                while len(ids) < min(len(self.choices), most):
                     ids.append(self._submit(len(ids), engine))
                 yield self._read(await self.mailbox.take(), engine, ids)
         finally:
@@ -195,6 +195,7 @@ class Answer:
             choice.add(token, pieces[index])
             self._time(choice, now)
             if choice.finish_reason is not None:
+                self._ended += 1
                 engine.cancel(ids[index])
         return [piece for piece in pieces.values() if piece]
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from phalanx.server.adapter_routes import adapter_routes
 from phalanx.server.anthropic.wire import CountRequest, MessagesRequest
 from phalanx.server.error_handlers import add_error_handlers
+from phalanx.server.errors import response_not_found
 from phalanx.server.fields import Body
 from phalanx.server.incoming import client_of, id_header, json_body, while_connected
 from phalanx.server.operator_routes import operator_routes, probes
@@ -155,12 +156,13 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/responses/{id}")
     async def kept_response(id: str, request: Request) -> Response:
-        return Response(service.response(id, client_of(request)).response, media_type="application/json")
+        kept = await service.response(id, client_of(request))
+        return Response(kept.response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def forget_response(id: str, request: Request) -> dict[str, Any]:
-        service.response(id, client_of(request))
-        service.responses.delete(client_of(request), id)
+        if not await service.responses.delete(client_of(request), id):
+            raise response_not_found(id)
         return {"id": id, "object": "response", "deleted": True}
 
 

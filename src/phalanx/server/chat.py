@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, AnswerPiece
-from phalanx.server.chunks import Chunks, Usage
+from phalanx.server.chunks import Chunks, Told
 from phalanx.server.parsers import ToolCallDelta
 from phalanx.text.tokenizer import Tokenizer
 
@@ -43,16 +43,6 @@ class ChunkChoice(msgspec.Struct):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Chunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    object: str = "chat.completion.chunk"
-
-
 class ChatFormat(Chunks):
     """Writes chat completions. The role comes with the first token of a choice, not before."""
 
@@ -65,16 +55,18 @@ class ChatFormat(Chunks):
         prompt_logprobs: int | None = None,
         **usage: bool,
     ) -> None:
-        super().__init__(**usage)
+        super().__init__({"id": id, "created": created, "model": model}, "chat.completion.chunk", **usage)
         self._prompt_logprobs = prompt_logprobs
-        self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._greeted: set[int] = set()
 
-    def chunk(self, piece: AnswerPiece, answer: Answer, usage: Usage | None) -> Chunk:
+    def told_beside(self, piece: AnswerPiece, answer: Answer) -> Told:
+        """With the very first piece also the prompt, where tokens are asked for."""
+        told, question = super().told_beside(piece, answer), answer.choices[piece.choice].question
+        return told | {"prompt_token_ids": question.prompt} if question.tell_tokens and not self._greeted else told
+
+    def choice(self, piece: AnswerPiece, answer: Answer) -> ChunkChoice:
         role = None if piece.choice in self._greeted else "assistant"
-        choice = answer.choices[piece.choice]
-        tell_prompt = choice.question.tell_tokens and not self._greeted
         self._greeted.add(piece.choice)
         delta = ChatDelta(
             role,
@@ -83,19 +75,14 @@ class ChatFormat(Chunks):
             piece.reasoning or None,
             [_tool_delta(call) for call in piece.tool_calls] or None,
         )
-        told = ChunkChoice(
+        return ChunkChoice(
             piece.choice,
             delta,
-            self._logprobs([piece]),
+            self._logprobs([piece]) if piece.logprobs else None,
             piece.finish_reason,
-            choice.stop_reason if piece.finish_reason else None,
+            answer.choices[piece.choice].stop_reason if piece.finish_reason else None,
             piece.tokens or msgspec.UNSET,
         )
-        prompt = choice.question.prompt if tell_prompt else msgspec.UNSET
-        return Chunk(**self._head, choices=[told], usage=usage or msgspec.UNSET, prompt_token_ids=prompt)
-
-    def usage_chunk(self, usage: dict[str, object]) -> Chunk:
-        return Chunk(**self._head, choices=[], usage=usage)
 
     def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, object]:
         by_choice: defaultdict[int, list[AnswerPiece]] = defaultdict(list)

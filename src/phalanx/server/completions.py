@@ -9,8 +9,10 @@ import msgspec
 from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.server import logprobs
 from phalanx.server.answer import Answer, AnswerPiece, GrowingChoice
-from phalanx.server.chunks import Chunks, Usage
+from phalanx.server.chunks import Chunks
 from phalanx.text.tokenizer import Tokenizer
+
+OBJECT = "text_completion"
 
 
 class CompletionChoice(msgspec.Struct):
@@ -24,19 +26,8 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Completion(msgspec.Struct):
-    """A chunk and the whole look the same."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
-    object: str = "text_completion"
-
-
 class CompletionFormat(Chunks):
-    """Writes text completions. `echoes` is what goes before the text of each choice.
+    """Writes text completions: a chunk and the whole look the same. `echoes` goes before the text of each choice.
 
     With `echo_logprobs` its log-probabilities do too; `prompt_logprobs` of the likeliest are told on their own.
     """
@@ -52,48 +43,50 @@ class CompletionFormat(Chunks):
         prompt_logprobs: int | None = None,
         **usage: bool,
     ) -> None:
-        super().__init__(**usage)
+        super().__init__({"id": id, "created": created, "model": model}, OBJECT, **usage)
         self._echo_logprobs = echo_logprobs
         self._prompt_logprobs = prompt_logprobs
-        self._head: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._echoes = dict(enumerate(echoes))
         self._lengths = [len(echo) for echo in echoes]
 
-    def chunk(self, piece: AnswerPiece, answer: Answer, usage: Usage | None) -> Completion:
-        return self._completion([self._choice([piece], answer.choices[piece.choice])], usage or msgspec.UNSET)
-
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
-
-    def body(self, pieces: list[AnswerPiece], answer: Answer) -> Completion:
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> dict[str, Any]:
         of_choice = [[piece for piece in pieces if piece.choice == choice.index] for choice in answer.choices]
-        return self._completion(list(map(self._choice, of_choice, answer.choices)), answer.usage())
+        choices = [
+            self.choice(_joined(choice, some), answer) for choice, some in zip(answer.choices, of_choice, strict=True)
+        ]
+        return self._head | {"choices": choices, "usage": answer.usage(), "object": OBJECT}
 
-    def _choice(self, pieces: list[AnswerPiece], choice: GrowingChoice) -> CompletionChoice:
-        index, written = choice.index, None
-        is_first = index in self._echoes
-        tokens: list[tuple[int, TokenLogprobs | None]] = [token for piece in pieces for token in piece.logprobs]
-        prompt, found = choice.question.prompt, pieces[0].prompt_logprobs if pieces else None
+    def choice(self, piece: AnswerPiece, answer: Answer) -> CompletionChoice:
+        choice = answer.choices[piece.choice]
+        index, prompt, found = choice.index, choice.question.prompt, piece.prompt_logprobs
+        is_first, written = index in self._echoes, None
+        tokens: list[tuple[int, TokenLogprobs | None]] = [*piece.logprobs]
         if found is not None and self._echo_logprobs:
             tokens[:0] = logprobs.told_of_prompt(prompt, found, choice.question.params.logprobs or 0)
             self._lengths[index] = 0
         if tokens:
             written = logprobs.for_completion(tokens, self._tokenizer, self._lengths[index])
             self._lengths[index] += sum(map(len, written["tokens"]))
-        reason = pieces[-1].finish_reason if pieces else choice.finish_reason
         return CompletionChoice(
             index,
-            "".join([self._echoes.pop(index, ""), *(piece.content for piece in pieces)]),
+            self._echoes.pop(index) + piece.content if is_first else piece.content,
             written,
-            reason,
-            choice.stop_reason if reason else None,
-            [token for piece in pieces for token in piece.tokens] or msgspec.UNSET,
+            piece.finish_reason,
+            choice.stop_reason if piece.finish_reason else None,
+            piece.tokens or msgspec.UNSET,
             prompt if is_first and choice.question.tell_tokens else msgspec.UNSET,
             logprobs.of_prompt(prompt, found, self._prompt_logprobs, self._tokenizer) or msgspec.UNSET,
         )
 
-    def _completion(
-        self, choices: list[CompletionChoice], usage: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
-    ) -> Completion:
-        return Completion(**self._head, choices=choices, usage=usage)
+
+def _joined(choice: GrowingChoice, pieces: list[AnswerPiece]) -> AnswerPiece:
+    """The whole of a choice as one piece."""
+    return AnswerPiece(
+        choice.index,
+        "".join(piece.content for piece in pieces),
+        logprobs=[token for piece in pieces for token in piece.logprobs],
+        finish_reason=choice.finish_reason,
+        tokens=[token for piece in pieces for token in piece.tokens],
+        prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
+    )

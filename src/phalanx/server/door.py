@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter, OrderedDict
+from ipaddress import IPv6Network
 from typing import Protocol
 
 from phalanx.server.turnstile import Turnstile
@@ -11,6 +12,7 @@ from phalanx.server.turnstile import Turnstile
 MOST_CONNECTIONS = 4096
 _FILES_FOR_OTHER_USE = 128
 _FEWEST = 16
+_NETWORK_BITS = 64
 
 
 class Visitor(Protocol):
@@ -22,6 +24,13 @@ class Visitor(Protocol):
     def turn_out(self) -> None:
         """End at once."""
         ...
+
+
+def origin(address: str) -> str:
+    """Whose address it is: of IPv6, everyone has a whole network."""
+    if ":" not in address:
+        return address
+    return str(IPv6Network((address.partition("%")[0], _NETWORK_BITS), strict=False))
 
 
 def room_for_connections() -> int:
@@ -46,6 +55,7 @@ class Door:
         self._most = most
         self._most_of_one = max(1, most * 3 // 4)
         self._inside: Counter[str] = Counter()
+        self._all = 0
         self._idle: OrderedDict[Visitor, None] = OrderedDict()
         self._idle_of: dict[str, OrderedDict[Visitor, None]] = {}
 
@@ -53,10 +63,11 @@ class Door:
         """Every connection is let in. False if there is no place for it: then only the way out can be shown."""
         address = visitor.address
         self._inside[address] += 1
+        self._all += 1
         self.rest(visitor)
         if self._inside[address] > self._most_of_one:
             return self._make_room(self._idle_of[address], visitor)
-        return self._inside.total() <= self._most or self._make_room(self._idle, visitor)
+        return self._all <= self._most or self._make_room(self._idle, visitor)
 
     def _make_room(self, idle: OrderedDict[Visitor, None], newcomer: Visitor) -> bool:
         oldest = next(iter(idle))
@@ -83,6 +94,7 @@ class Door:
     def leave(self, visitor: Visitor) -> None:
         """Once for each that has entered, unless it was turned out."""
         self.work(visitor)
+        self._all -= 1
         self._inside[visitor.address] -= 1
         if not self._inside[visitor.address]:
             del self._inside[visitor.address]

@@ -23,15 +23,6 @@ class EmbeddingFormat:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
-        raise NotImplementedError
-
-    def last_events(self, answer: Answer) -> bytes:
-        raise NotImplementedError
-
-    def last_error(self, error: ApiError, answer: Answer) -> bytes:
-        raise NotImplementedError
-
     def error(self, error: ApiError) -> object:
         return error.body
 

@@ -12,13 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hmac import compare_digest
 from pathlib import Path
 from socket import gethostname
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from phalanx.engine.hang import Hang
 from phalanx.engine.marks import StepTraces
@@ -26,11 +24,12 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Beat, Totals
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.runtime import child
+from phalanx.runtime.channel import Receiver, Sender
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.memory_limit import fix_of
 from phalanx.server.errors import ApiError
 from phalanx.server.hang_watch import HangWatch
-from phalanx.server.mailbox import Mailbox
+from phalanx.server.mailbox import MOST_UNREAD, Mailbox
 from phalanx.server.messages import (
     Books,
     Cancel,
@@ -124,7 +123,8 @@ class EngineClient:
         self._on_step = on_step
         self._pending: dict[int, Pending] = {}
         self._successor: EngineClient | None = None
-        self._orders: zmq.asyncio.Socket | None = None
+        self._orders: Sender | None = None
+        self._receiving: asyncio.Handle | None = None
         self._unsettled: dict[int, asyncio.Future[None]] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._traced: tuple[int, asyncio.Future[StepTraces | None]] | None = None
@@ -141,15 +141,12 @@ class EngineClient:
 
     async def start(self) -> Started:
         """Run the process until it takes requests. EngineDeadError says why it does not."""
-        context = self._context = zmq.asyncio.Context()
-        self._reports = context.socket(zmq.PULL)
-        self._orders = context.socket(zmq.PUSH)
-        for socket in (self._reports, self._orders):
-            socket.set_hwm(0)
-        self._reports.bind(reports_address(self._folder))
-        self._orders.connect(orders_address(self._folder))
-        ready = asyncio.get_running_loop().create_future()
-        self._receiving = asyncio.create_task(self._receive(ready))
+        loop, context = asyncio.get_running_loop(), zmq.Context()
+        self._context = context
+        self._reports = Receiver(context, reports_address(self._folder), self._token)
+        self._orders = Sender(context, orders_address(self._folder), self._token)
+        loop.add_reader(self._reports, self._receive)
+        ready = self._ready = loop.create_future()
         self._spawning = asyncio.create_task(self._spawn())
         self._process = await asyncio.shield(self._spawning)
         exited = asyncio.create_task(self._process.wait())
@@ -276,24 +273,22 @@ class EngineClient:
 
     def _send(self, order: Order) -> None:
         if self._orders is not None:
-            self._orders.send_multipart([self._token.encode(), encode(order)], zmq.DONTWAIT)
+            self._orders.send(encode(order))
 
-    async def _receive(self, ready: asyncio.Future[Started]) -> None:
-        """Reports that wait already are taken together, so that streams write many tokens at once when behind."""
-        streams_ran = time.monotonic()
-        while True:
-            token, *frames = await self._reports.recv_multipart()
-            if not compare_digest(token, self._token.encode()):
-                continue
+    def _receive(self) -> None:
+        """Reports that wait already are taken together, so that streams write many tokens at once when behind.
+
+        They have their turns in between: in time, and before a mailbox is full.
+        """
+        until, room = time.monotonic() + _RECEIVE_SLICE_S, MOST_UNREAD // 2
+        while room > 0 and time.monotonic() < until:
+            frames = self._reports.receive(0)
+            if frames is None:
+                return
             report = decode_report(frames[0])
-            if isinstance(report, Started) and not ready.done():
-                self.started = report
-                ready.set_result(report)
-            else:
-                self._take(report)
-            if time.monotonic() - streams_ran > _RECEIVE_SLICE_S:
-                await asyncio.sleep(0)
-                streams_ran = time.monotonic()
+            self._take(report)
+            room -= len(report.tokens) if isinstance(report, Stepped) else 0
+        self._receiving = asyncio.get_running_loop().call_soon(self._receive)
 
     def _take(self, report: EngineReport) -> None:
         if isinstance(report, Stepped):
@@ -313,6 +308,9 @@ class EngineClient:
             self._settle(report.id)
         elif isinstance(report, Loading):
             self.loading = report
+        elif isinstance(report, Started):
+            self.started = report
+            self._ready.set_result(report)
         elif isinstance(report, Traced) and self._traced is not None and self._traced[0] == report.id:
             self._traced[1].set_result(report.traces)
 
@@ -424,7 +422,9 @@ class EngineClient:
             await asyncio.wait_for(self._process.wait(), _STOP_WAIT_S)
         self._kill()
         await self._process.wait()
-        self._receiving.cancel()
+        asyncio.get_running_loop().remove_reader(self._reports)
+        if self._receiving is not None:
+            self._receiving.cancel()
         self._context.destroy(linger=0)
 
     def _kill(self) -> None:

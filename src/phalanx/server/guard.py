@@ -13,6 +13,7 @@ from phalanx.server.errors import ApiError, body_for
 from phalanx.server.fairness import Shares
 from phalanx.server.incoming import BODY_DONE, CLIENT, OPERATOR
 from phalanx.server.keys import Key, KeyRing
+from phalanx.server.turnstile import Turnstile
 
 PROBE_PATHS = ("/ready", "/health", "/metrics")
 PAGE_PATHS = ("/", "/cockpit.js", "/cockpit.css", "/cockpit.svg")
@@ -48,6 +49,7 @@ class Guard:
         self._hosts = LOOPBACK_NAMES | {host.lower() for host in hosts}
         self._max_body = max_body
         self._bodies = Shares(_BODIES_AT_ONCE * max_body, shared=keys.several)
+        self._late = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,7 +68,7 @@ class Guard:
         except ApiError as error:
             await refuse(error, scope["path"], send)
             return
-        body = _Body(scope[CLIENT], receive, most, self._bodies)
+        body = _Body(scope[CLIENT], receive, most, self._bodies, self._late)
         scope[BODY_DONE] = body.done
         try:
             await self._app(scope, body.read, send)
@@ -111,11 +113,12 @@ class Guard:
 class _Body:
     """Reading it ends at its limit in bytes, with a client that takes too long, and where too much is held already."""
 
-    def __init__(self, client: str, receive: Receive, most: int, shares: Shares) -> None:
+    def __init__(self, client: str, receive: Receive, most: int, shares: Shares, late: Turnstile) -> None:
         self._client = client
         self._receive = receive
         self._most = most
         self._shares = shares
+        self._late = late
         self._seen = 0
         self._held = 0
         self._whole = False
@@ -125,7 +128,7 @@ class _Body:
         if self._whole:
             return await self._receive()
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._late.limit(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, f"The body was not complete after {BODY_TIMEOUT_S:g} s.", "body_timeout") from None

@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from phalanx.server.door import Door
+from phalanx.server.door import Door, origin
 from phalanx.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -40,6 +40,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, door: Door | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
         self._door = door or Door()
+        self.address = ""
         self._asked, self.app = self.app, self._at_its_turn
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -54,23 +55,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._untold_bytes = 0
         self._head_bytes = 0
 
-    @property
-    def address(self) -> str:
-        return self.client[0] if self.client else ""
-
     def turn_out(self) -> None:
         self._turned_out = True
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client:
+            self.address = origin(self.client[0])
         self._limit(HEAD_TIMEOUT_S, self._head_is_late)
         self._has_place = self._door.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
+        self._limit(None, self._close)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         if not self._turned_out:
             self._door.leave(self)
         super().connection_lost(exc)
@@ -81,8 +80,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, then)
 
+    def _time_is_up(self, then: Callable[[], object]) -> None:
+        """Perhaps of thousands at once: then it waits for its turn, and what comes until then counts."""
+        timer = self._timer
+        self._door.way_out.soon(lambda: then() if self._timer is timer else None, self.address)
+
     async def _at_its_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._door.turnstile.pass_through()
+        await self._door.turnstile.pass_through(self.address)
         await self._asked(scope, receive, send)
 
     # what comes in
@@ -93,13 +97,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._take(data)
         else:
             self.transport.pause_reading()
-            self._door.turnstile.wait(partial(self._take_late, data))
+            self._door.turnstile.wait(partial(self._take_late, data), self.address)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True: the connection stays until its turn to close. One under TLS closes at once in any case."""
         if self.scheme == "https" or self._door.way_out.passes():
             return False
-        self._door.way_out.wait(self.transport.close)
+        self._door.way_out.wait(self.transport.close, self.address)
         return True
 
     def _take_late(self, data: bytes) -> None:

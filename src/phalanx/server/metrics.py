@@ -6,18 +6,12 @@ import time
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.registry import Collector
 
 from phalanx.engine.speculation import SpeculationTotals
 from phalanx.engine.step_plan import Totals
+from phalanx.server.histogram import Histogram
 from phalanx.server.messages import Books, Stepped
 from phalanx.server.recent import Recent
 
@@ -40,7 +34,7 @@ _TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 
 class MetricSet:
-    """The metrics under one prefix. What both have is named as vLLM's dashboards expect it."""
+    """Gauges and counters under one prefix. What both have is named as vLLM's dashboards expect it."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, model: str) -> None:
         labels, values = ["model_name", "engine"], [model, "0"]
@@ -50,9 +44,6 @@ class MetricSet:
 
         def counter(name: str, text: str) -> Counter:
             return Counter(prefix + name, text, labels, registry=registry).labels(*values)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(prefix + name, text, labels, buckets=buckets, registry=registry).labels(*values)
 
         self.running = gauge("num_requests_running", "Requests in the batch.")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for room in the batch.")
@@ -75,15 +66,6 @@ class MetricSet:
             registry=registry,
         )
         self._values = values
-        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_SECONDS)
-        self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
-        self.whole = histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
-        self.queue_time = histogram("request_queue_time_seconds", "Arrival to first step.", _REQUEST_SECONDS)
-        self.prefill_time = histogram("request_prefill_time_seconds", "First step to first token.", _REQUEST_SECONDS)
-        self.decode_time = histogram("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
-        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
-        self.request_output = histogram("request_generation_tokens", "Generated tokens a request.", _TOKENS)
-        self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
 
     def speculated(self, now: SpeculationTotals, last: SpeculationTotals) -> None:
         self.drafts.inc(now.drafts - last.drafts)
@@ -97,12 +79,30 @@ class MetricSet:
 
 
 class Metrics:
-    """Hears of steps and of answers; told twice under `vllm:` where dashboards made for vLLM are to go on working."""
+    """Hears of steps and of answers; told twice under `vllm:` where dashboards made for vLLM are to go on working.
+
+    Steps and tokens come by the ten thousand a second: of them it only keeps the sums until it is asked.
+    """
 
     def __init__(self, model: str, vllm_names: bool) -> None:
         self._registry = CollectorRegistry()
         prefixes = ["phalanx:", *(["vllm:"] if vllm_names else [])]
         self._sets = [MetricSet(self._registry, prefix, model) for prefix in prefixes]
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram([prefix + name for prefix in prefixes], text, model, buckets)
+            self._registry.register(made)
+            return made
+
+        self.first_tokens = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_SECONDS)
+        self.token_gaps = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
+        self.whole = histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to first step.", _REQUEST_SECONDS)
+        self.prefill_time = histogram("request_prefill_time_seconds", "First step to first token.", _REQUEST_SECONDS)
+        self.decode_time = histogram("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens a request.", _TOKENS)
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
         parts = Counter(
             "phalanx:step_seconds", "Seconds of steps by part.", ["model_name", "part"], registry=self._registry
         )
@@ -116,26 +116,35 @@ class Metrics:
             )
         )
         self.recent = Recent()
-        self._blocks = 1
-        self._last: Books | None = None
+        self._tokens = 0
+        self._begin_books(num_blocks=1)
 
     def engine_started(self, num_blocks: int) -> None:
         """A new engine counts from zero, and nothing runs on it yet."""
-        self._blocks = num_blocks
-        self._last = None
+        self._tell_steps()
+        self._begin_books(num_blocks)
         self.recent.engine_started(num_blocks)
-        for each in self._sets:
-            for gauge in (each.running, each.waiting, each.kv_usage):
-                gauge.set(0)
+
+    def _begin_books(self, num_blocks: int) -> None:
+        self._blocks = num_blocks
+        self._told = self._books = Books(0, 0, num_blocks, 0, 0, 0, Totals())
 
     def engine_restarts(self, run_again: int) -> None:
         self._restarts.inc()
         self._run_again.inc(run_again)
 
     def stepped(self, report: Stepped) -> None:
-        books, last = report.books, self._last or Books(0, 0, 0, 0, 0, 0, Totals())
-        steps = books.totals.steps - last.totals.steps
-        self._steps.inc(steps)
+        before, now = self._books.totals, report.books.totals
+        if now.steps > before.steps:
+            self.step_tokens.observe((now.tokens - before.tokens) / (now.steps - before.steps))
+        self._books = report.books
+        self._tokens += len(report.tokens)
+        self.recent.stepped(report)
+
+    def _tell_steps(self) -> None:
+        """By how much counts have grown since they were last told, and how it is now."""
+        books, last = self._books, self._told
+        self._steps.inc(books.totals.steps - last.totals.steps)
         for part, counter in self._parts.items():
             counter.inc(getattr(books.totals, f"{part}_s") - getattr(last.totals, f"{part}_s"))
         for each in self._sets:
@@ -145,41 +154,37 @@ class Metrics:
             each.preemptions.inc(books.preemptions - last.preemptions)
             each.prefix_queries.inc(books.prefix_queries - last.prefix_queries)
             each.prefix_hits.inc(books.prefix_hits - last.prefix_hits)
-            each.generation_tokens.inc(len(report.tokens))
+            each.generation_tokens.inc(self._tokens)
             each.speculated(books.speculation, last.speculation)
-            if steps:
-                each.step_tokens.observe((books.totals.tokens - last.totals.tokens) / steps)
-        self._last = books
-        self.recent.stepped(report)
+        self._told, self._tokens = books, 0
 
     def first_token(self, after_s: float) -> None:
-        for each in self._sets:
-            each.first_token.observe(after_s)
+        self.first_tokens.observe(after_s)
         self.recent.first_token.append(after_s)
 
     def next_token(self, after_s: float) -> None:
-        for each in self._sets:
-            each.token_gap.observe(after_s)
+        self.token_gaps.observe(after_s)
         self.recent.token_gap.append(after_s)
 
     def answered(self, answer: Answer) -> None:
         """An answer has ended, well or not."""
-        now = time.perf_counter()
+        self.request_prompt.observe(answer.prompt_tokens)
+        self.request_output.observe(answer.output_tokens)
+        self.whole.observe(time.perf_counter() - answer.arrived)
+        for choice in answer.choices:
+            if choice.first_at is not None and choice.last_at is not None:
+                self.queue_time.observe(choice.queued_s)
+                self.prefill_time.observe(max(choice.first_at - answer.arrived - choice.queued_s, 0.0))
+                self.decode_time.observe(choice.last_at - choice.first_at)
         for each in self._sets:
             each.prompt_tokens.inc(answer.prompt_tokens)
-            each.request_prompt.observe(answer.prompt_tokens)
-            each.request_output.observe(answer.output_tokens)
-            each.whole.observe(now - answer.arrived)
             for choice in answer.choices:
                 each.success(choice.finish_reason or "abort").inc()
-                if choice.first_at is not None and choice.last_at is not None:
-                    each.queue_time.observe(choice.queued_s)
-                    each.prefill_time.observe(max(choice.first_at - answer.arrived - choice.queued_s, 0.0))
-                    each.decode_time.observe(choice.last_at - choice.first_at)
 
     def add(self, collector: Collector) -> None:
         """Metrics that another part tells whenever it is asked."""
         self._registry.register(collector)
 
     def expose(self) -> bytes:
+        self._tell_steps()
         return generate_latest(self._registry)

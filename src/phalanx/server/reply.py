@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from phalanx.server.answer import Answer, AnswerPiece
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.errors import ApiError, client_gone
+from phalanx.server.turnstile import Turnstile
 
 log = logging.getLogger("phalanx.server")
 
@@ -23,6 +24,16 @@ LAST_WORD_S = 5.0
 
 class Format(Protocol):
     """How an endpoint writes an answer."""
+
+    def error(self, error: ApiError) -> object: ...
+
+    def body(self, pieces: list[AnswerPiece], answer: Answer) -> object:
+        """The whole answer, from all its pieces."""
+        ...
+
+
+class StreamFormat(Format, Protocol):
+    """How an endpoint that streams writes one in pieces."""
 
     def events(self, piece: AnswerPiece, answer: Answer) -> bytes:
         """A piece as events of a stream."""
@@ -34,25 +45,23 @@ class Format(Protocol):
         """The end of a stream that has begun and cannot go on."""
         ...
 
-    def error(self, error: ApiError) -> object: ...
-
-    def body(self, pieces: list[AnswerPiece], answer: Answer) -> object:
-        """The whole answer, from all its pieces."""
-        ...
-
 
 class Reply(Response):
-    """Sends an answer. `on_finish` hears how it ended: None for well, else the error."""
+    """Sends an answer, in pieces if there is a `stream`. `on_finish` hears how it ended: None for well, else the error.
+
+    It runs in a task of its own, which a token wakes up without passing all that an HTTP request is wrapped in.
+    """
 
     def __init__(
         self,
         answer: Answer,
         engine: Callable[[], EngineClient],
         format: Format,
-        stream: bool,
+        stream: StreamFormat | None,
         timeout_s: float,
         headers: dict[str, str],
         on_finish: Callable[[Answer, ApiError | None], None],
+        late: Turnstile,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -61,6 +70,7 @@ class Reply(Response):
         self._format = format
         self._stream = stream
         self._timeout_s = timeout_s
+        self._late = late
         self._own_headers = headers
         self._on_finish = on_finish
         self._begun = False
@@ -71,7 +81,7 @@ class Reply(Response):
         watcher = asyncio.create_task(self._watch(receive))
         outcome: ApiError | None = None
         try:
-            outcome = await self._run()
+            outcome = await asyncio.create_task(self._run())
             if outcome is not None and not await self._heard(outcome):
                 scope["extensions"]["abort"]()
         finally:
@@ -80,8 +90,8 @@ class Reply(Response):
 
     async def _run(self) -> ApiError | None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await (self._send_stream() if self._stream else self._send_whole())
+            async with self._late.limit(asyncio.get_running_loop().time() + self._timeout_s):
+                await (self._send_whole() if self._stream is None else self._send_stream(self._stream))
         except ApiError as error:
             return error
         except TimeoutError:
@@ -107,13 +117,13 @@ class Reply(Response):
             pass
         self.answer.mailbox.close(client_gone())
 
-    async def _send_stream(self) -> None:
+    async def _send_stream(self, format: StreamFormat) -> None:
         async with aclosing(self.answer.pieces(self._engine())) as batches:
             async for pieces in batches:
-                events = b"".join([self._format.events(piece, self.answer) for piece in pieces])
+                events = b"".join([format.events(piece, self.answer) for piece in pieces])
                 if events:
                     await self._write(events)
-        await self._write(self._format.last_events(self.answer), more=False)
+        await self._write(format.last_events(self.answer), more=False)
 
     async def _send_whole(self) -> None:
         pieces: list[AnswerPiece] = []
@@ -124,8 +134,8 @@ class Reply(Response):
 
     async def _tell(self, error: ApiError) -> None:
         """As a status where nothing has been sent yet, else as a last event."""
-        if self._begun:
-            await self._write(self._format.last_error(error, self.answer), more=False)
+        if self._begun and self._stream is not None:
+            await self._write(self._stream.last_error(error, self.answer), more=False)
         else:
             await self._send_json(error.status_code, self._format.error(error), dict(error.headers or {}))
 

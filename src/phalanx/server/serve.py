@@ -30,6 +30,7 @@ from phalanx.errors import ConfigError, EngineDeadError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server.access_log import AccessLog
 from phalanx.server.announce import announcement, url_of
+from phalanx.server.arrivals import HttpServer
 from phalanx.server.door import Door, room_for_connections
 from phalanx.server.engine_client import ENGINE_MODULE, EngineLaunch
 from phalanx.server.errors import ApiError
@@ -44,7 +45,7 @@ from phalanx.server.options import ServeOptions, default_name
 from phalanx.server.preparer import Preparer
 from phalanx.server.reload import reload
 from phalanx.server.supervisor import Supervisor
-from phalanx.server.tls import HttpServer, tls_context
+from phalanx.server.tls import tls_context
 
 log = logging.getLogger("phalanx.server")
 

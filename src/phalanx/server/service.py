@@ -37,11 +37,12 @@ from phalanx.server.places import Places
 from phalanx.server.prepared import Assignment, Continues, DetokenizedText, Prepared, RequestKind, TokenizedText
 from phalanx.server.preparer import Preparer
 from phalanx.server.quotas import Quotas
-from phalanx.server.reply import Format, Reply
+from phalanx.server.reply import Format, Reply, StreamFormat
 from phalanx.server.responses.events import ResponsesFormat
-from phalanx.server.responses.store import Kept, ResponseStore, appended
+from phalanx.server.responses.store import Archive, Kept, ResponseStore, appended
 from phalanx.server.supervisor import Supervisor
 from phalanx.server.tool_prompt import PARSER, templates_know_tools
+from phalanx.server.turnstile import Turnstile
 from phalanx.server.visit import Visit
 from phalanx.spec import ModelSpec
 from phalanx.spec.pooling import USUAL, Pooling, pooling_of
@@ -78,11 +79,12 @@ class Service:
     share_prefixes: bool = False
     aliases: tuple[str, ...] = ()
     tools_in_words: bool = False
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: Archive = field(default_factory=lambda: Archive(ResponseStore()))
     pooling: Pooling = USUAL
     keys: KeyRing = field(default_factory=KeyRing)
     quotas: Quotas = field(default_factory=lambda: Quotas(KeyRing()))
     traces: Traces | None = None
+    late: Turnstile = field(default_factory=Turnstile)
 
     @property
     def names(self) -> list[str]:
@@ -124,12 +126,13 @@ class Service:
             asked.prompt_logprobs,
             **_usage_of(asked),
         )
-        return self._reply(asked, await self._questions(asked, asked.constraint, None, client), format, client, headers)
+        questions = await self._questions(asked, asked.constraint, None, client)
+        return self._streamed_reply(asked, questions, format, client, headers)
 
     async def embed(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("embedding", body, client)
         questions = await self._questions(asked, None, None, client)
-        return self._reply(asked, questions, EmbeddingFormat(asked.model), client, headers, AT_ONCE)
+        return self._reply(asked, questions, EmbeddingFormat(asked.model), client, headers, at_once=AT_ONCE)
 
     async def message(self, body: bytes, client: str, headers: dict[str, str]) -> Reply:
         asked = await self._prepared("message", body, client)
@@ -146,9 +149,9 @@ class Service:
         format = ResponsesFormat(id, _now(), record, self.tokenizer, keep)
         return await self._parsed_reply(asked, format, client, headers)
 
-    def response(self, id: str, client: str) -> Kept:
+    async def response(self, id: str, client: str) -> Kept:
         """One that was kept for this client."""
-        kept = self.responses.get(client, id)
+        kept = await self.responses.get(client, id)
         if kept is None:
             raise response_not_found(id)
         return kept
@@ -189,7 +192,7 @@ class Service:
     async def _prepared(self, kind: RequestKind, body: bytes, client: str) -> Prepared:
         outcome = await self.preparer.prepare(kind, body, client)
         if isinstance(outcome, Continues):
-            earlier = self.response(outcome.response, client).items
+            earlier = (await self.response(outcome.response, client)).items
             outcome = await self.preparer.prepare(kind, body, client, earlier)
         assert isinstance(outcome, Prepared)
         started = self.supervisor.client.started
@@ -198,12 +201,13 @@ class Service:
                 check_length(prompt, outcome.params, started.max_model_len)
         return outcome
 
-    async def _parsed_reply(self, asked: Prepared, format: Format, client: str, headers: dict[str, str]) -> Reply:
+    async def _parsed_reply(self, asked: Prepared, format: StreamFormat, client: str, headers: dict[str, str]) -> Reply:
         """An answer in which thoughts and calls are told apart."""
         parser, constraint = self._parser(asked), asked.constraint
         if constraint is not None and parser is not None and parser().in_reasoning:
             constraint = after_thinking(constraint)
-        return self._reply(asked, await self._questions(asked, constraint, parser, client), format, client, headers)
+        questions = await self._questions(asked, constraint, parser, client)
+        return self._streamed_reply(asked, questions, format, client, headers)
 
     async def _questions(
         self,
@@ -245,6 +249,17 @@ class Service:
             return None
         return lambda: OutputParser(self.reasoning_parser, tools, asked.tools, asked.thinking)
 
+    def _streamed_reply(
+        self,
+        asked: Prepared,
+        questions: list[Question],
+        format: StreamFormat,
+        client: str,
+        headers: dict[str, str],
+    ) -> Reply:
+        """Streamed if it was asked for so."""
+        return self._reply(asked, questions, format, client, headers, format if asked.stream else None)
+
     def _reply(
         self,
         asked: Prepared,
@@ -252,13 +267,14 @@ class Service:
         format: Format,
         client: str,
         headers: dict[str, str],
+        stream: StreamFormat | None = None,
         at_once: int | None = None,
     ) -> Reply:
         started = self.supervisor.client.started
         choices, tokens = len(questions) * asked.params.n, sum(map(len, asked.prompts))
         choices = min(choices, at_once or choices)
-        visit = Visit(self.places, self.quotas, self.metrics, client, tokens)
-        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], visit, at_once)
+        visit = Visit(self.places, self.quotas, client, tokens)
+        answer = Answer(questions, self.tokenizer, started.stop_tokens if started else [], self.metrics, at_once)
 
         def finished(answer: Answer, error: ApiError | None) -> None:
             visit.leave(answer.output_tokens)
@@ -268,10 +284,11 @@ class Service:
             answer,
             engine=lambda: visit.enter(choices),
             format=format,
-            stream=asked.stream,
+            stream=stream,
             timeout_s=self.request_timeout_s,
             headers=headers | _warning(asked.unknown),
             on_finish=finished,
+            late=self.late,
         )
 
     def _finished(self, id: str, answer: Answer, error: ApiError | None) -> None:
@@ -350,7 +367,7 @@ def build_service(
         share_prefixes=options.share_prefixes,
         aliases=options.served_names[1:],
         tools_in_words=in_words,
-        responses=ResponseStore(options.response_store),
+        responses=Archive(ResponseStore(options.response_store)),
         pooling=pooling_of(path, options.pooling),
         keys=options.keys,
         quotas=Quotas(options.keys),

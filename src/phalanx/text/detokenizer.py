@@ -12,21 +12,20 @@ _UNFINISHED = "\ufffd"
 class Detokenizer:
     """Decodes a growing list of tokens piece by piece.
 
-    A token's text can depend on the one before (spaces) and can end inside a character (bytes). So each piece is
-    decoded together with the piece before it, and held back while it ends in an unfinished character. Tokens up to
-    `_emitted` are out; those from `_context` on are decoded again for what they say about the next.
+    A token can end inside a character (bytes): a piece is held back while it does. With some tokenizers a token's text
+    depends on the one before (spaces): there each piece is decoded together with the piece before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_special = keep_special
-        self._tokens: list[int] = []
-        self._context = 0
-        self._emitted = 0
+        self._stand_alone = tokenizer.tokens_stand_alone
+        self._piece_before: list[int] = []
+        self._unfinished: list[int] = []
 
     def add(self, token: int) -> str:
         """The text this token completes; empty while a character is unfinished."""
-        self._tokens.append(token)
+        self._unfinished.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
@@ -34,11 +33,13 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        known = self._tokenizer.decode(self._tokens[self._context : self._emitted], self._keep_special)
-        longer = self._tokenizer.decode(self._tokens[self._context :], self._keep_special)
+        known = self._tokenizer.decode(self._piece_before, self._keep_special) if self._piece_before else ""
+        longer = self._tokenizer.decode(self._piece_before + self._unfinished, self._keep_special)
         if len(longer) <= len(known) or (longer.endswith(_UNFINISHED) and not final):
             return ""
-        self._context, self._emitted = self._emitted, len(self._tokens)
+        if not self._stand_alone:
+            self._piece_before = self._unfinished
+        self._unfinished = []
         return longer[len(known) :]
 
 
@@ -56,6 +57,8 @@ class StopStrings:
 
     def add(self, piece: str) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string was met (what follows it is dropped)."""
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

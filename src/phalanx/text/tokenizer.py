@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from phalanx.spec.gguf import GgufFile
 
 Messages = Sequence[Mapping[str, Any]]
 
+_MOST_REMEMBERED = 2**17
 _CONTROL = 3
 _USER_DEFINED = 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -43,6 +45,7 @@ class Tokenizer:
         self._raw: RawTokenizer = backend.backend_tokenizer
         self._added = self._raw.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(self._raw.decoder, ByteLevelDecoder)
+        self._decode_one = lru_cache(_MOST_REMEMBERED)(self._decode)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer | None:
@@ -85,7 +88,18 @@ class Tokenizer:
         """Token ids; `special_tokens` adds those a text begins with, which a chat template writes itself."""
         return self._backend.encode(text, add_special_tokens=special_tokens)
 
+    @property
+    def tokens_stand_alone(self) -> bool:
+        """Whether a token means the same bytes wherever it is."""
+        return self._byte_level
+
     def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
+        """The text of tokens. That of a single one is remembered: it is what streams ask for."""
+        if len(tokens) > 1:
+            return self._decode(tokens, keep_special)
+        return self._decode_one(tuple(tokens), keep_special) if tokens else ""
+
+    def _decode(self, tokens: Sequence[int], keep_special: bool) -> str:
         return self._raw.decode(tokens, skip_special_tokens=not keep_special)
 
     def token_bytes(self, token: int) -> bytes:

@@ -13,6 +13,7 @@ from phalanx.kernels.cache import CacheScales
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.place import Part
 from phalanx.quant import at_work
+from phalanx.quant.base import GpuScheme
 from phalanx.spec import Layout, Scheme
 from phalanx.spec.tensors import Pairs
 from phalanx.spec.tensors import Tensor as TensorSpec
@@ -150,7 +151,9 @@ def _fill(target: Part, reader: Reader, layout: Layout, tensor: TensorSpec, slic
         else:
             told = layout.spec.scheme_of(tensor)
             assert told is not None
-            at_work(told).round(target, values)
+            kept = at_work(told)
+            assert isinstance(kept, GpuScheme)
+            kept.round(target, values)
         return
     pieces = reader.read_pieces(tensor.name, slices)
     if isinstance(target, Tensor):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sqlite3
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,6 +95,25 @@ class ResponseStore:
         self._bytes[client] -= size
         if self._bytes[client] <= 0:
             del self._bytes[client]
+
+
+class Archive:
+    """A store behind a thread of its own, since a large answer may take the place of thousands of small ones. What was
+    put there is found by whoever asks afterwards.
+    """
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "responses")
+
+    def put(self, client: str, id: str, kept: Kept) -> None:
+        self._thread.submit(self._store.put, client, id, kept)
+
+    async def get(self, client: str, id: str) -> Kept | None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._store.get, client, id)
+
+    async def delete(self, client: str, id: str) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._store.delete, client, id)
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:
