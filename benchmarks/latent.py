@@ -26,7 +26,7 @@ from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 PAGE, RANK, ROPE = 16, 512, 64
 LAYERS = 12
 HALF = torch.bfloat16
-SHAPES = [latent._Shape(*cut) for cut in ((32, 64, 8, 3), (16, 64, 4, 3), (16, 32, 4, 4), (32, 32, 4, 4))]
+SHAPES = [latent.Shape(*cut) for cut in ((32, 64, 8, 3), (16, 64, 4, 3), (16, 32, 4, 4), (32, 32, 4, 4))]
 
 
 class Size(NamedTuple):
@@ -109,14 +109,14 @@ def decode(size: Size, rows: int, context: int, bytes_per_s: float, shapes: bool
     for part, size_in_bytes in moved.items():
         found = microseconds([getattr(layer, part) for layer in layers])
         tell(size, rows, context, part, found, limit_us=round(size_in_bytes / bytes_per_s * 1e6, 2))
-    usual = latent._shape
+    usual = latent.shape_of
     for cut in SHAPES if shapes else ():
-        latent._shape = lambda columns, dtype, cut=cut: cut
+        latent.shape_of = lambda columns, dtype, cut=cut: cut
         try:
             tell(size, rows, context, f"attend {tuple(cut)}", microseconds([layer.attend for layer in layers]))
         except Exception as error:
             print(json.dumps({"part": f"attend {tuple(cut)}", "error": str(error)[:200]}), flush=True)
-    latent._shape = usual
+    latent.shape_of = usual
 
 
 def prompts(size: Size, count: int, length: int, start: int) -> None:

@@ -87,6 +87,9 @@ def main() -> None:
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])
         check_prompts(3, 3, 24, window, [(37, 20), (0, 129)], sunk=True)
+        with patch.object(gpu, "TILE_BYTES", 64 * 16 * 4):  # two programs for a tile of queries
+            check_prompts(2, 1, 16, window, [(37, 100), (0, 129), (5, 3)])
+            check_decode(4, 2, [1, 200, 130], window, parts=2)
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ def check_by_heads(rows: int, heads: int, inputs: int, outputs: int, turned: boo
 
 def check_tall_tiles() -> None:
     """Cut as for tensor cores: more cached tokens at once, and heads that fill the columns or do not."""
-    usual = latent._shape
+    usual = latent.shape_of
     for columns in (16, 32):
-        latent._shape = lambda *_, columns=columns: latent._Shape(columns, 64, 4, 3)
+        latent.shape_of = lambda *_, columns=columns: latent.Shape(columns, 64, 4, 3)
         check_attention(20, 12, 16, Step([64, 1, 65, 129], []))
         check_attention(5, 12, 16, Step([63], [(60, 10), (0, 7)]))
-    latent._shape = usual
+    latent.shape_of = usual
 
 
 def main() -> None:

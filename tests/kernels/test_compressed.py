@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +17,14 @@ from phalanx.kernels.compressed import Rows, closing, far, line, near, remember,
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 
 WIDTH = 3
+
+
+@pytest.mark.slow
+def test_the_kernels_compute_as_defined() -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.kernels.interpreted_compressed"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
 
 
 def rows_of(place: int, start: int, count: int) -> Rows:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +100,13 @@ def test_a_product_in_half_precision_takes_its_input_in_fp8() -> None:
     exact = F.linear(wide, meant.double(), bias.double())
     assert (product(x).double() - exact).norm() < 1e-2 * exact.norm()
     assert torch.equal(product(x), fp8_product_torch(rounded, weight, bias, torch.bfloat16))
+
+
+def test_a_kernel_widens_weights_for_cards_that_do_not_convert_them() -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.kernels.interpreted_fp8"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
 
 
 def test_norm_and_gate_may_leave_in_fp8() -> None:

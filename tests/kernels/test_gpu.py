@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
@@ -268,6 +268,31 @@ def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
         close(Fp8Gemm(weight, bias, torch.bfloat16)(x), wanted + bias.double())
     exact = F.linear(x.double(), weight.dequantised(torch.float64))
     close(Fp8Gemm(weight, None, torch.float32)(x.float()), exact)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 100, 300])
+@pytest.mark.parametrize(("parts", "inputs"), [([512, 128, 128], 4096), ([600, 600], 200), ([3], 5)])
+def test_fp8_weights_are_widened_in_the_product(
+    rows: int, parts: list[int], inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on cards that do not convert e4m3: x stays as it is. Experts too."""
+    from phalanx.kernels import gemm
+    from phalanx.kernels.gpu import moe
+
+    for module in (gemm, moe):
+        monkeypatch.setattr(module, "converts_e4m3", lambda device: False)
+    weight, bias, x = fp8_weight(parts, inputs), randn(sum(parts)), randn(rows, inputs)
+    exact = F.linear(x.double(), weight.dequantised(torch.float64), bias.double())
+    close(Fp8Gemm(weight, bias, torch.bfloat16)(x), exact)
+    gate_up, down = (Fp8Weight.empty(4, *each, row_block=128, device=x.device) for each in ((512, 256), (256, 256)))
+    for expert in range(4):
+        gate_up[expert].fill(*quantise_blocks(torch.randn(512, 256, device="cuda") / 8))
+        down[expert].fill(*quantise_blocks(torch.randn(256, 256, device="cuda") / 8))
+    x, held = randn(rows, 256), ExpertWeights(gate_up, down)
+    weights, chosen = route(randn(rows, 4), Router(4, 2, renormalise=True))
+    on_cpu = ExpertWeights(*(each.dequantised(torch.float32).cpu() for each in (gate_up, down)))
+    wanted = fused_experts_torch(x.float().cpu(), on_cpu, weights.float().cpu(), chosen.cpu(), SILU, False)
+    close(fused_experts(x, held, weights, chosen).cpu(), wanted)
 
 
 @DTYPES

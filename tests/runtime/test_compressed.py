@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,14 @@ def test_a_short_sequence_decodes_beside_a_long_one(v4: Reference, long_prompt: 
             inputs = runner.batch.prepare(plan)
             hidden = runner.model(inputs.tokens, inputs.positions, inputs.attention)
     torch.testing.assert_close(runner.model.scores(hidden), long_prompt[1][[9, 90]], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_compute_the_whole_model(v4: Reference) -> None:
+    """Prompts whole and cut, and rows of one token, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.runtime.interpreted_v4", str(v4.folder)]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.slow

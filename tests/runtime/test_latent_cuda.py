@@ -1,4 +1,4 @@
-"""Models with latent attention in the graphs of a GPU: run with `pytest -m cuda` where there is one."""
+"""Models with latent or compressed attention in the graphs of a GPU: run with `pytest -m cuda` where there is one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-FAMILIES = ["glm4_moe_lite", "deepseek_v3", "kimi_like", "deepseek_v32", "glm_moe_dsa"]
+FAMILIES = ["glm4_moe_lite", "deepseek_v3", "kimi_like", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
 LIMITS = {"max_model_len": 160, "max_num_seqs": 24, "num_blocks": 400}
 
 

@@ -116,7 +116,7 @@ class Fp8Gemm:
     """y = x @ weight.T + bias with a block-FP8 weight.
 
     For results in half precision x is brought to FP8 as well, if it does not come so; for float32, and on GPUs before
-    compute capability 8.9, it is the weight that is widened.
+    compute capability 8.9, it is the weight that is widened, there by a kernel that reads it as it is stored.
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -129,6 +129,10 @@ class Fp8Gemm:
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         if not self.takes_fp8:
             assert isinstance(x, Tensor)
+            if x.is_cuda and self.weight.numel() and x.dtype != torch.float32:
+                from phalanx.kernels.gpu import gemm as gpu
+
+                return gpu.widened_product(x, self.weight, self.bias)
             return F.linear(x, self.weight.dequantised(self.dtype), self.bias)
         x = x if isinstance(x, Quantised) else quantise(x)
         if x.values.is_cuda:

@@ -28,6 +28,17 @@ class Mixing(NamedTuple):
 
 def part_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> tuple[Tensor, Mixing]:
     """What a part takes of streams, [tokens, streams, hidden], and how they go on; all weights in float32."""
+    if streams.is_cuda:
+        from phalanx.kernels.gpu import hyper as gpu
+
+        mapped = F.linear(streams.flatten(1).float(), weights.fn)
+        taken, post, comb = gpu.part_streams(streams, mapped, weights.base, weights.scale, weights.norm_eps, hyper)
+        return taken, Mixing(post, comb)
+    return part_streams_torch(streams, weights, hyper)
+
+
+def part_streams_torch(streams: Tensor, weights: Weights, hyper: Hyper) -> tuple[Tensor, Mixing]:
+    """The definition."""
     count = hyper.streams
     sizes = [count, count, count * count]
     made = zip(_mapped(streams, weights).split(sizes, -1), weights.scale, weights.base.split(sizes), strict=True)
@@ -43,6 +54,15 @@ def join_streams(streams: Tensor, weights: Weights, hyper: Hyper) -> Tensor:
 
 def mix_streams(streams: Tensor, given: Tensor, mixing: Mixing) -> Tensor:
     """The streams behind a part that gives `given`, [tokens, hidden]."""
+    if streams.is_cuda:
+        from phalanx.kernels.gpu import hyper as gpu
+
+        return gpu.mix_streams(streams, given, *mixing)
+    return mix_streams_torch(streams, given, mixing)
+
+
+def mix_streams_torch(streams: Tensor, given: Tensor, mixing: Mixing) -> Tensor:
+    """The definition."""
     post, comb = (each.to(streams.dtype) for each in mixing)
     return post[..., None] * given[:, None] + comb.transpose(1, 2) @ streams
 

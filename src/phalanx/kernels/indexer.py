@@ -65,17 +65,28 @@ def rows_of(batch: AttentionBatch, tokens: int) -> DecodeRows:
     return DecodeRows(cut.tables, slots[:tokens], positions[:tokens])
 
 
-def choose_gpu(q: Tensor, weights: Tensor, keys: Tensor, rows: DecodeRows, top_k: int) -> Best | None:
+def choose_gpu(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    rows: DecodeRows,
+    top_k: int,
+    ratio: int = 1,
+    block_size: int | None = None,
+) -> Best | None:
+    """With a `ratio`, the best of the entries that stand for so many tokens each, of which a block has `block_size`."""
     from phalanx.kernels.gpu.indexer import index_scores
 
-    width = (rows.tables.shape[1] if rows.blocks is None else rows.blocks) * keys.shape[1]
+    blocks = rows.tables.shape[1] if rows.blocks is None else rows.blocks
+    width = blocks * (block_size or keys.shape[1]) // ratio
     if width <= top_k:
         return None
     found = torch.empty(len(q), top_k, dtype=torch.int64, device=q.device)
     at_once = max(1, MOST_SCORES // width)
     for first in range(0, len(q), at_once):
         span = slice(first, first + at_once)
-        scores = index_scores(q[span], weights[span], keys, rows.tables, rows.slots[span], rows.positions[span], width)
+        where = rows.tables, rows.slots[span], rows.positions[span]
+        scores = index_scores(q[span], weights[span], keys, *where, width, ratio, block_size)
         found[span] = scores.topk(top_k, dim=-1).indices
     return Best(rows, found)
 

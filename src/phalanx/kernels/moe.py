@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import E4M3, Fp8Weight, converts_e4m3
+from phalanx.kernels.fp8 import E4M3, converts_e4m3
 from phalanx.kernels.gemm import Held
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
@@ -164,9 +164,7 @@ def fused_experts(
 def _multiplied(held: ExpertWeights, device: torch.device) -> bool:
     """Whether the GPU's kernels read these numbers."""
     matrices = (held.gate_up, held.down)
-    has_e4m3 = any(isinstance(each, Fp8Weight) for each in matrices) or any(
-        isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices
-    )
+    has_e4m3 = any(isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices)
     return not has_e4m3 or converts_e4m3(device)
 
 

@@ -12,6 +12,9 @@ from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahe
 from phalanx.kernels.gpu.shared_memory import is_roomy, stages_here
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
 
+TILE_BYTES = 65536
+"""Of the keys, or of the queries of a prompt, that a program takes at once; half of it where shared memory is short."""
+
 MANY_PROGRAMS = 512
 """With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""
 
@@ -117,6 +120,10 @@ def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl
     tl.store(out + place * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
+def _tile_bytes() -> int:
+    return TILE_BYTES if is_roomy() else TILE_BYTES // 2
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -130,9 +137,9 @@ def decode_attention(
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
-    few = rows * kv_heads > MANY_PROGRAMS or (q.element_size() == 4 and not is_roomy())
-    tokens, warps, stages = (64, 2, 4) if few else (128, 4, 3)
     dim = max(16, triton.next_power_of_2(head_dim))
+    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    tokens = min(tokens, _tile_bytes() // (dim * q.element_size()))
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
@@ -219,7 +226,7 @@ def _attend_fresh(
 def _prefill(
     qkv, fresh, cache, tables, tiles, sinks, out, stride, table_width, window, scale, value_scale,
     SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """One head of a tile of queries: first the keys that all of them see, then those around the diagonal.
@@ -227,10 +234,15 @@ def _prefill(
     With FRESH, only what earlier steps computed comes from the cache; without CACHED, nothing does.
     """
     let_next_start()
-    tile, head = tiles + tl.program_id(1) * 5, tl.program_id(0)
+    tile, head = tiles + tl.program_id(1) // PARTS * 5, tl.program_id(0)
+    skipped = tl.program_id(1) % PARTS * ROWS
     wait_for_ahead()
-    sequence, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    start, begins = tl.load(tile + 3), tl.load(tile + 4)
+    sequence, first, count = tl.load(tile), tl.load(tile + 1) + skipped, tl.load(tile + 2) - skipped
+    start, begins = tl.load(tile + 3) + skipped, tl.load(tile + 4)
+    if PARTS > 1:
+        if count <= 0:
+            return
+        count = tl.minimum(count, ROWS)
     kv = head // (HEADS // KV_HEADS)
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mask = (r[:, None] < count) & (d < HEAD_DIM)
@@ -291,15 +303,17 @@ def prefill_attention(
     """
     (tokens, _, head_dim), (_, page, _, kv_heads, _) = qkv.shape, cache.shape
     dim = max(16, triton.next_power_of_2(head_dim))
-    wide = qkv.dtype == torch.float32
-    keys = 32 if wide else KEYS_AT_ONCE
+    wide, head_bytes = qkv.dtype == torch.float32, dim * qkv.element_size()
+    rows = min(PROMPT_TILE, _tile_bytes() // head_bytes)
+    keys = min(32 if wide else KEYS_AT_ONCE, _tile_bytes() // 2 // head_bytes)
     as_cached = dim == head_dim and cache.dtype == qkv.dtype
     fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if as_cached else None
-    _prefill[(heads, len(tiles.tiles))](
+    parts = PROMPT_TILE // rows
+    _prefill[(heads, len(tiles.tiles) * parts)](
         qkv, fresh, cache, tiles.tables, tiles.tiles, sinks, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
         scale * 1.4426950408889634, value_scale, SINKS=sinks is not None, HEADS=heads,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
-        ROWS=PROMPT_TILE, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
+        ROWS=rows, PARTS=parts, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
         CACHED=tiles.resumed or not as_cached, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
         launch_pdl=starts_early(),
     )  # fmt: skip

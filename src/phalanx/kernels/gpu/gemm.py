@@ -59,6 +59,10 @@ FP8_TILES = {
 WIDE_FP8_TILES = FP8_TILES | {16: Tile(16, 128, 128, 4, 6, 264), 64: Tile(64, 128, 128, 4, 4, 264)}
 """For weights of WIDE_FROM outputs: enough tiles of this width to fill a GPU, and rows are read half as often."""
 
+WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4, 396), 64: Tile(64, 64, 128, 4, 3, 256)}
+MOST_WIDENED_ROWS = 128
+"""Above these it is quicker to widen the weight once and leave the product to the library. Not measured."""
+
 WIDE_FROM = 14336
 LIBRARY_ROWS = 65
 LIBRARY_OUTPUTS = 5120
@@ -158,14 +162,24 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @triton.jit
+def _widened_bytes(e4m3, dtype: tl.constexpr):
+    """Bytes of e4m3 as other numbers, for cards that do not convert them: their bits, 120 powers of two too low."""
+    byte = e4m3.to(tl.uint32)
+    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+
+
+@triton.jit
 def tile_product(
     x, x_scales, row, known, rows, weight, scales, first_scale, output, outputs, inputs, first, stop,
     FP8: tl.constexpr, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """weight[output] @ x[row].T over the inputs from `first` to `stop`, in float32, [OUTPUTS, ROWS].
 
-    The weight stands on the left, where the tensor cores want 64 rows; the few rows of x may be as few as 16.
+    The weight stands on the left, where the tensor cores want 64 rows; the few rows of x may be as few as 16. With FP8
+    x has scales and is e4m3 as well, or else the weight comes as bytes, which are widened.
     """
+    WIDENED: tl.constexpr = FP8 and x_scales is None
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     wanted = output[:, None] < outputs
     weight_row = weight + output[:, None].to(tl.int64) * inputs
@@ -173,7 +187,8 @@ def tile_product(
     if FP8:
         scale = scales + first_scale + (output // ROW_BLOCK) * tl.cdiv(inputs, 128)
         by_output = tl.load(scale + first // 128, mask=output < outputs, other=0.0)
-        by_row = tl.load(x_scales + tl.cast(first // 128, tl.int64) * rows + row, mask=known, other=0.0)
+        if not WIDENED:
+            by_row = tl.load(x_scales + tl.cast(first // 128, tl.int64) * rows + row, mask=known, other=0.0)
     for start in range(first, stop, INPUTS):
         k = start + tl.arange(0, INPUTS)
         w = tl.load(weight_row + k[None, :], mask=wanted & (k[None, :] < inputs), other=0.0)
@@ -181,9 +196,13 @@ def tile_product(
         if FP8:  # the scales of the next round are on their way while this one multiplies
             group, more = start // 128 + 1, start + INPUTS < stop
             next_by_output = tl.load(scale + group, mask=(output < outputs) & more, other=0.0)
-            next_by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known & more, other=0.0)
-            acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
-            by_output, by_row = next_by_output, next_by_row
+            if WIDENED:
+                acc += tl.dot(_widened_bytes(w, a.dtype), a) * by_output[:, None]
+            else:
+                next_by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known & more, other=0.0)
+                acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
+                by_row = next_by_row
+            by_output = next_by_output
         else:
             acc = tl.dot(w, a, acc, input_precision="ieee")
     return acc
@@ -230,21 +249,32 @@ def _product(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def run_tiles(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype, tile: Tile) -> Tensor:
-    rows, (outputs, inputs) = x.values.shape[0], weight.shape
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+def run_tiles(x: Tensor | Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype, tile: Tile) -> Tensor:
+    """Where x is not in FP8, the weight is widened."""
+    values, x_scales = x if isinstance(x, Quantised) else (x.contiguous(), None)
+    matrix = weight.values if isinstance(x, Quantised) else weight.values.view(torch.uint8)
+    rows, (outputs, inputs) = values.shape[0], weight.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     rounds = triton.cdiv(inputs, tile.inputs)
     splits = max(1, min(tile.programs // tiles, rounds // LEAST_ROUNDS))
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # no share is empty
     partial = torch.empty(splits, rows, outputs, dtype=torch.float32, device=out.device) if splits > 1 else None
     _product[(tiles, splits)](
-        x.values, x.scales, weight.values, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
+        values, x_scales, matrix, weight.scales, bias, out, partial, counters(out.device), rows, outputs,
         inputs, splits, ROW_BLOCK=weight.row_block, HAS_BIAS=bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs,
         INPUTS=tile.inputs, SPLIT=splits > 1, STRIPE=8, num_warps=tile.warps, num_stages=stages_here(tile.stages),
         launch_pdl=starts_early(),
     )  # fmt: skip
     return out
+
+
+def widened_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """With x as it is, for cards that do not convert e4m3: few rows by a kernel that widens what it reads."""
+    rows = x.shape[0]
+    if rows > MOST_WIDENED_ROWS:
+        return F.linear(x, weight.dequantised(x.dtype), bias)
+    return run_tiles(x, weight, bias, x.dtype, pick_tile(WIDENED_TILES, rows))
 
 
 def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -120,7 +120,7 @@ def _attend_latents(
 
 
 @triton.jit
-def _join(partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+def join_parts(partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
     """Some numbers of one head: its partial sums, each brought to the common peak. Empty stretches have none."""
     let_next_start()
     place = tl.program_id(0).to(tl.int64)
@@ -135,7 +135,7 @@ def _join(partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.constexpr,
     tl.store(out + place * RANK + d, joined.to(out.dtype.element_ty), mask=d < RANK)
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """How the kernel is cut: columns and cached tokens at once, warps, stages."""
 
     columns: int
@@ -144,13 +144,13 @@ class _Shape(NamedTuple):
     stages: int
 
 
-def _shape(columns: int, dtype: torch.dtype) -> _Shape:
+def shape_of(columns: int, dtype: torch.dtype) -> Shape:
     columns = min(COLUMNS_AT_ONCE, max(16, triton.next_power_of_2(columns)))
     if dtype == torch.float32:
-        return _Shape(16, 16, 4, 1)
+        return Shape(16, 16, 4, 1)
     if not is_hopper():
-        return _Shape(min(columns, 32), 32, 4, 3) if is_roomy() else _Shape(min(columns, 32), 16, 4, 2)
-    return _Shape(columns, 64, 8 if columns > 32 else 4, 3)
+        return Shape(min(columns, 32), 32, 4, 3) if is_roomy() else Shape(min(columns, 32), 16, 4, 2)
+    return Shape(columns, 64, 8 if columns > 32 else 4, 3)
 
 
 def splits_of(programs: int, uneven: bool) -> int:
@@ -167,7 +167,7 @@ def decode_latents(
     Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others.
     """
     rows, heads, rank = len(decode.positions), *asked.brought.shape[1:]
-    shape = _shape(heads, asked.q.dtype)
+    shape = shape_of(heads, asked.q.dtype)
     groups = triton.cdiv(heads, shape.columns)
     splits = splits_of(rows * groups, decode.uneven)
     partial = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=out.device) if splits > 1 else None
@@ -178,7 +178,7 @@ def decode_latents(
     )  # fmt: skip
     if splits > 1:
         columns = min(64, triton.next_power_of_2(rank))
-        _join[(rows * heads, triton.cdiv(rank, columns))](
+        join_parts[(rows * heads, triton.cdiv(rank, columns))](
             partial, peaks, totals, out, RANK=rank, SPLITS=splits, COLUMNS=columns, num_warps=2,
             launch_pdl=starts_early(),
         )  # fmt: skip
@@ -187,14 +187,14 @@ def decode_latents(
 def prefill_latents(asked: LatentQueries, cache: Tensor, cut: PrefillTiles, scale: float, out: Tensor) -> None:
     """Tiles of prompts against what is cached of their sequences, this step's tokens included."""
     heads = asked.q.shape[1]
-    shape = _shape(COLUMNS_AT_ONCE, asked.q.dtype)
+    shape = shape_of(COLUMNS_AT_ONCE, asked.q.dtype)
     grid = (triton.cdiv(PROMPT_TILE * heads, shape.columns), len(cut.tiles), 1)
     _launch(grid, shape, asked, cache, cut.tables, scale, out, SPLITS=1, tiles=cut.tiles)
 
 
 def _launch(
     grid: tuple[int, int, int],
-    shape: _Shape,
+    shape: Shape,
     asked: LatentQueries,
     cache: Tensor,
     tables: Tensor,

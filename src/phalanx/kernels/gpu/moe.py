@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.fp8 import Fp8Weight, Quantised, converts_e4m3
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
@@ -28,6 +28,9 @@ FEW_PAIRS = 4096
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
 FP8_TILES = {16: Tile(16, 64, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
+WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
+"""For FP8 weights on cards that do not convert them."""
+
 FEW_EXPERTS = Tile(16, 64, 128, 4, 6)
 """For as many pairs as leave most of a GPU idle: more of a weight is on its way at once."""
 
@@ -239,7 +242,9 @@ class _Way(NamedTuple):
 
 def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
     if isinstance(gate_up, Fp8Weight):
-        return _Way(FP8_TILES, _grouped, True, FEW_EXPERTS)
+        if converts_e4m3(gate_up.values.device):
+            return _Way(FP8_TILES, _grouped, True, FEW_EXPERTS)
+        return _Way(WIDENED_TILES, _grouped)
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
     return _Way(BF16_TILES, _grouped)
@@ -263,8 +268,12 @@ def _grouped(
 ) -> Tensor:  # fmt: skip
     order, owner, count, tile, dtype = pairs
     if isinstance(weight, Fp8Weight):
-        x = quantise(x) if isinstance(x, Tensor) else x
-        values, x_scales, matrices, scales, row_block = *x, weight.values, weight.scales, weight.row_block
+        matrices, scales, row_block = weight.values, weight.scales, weight.row_block
+        if converts_e4m3(matrices.device):
+            values, x_scales = quantise(x) if isinstance(x, Tensor) else x
+        else:
+            assert isinstance(x, Tensor)
+            values, x_scales, matrices = x.contiguous(), None, matrices.view(torch.uint8)
     else:
         assert isinstance(x, Tensor)
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1

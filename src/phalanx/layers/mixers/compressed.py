@@ -29,6 +29,8 @@ from phalanx.kernels.compressed import (
 )
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
+from phalanx.kernels.indexer import choose_gpu, rows_of
+from phalanx.kernels.tiling import DecodeRows
 from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
@@ -40,7 +42,7 @@ from phalanx.spec.latent import Indexer
 class CompressedAttention:
     """Keeps entries in blocks, and the last vectors of a sequence in its place."""
 
-    in_graphs = False
+    in_graphs = True
     takes_fp8 = False
 
     def __init__(self, place: Place, record: Compressed, prefix: str) -> None:
@@ -52,6 +54,7 @@ class CompressedAttention:
             )
         self.record, self.path, self.eps = record, f"{prefix}{record.module}.", place.spec.norm_eps
         self.heads = len(place.shard.query_heads)
+        self.by_rows = place.device.type == "cuda"
         self.enter = ColumnParallelLinear(place, [self.path + "q_a_proj", self.path + "kv_proj"])
         self.query_norm = RmsNorm(place, self.path + "q_a_norm")
         self.query = ColumnParallelLinear(place, [self.path + "q_b_proj"])
@@ -104,12 +107,35 @@ class CompressedAttention:
         assert isinstance(x, Tensor)
         record, (cos, sin) = self.record, step.turns(self.record.rope)
         low, kept = self.enter(x).split([record.q_rank, record.head_dim], -1)
+        if self.by_rows:
+            attended = self._attended_by_rows(x, low, kept, step)
+            return self._leave(attended if rows is None else attended[rows])
         low, kept = self.query_norm(low.contiguous()), self.norm(kept.contiguous())
         lines = self._keep(turn(kept[:, None], cos, sin)[:, 0], x, step)
         q = self.query(low).view(-1, self.heads, record.head_dim)
         q = q * (q.float().square().mean(-1, keepdim=True) + self.eps).rsqrt().to(q.dtype)
         attended = turn(self._attended(turn(q, cos, sin), lines, x, low, step), cos, -sin)
         return self._leave(attended if rows is None else attended[rows])
+
+    def _attended_by_rows(self, x: Tensor, low: Tensor, kept: Tensor, step: StepContext) -> Tensor:
+        """The same on a GPU, by its kernels: every token is a row of its own, and nothing asks the host."""
+        from phalanx.kernels.gpu import compressed, compressed_rows
+
+        record, turns, rows = self.record, step.turns(self.record.rope), _rows(step, len(x))
+        vectors = compressed_rows.norm_and_turn(kept[:, None], self.norm.weight, self.norm.eps, turns)[:, 0]
+        for compressor in self.compressors:
+            compressor.keep_by_rows(x, step, self.block_size)
+        low = self.query_norm(low.contiguous())
+        q = self.query(low).view(-1, self.heads, record.head_dim)
+        q = compressed_rows.norm_and_turn(q, None, self.eps, turns)
+        chosen = self.indexer.best(x, low, step, self.block_size) if self.indexer is not None else None
+        entries = self.compressor.entries if self.compressor is not None else None
+        attended = compressed.attend(
+            q, vectors, self.vectors, entries, record.ratio, self.block_size, rows, record.window, chosen, self.sinks,
+            record.scale,
+        )  # fmt: skip
+        compressed_rows.remember(self.vectors, vectors, rows)
+        return compressed_rows.turn_back(attended, turns)
 
     def _keep(self, vectors: Tensor, x: Tensor, step: StepContext) -> list[Tensor]:
         """The vectors that each sequence looks at, once they, and the entries that are complete, are kept."""
@@ -174,6 +200,20 @@ class Compressor:
         for each in rows:
             remember(self.inputs, inputs, each)
 
+    def keep_by_rows(self, x: Tensor, step: StepContext, block_size: int) -> None:
+        """The same on a GPU."""
+        from phalanx.kernels.gpu import compressed_rows
+
+        record, rows, inputs = self.record, _rows(step, len(x)), self.enter(x)
+        turns = step.once(
+            ("entries", record.rope, record.ratio),
+            lambda: step.turns_at(record.rope, (rows.positions + (1 - record.ratio)).clamp_min(0)),
+        )
+        compressed_rows.compress(
+            inputs, self.inputs, self.bias, self.norm.weight, self.norm.eps, turns, self.entries, rows, block_size
+        )
+        compressed_rows.remember(self.inputs, inputs, rows)
+
 
 class EntryIndexer:
     """Whole on every rank, so that all look at the same entries."""
@@ -193,9 +233,23 @@ class EntryIndexer:
         q = self.query(low).view(-1, self.indexer.heads, self.indexer.head_dim)
         return turn(q, *step.turns(self.record.rope)), self.weigh(x).float() * self.scale
 
+    def best(self, x: Tensor, low: Tensor, step: StepContext, block_size: int) -> Tensor | None:
+        """The entries that each row looks at, the best first; None where those are all that there can be."""
+        from phalanx.kernels.gpu import compressed_rows
+
+        q = self.query(low).view(-1, self.indexer.heads, self.indexer.head_dim)
+        q, weights = compressed_rows.turn(q, step.turns(self.record.rope)), self.weigh(x).float() * self.scale
+        rows, keys = _rows(step, len(x)), self.compressor.entries
+        found = choose_gpu(q, weights, keys, rows, self.indexer.top_k, self.record.ratio, block_size)
+        return None if found is None else found.positions
+
     def choose(self, rows: Rows, entries: SeenEntries, q: Tensor, weights: Tensor) -> SeenEntries:
         keys = self.compressor.entries.flatten(0, 1)[entries.places]
         return choose(q[rows.at], weights[rows.at], keys, entries, self.indexer.top_k)
+
+
+def _rows(step: StepContext, tokens: int) -> DecodeRows:
+    return step.once("rows", lambda: rows_of(step.batch, tokens))
 
 
 def _together(step: StepContext, block_size: int) -> list[Rows]:
