@@ -26,7 +26,7 @@ COLLECTIVE_BYTES = int(0.45 * GIB)
 GRAPH_BYTES = int(1.1 * GIB)
 """CUDA graphs; vLLM 0.24 took 0.5 to 1.1 GiB."""
 
-PHALANX_CAPABILITY = (9, 0)
+PHALANX_CAPABILITY = (8, 0)
 """What its kernels are built for (`make kernels`): bf16 on tensor cores came with Ampere."""
 
 Budget = Literal["share_of_all", "static_share", "share_of_free", "all_but_a_step"]

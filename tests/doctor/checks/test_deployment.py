@@ -59,7 +59,7 @@ def test_a_rank_needs_a_gpu(facts: Facts, tp: int, elsewhere: int, expected: lis
 
 
 @pytest.mark.parametrize(
-    ("capability", "runs"), [("8.0", False), ("8.9", False), ("9.0", True), ("12.1", True), (None, True)]
+    ("capability", "runs"), [("7.5", False), ("8.0", True), ("8.9", True), ("12.1", True), (None, True)]
 )
 def test_what_the_kernels_run_on(capability: str | None, runs: bool) -> None:
     found = deployment.kernels(machine(change(BARE, capability=capability)), Deployment())

@@ -122,7 +122,7 @@ def kernels(facts: Facts, deployment: Deployment) -> Finding | None:
         "kernels",
         "Phalanx has no kernels for this card",
         f"{whose(old)}: {old[0].name}, compute capability {old[0].capability}",
-        "Its GPU kernels are built for 9.0 (Hopper) and newer.",
+        "Its GPU kernels are built for 8.0 (Ampere) and newer.",
         "Use vLLM or SGLang here (phalanx plan MODEL --engine vllm --recipe shell), or CUDA_VISIBLE_DEVICES= to serve "
         "on the processor.",
     )
