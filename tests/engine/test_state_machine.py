@@ -221,7 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=200,
+    max_examples=400,
     stateful_step_count=25,
     deadline=None,
 )

@@ -78,7 +78,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The one timer of what a connection waits for; none while the application works."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, then)
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._time_is_up, then)
 
     def _time_is_up(self, then: Callable[[], object]) -> None:
         """Perhaps of thousands at once: then it waits for its turn, and what comes until then counts."""
