@@ -26,7 +26,7 @@ from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 PAGE, RANK, ROPE = 16, 512, 64
 LAYERS = 12
 HALF = torch.bfloat16
-SHAPES = [latent.Shape(*cut) for cut in ((32, 64, 8, 3), (16, 64, 4, 3), (16, 32, 4, 4), (32, 32, 4, 4))]
+SHAPES = [latent.LatentTile(*cut) for cut in ((32, 64, 8, 3), (16, 64, 4, 3), (16, 32, 4, 4), (32, 32, 4, 4))]
 
 
 class Size(NamedTuple):

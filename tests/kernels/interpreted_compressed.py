@@ -15,7 +15,7 @@ MIXED = [(0, 5), (10, 12), (29, 3)]
 def check_parts() -> None:
     """Cut as for tensor cores, with several programs for a token."""
     latent.READERS = 12
-    usual, compressed.shape_of = compressed.shape_of, lambda *_: latent.Shape(16, 16, 4, 3)
+    usual, compressed.shape_of = compressed.shape_of, lambda *_: latent.LatentTile(16, 16, 4, 3)
     check_attention(HERE, Step([70, 1, 40], [], 8), 20, 24, 30, ratio=4)
     check_attention(HERE, Step([70, 1], [], 8), 3, 16, 40)
     compressed.shape_of = usual

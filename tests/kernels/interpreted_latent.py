@@ -88,7 +88,7 @@ def check_tall_tiles() -> None:
     """Cut as for tensor cores: more cached tokens at once, and heads that fill the columns or do not."""
     usual = latent.shape_of
     for columns in (16, 32):
-        latent.shape_of = lambda *_, columns=columns: latent.Shape(columns, 64, 4, 3)
+        latent.shape_of = lambda *_, columns=columns: latent.LatentTile(columns, 64, 4, 3)
         check_attention(20, 12, 16, Step([64, 1, 65, 129], []))
         check_attention(5, 12, 16, Step([63], [(60, 10), (0, 7)]))
     latent.shape_of = usual

@@ -135,7 +135,7 @@ def join_parts(partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.const
     tl.store(out + place * RANK + d, joined.to(out.dtype.element_ty), mask=d < RANK)
 
 
-class Shape(NamedTuple):
+class LatentTile(NamedTuple):
     """How the kernel is cut: columns and cached tokens at once, warps, stages."""
 
     columns: int
@@ -144,13 +144,13 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_of(columns: int, dtype: torch.dtype) -> Shape:
+def shape_of(columns: int, dtype: torch.dtype) -> LatentTile:
     columns = min(COLUMNS_AT_ONCE, max(16, triton.next_power_of_2(columns)))
     if dtype == torch.float32:
-        return Shape(16, 16, 4, 1)
+        return LatentTile(16, 16, 4, 1)
     if not is_hopper():
-        return Shape(min(columns, 32), 32, 4, 3) if is_roomy() else Shape(min(columns, 32), 16, 4, 2)
-    return Shape(columns, 64, 8 if columns > 32 else 4, 3)
+        return LatentTile(min(columns, 32), 32, 4, 3) if is_roomy() else LatentTile(min(columns, 32), 16, 4, 2)
+    return LatentTile(columns, 64, 8 if columns > 32 else 4, 3)
 
 
 def splits_of(programs: int, uneven: bool) -> int:
@@ -194,7 +194,7 @@ def prefill_latents(asked: LatentQueries, cache: Tensor, cut: PrefillTiles, scal
 
 def _launch(
     grid: tuple[int, int, int],
-    shape: Shape,
+    shape: LatentTile,
     asked: LatentQueries,
     cache: Tensor,
     tables: Tensor,
