@@ -82,7 +82,7 @@ PROMPTS = {
     "deepseek_v4": 13,
     "qwen3_next": 15,
     "qwen3_5_text": 14,
-    "qwen3_5_moe_text": 17,
+    "qwen3_5_moe_text": 19,
 }
 """Seeds of the prompts of families, where it is not 7."""
 
