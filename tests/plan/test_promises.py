@@ -81,7 +81,7 @@ def test_nine_clients_on_eight_replicas_are_not_sixteen() -> None:
         ("trtllm", "A100", "fp8"),
         ("trtllm", "H100", "nvfp4"),
         ("sglang", "Gaudi3", "bf16"),
-        ("phalanx", "A100", "bf16"),
+        ("phalanx", "V100S", "bf16"),
         ("phalanx", "MI300X", "bf16"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,8 @@ from phalanx.server.serve import serve
 
 def test_a_refusal_ends_the_server_and_its_engine(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, str]] = []
-    before = set(psutil.Process().children(recursive=True))
+    forkserver.ensure_running()  # of all tests, by which the engine is started
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     def refuse(tp: int, device: str) -> None:
         asked.append((tp, device))
@@ -25,4 +27,4 @@ def test_a_refusal_ends_the_server_and_its_engine(tiny_llama: Path, monkeypatch:
     with pytest.raises(ConfigError, match="Use TP <= 1"):
         serve(EngineConfig(model=str(tiny_llama), tp=2), ServeOptions(port=0))
     assert asked == [(2, "auto")]
-    assert not set(psutil.Process().children(recursive=True)) - before
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
