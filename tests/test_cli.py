@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,23 @@ def test_version_and_help() -> None:
     assert "generate" in run(app, ["--help"]).output
 
 
-def test_help_does_not_import_torch() -> None:
-    script = (
-        "import sys; from phalanx.cli import app; import phalanx.spec, phalanx.engine.core, phalanx.engine.modelled; "
-        "assert not {'torch', 'transformers', 'numpy', 'zmq'} & sys.modules.keys(), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
+def test_what_serves_is_not_needed_to_plan(tmp_path: Path) -> None:
+    """Nothing of `phalanx[serve]` is there: neither help nor a plan with its recipe asks for any of it."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    serve = [re.split(r"[^\w-]", line)[0] for line in project["optional-dependencies"]["serve"]]
+    missing = {name.replace("-", "_") for name in serve} | {"zmq"}
+    plan = ["plan", "Llama-3.3-70B", "--machine", "4xH100-SXM", "--recipe", "k8s", "--output", str(tmp_path / "recipe")]
+    script = f"""
+import sys
+import tomllib
+sys.modules.update(dict.fromkeys({sorted(missing)}))
+from phalanx.cli import app
+import phalanx.spec, phalanx.engine.core, phalanx.engine.modelled
+app({plan}, standalone_mode=False)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "recipe/kubernetes.yaml").stat().st_size
+    assert missing > {"torch", "safetensors"}
 
 
 def test_models_lists_every_family_and_says_why_one_is_only_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, deserialize
 
 from phalanx.errors import AdapterError
 from phalanx.spec import DeltaNet, Dense, Gqa, Mla, ModelSpec
@@ -216,6 +215,8 @@ def _data(folder: Path) -> bytes:
 
 def _shapes(data: bytes, folder: Path) -> dict[str, tuple[int, ...]]:
     """Of the tensors in a safetensors file, by the library that ranks read them with: what is wrong ends here."""
+    from safetensors import SafetensorError, deserialize  # plans are made without it
+
     damaged = f"adapter_model.safetensors in {folder} is damaged"
     try:
         tensors = dict(deserialize(data))

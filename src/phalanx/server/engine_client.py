@@ -310,7 +310,8 @@ class EngineClient:
             self.loading = report
         elif isinstance(report, Started):
             self.started = report
-            self._ready.set_result(report)
+            if not self._ready.done():  # nobody waits for it any more if the start was given up
+                self._ready.set_result(report)
         elif isinstance(report, Traced) and self._traced is not None and self._traced[0] == report.id:
             self._traced[1].set_result(report.traces)
 
