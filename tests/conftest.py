@@ -8,7 +8,7 @@ import random
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, cached_property
 from pathlib import Path
@@ -300,8 +300,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Random numbers of a test are its own, whatever ran before it."""
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
     seed = zlib.crc32(item.name.encode())
     random.seed(seed)
     if "torch" in sys.modules:
@@ -443,6 +441,14 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forked import forked_rank
 
     monkeypatch.setattr(child, "start", forked_rank)
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """For tests of what the garbage collector is kept from: after them it is kept from all that is here, as before."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -150,9 +150,9 @@ def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) 
     assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_garbage_collector_looks_away_only_while_requests_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "settled_memory", settled_memory)
-    gc.unfreeze()
     engine = Listener()
     time_requests(engine, [(30, 1)], 0)  # type: ignore[arg-type]
     assert engine.kept_from_collector > 0

@@ -67,9 +67,9 @@ async def ask(where: tuple[str, int]) -> bytes:
     return answer.rpartition(b"\r\n")[2]
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_was_there_before_the_crowd_is_not_looked_at_when_it_comes() -> None:
     """By the garbage collector, which takes 140 ms for the objects of a server that has just started."""
-    gc.unfreeze()
     try:
         leave_to_stay()
         assert len(gc.get_objects()) < 10_000
