@@ -107,7 +107,8 @@ def place(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Place]
     try:
         yield found
     finally:
-        found.run("down")
+        if any(found.pids()):
+            found.run("down")
 
 
 class Watch:

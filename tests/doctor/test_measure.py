@@ -115,6 +115,7 @@ def test_a_rank_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     def impatient(crew: ranks.Ranks, timeout: float) -> object:
         if len(crew._ranks) == 2 and psutil.Process(crew._ranks[1].process.pid).status() == psutil.STATUS_STOPPED:
             monkeypatch.setattr(ranks, "STUCK_S", ranks._QUIET_S + 1)
+            monkeypatch.setattr(ranks, "_EXIT_WAIT_S", 0.1)
         return listen(crew, timeout)
 
     monkeypatch.setattr(ranks.Ranks, "_next", impatient)

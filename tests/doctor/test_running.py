@@ -43,7 +43,7 @@ def server(pages: dict[str, list[str]], key: str | None = None, health: int = 20
             return
 
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{running.server_port}"
     finally:

@@ -38,10 +38,12 @@ def stream(server: Server, body: dict | None = None, events: list[str] | None = 
     return events
 
 
-def streaming(server: Server, pool: ThreadPoolExecutor, count: int = 1) -> list[Future[list[str]]]:
+def streaming(
+    server: Server, pool: ThreadPoolExecutor, count: int = 1, body: dict | None = None
+) -> list[Future[list[str]]]:
     """Streams under way: each has sent something, so that an error comes as an event and not as a status."""
     seen: list[list[str]] = [[] for _ in range(count)]
-    futures = [pool.submit(stream, server, LONG, events) for events in seen]
+    futures = [pool.submit(stream, server, body, events) for events in seen]
     assert eventually(lambda: all(seen) or any(future.done() for future in futures), within=60)
     return futures
 
@@ -148,7 +150,7 @@ def test_a_server_told_to_stop_finishes_a_stream_takes_no_more_and_leaves_nothin
     ):
         assert kept_open.get("/ready").json() == {"status": "ready"}
         assert list(temporary.iterdir())
-        (events,) = streaming(server, pool)
+        (events,) = streaming(server, pool, body=LONG | {"max_tokens": 200})
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "stopping" in server.text)

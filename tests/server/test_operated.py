@@ -63,7 +63,7 @@ def operated(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         def log_message(self, *words: object) -> None: ...
 
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
     traces = ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
     options = ("--api-key-file", str(keys), "--admin-port", "0", "--log-format", "json", *traces)
     with running(tiny_chat, folder, "--served-model-name", "tiny", *options) as server:

@@ -70,7 +70,7 @@ def test_steps_of_a_server_under_load(server: Server, tmp_path: Path) -> None:
 def test_an_idle_server_tells_none_and_takes_one_trace_at_a_time(server: Server) -> None:
     answers: list[httpx.Response] = []
     first = threading.Thread(
-        target=lambda: answers.append(httpx.post(server.url + "/trace", json={"seconds": 3}, timeout=60))
+        target=lambda: answers.append(httpx.post(server.url + "/trace", json={"seconds": 2}, timeout=60))
     )
     first.start()
     while first.is_alive() and 409 not in [answer.status_code for answer in answers]:

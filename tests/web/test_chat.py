@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.server.running import eventually
-from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
+from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible, check_on_both, shown_as
 from tests.web.scripted import HOSTILE_NAME, Script, ScriptedServer, says, scripted_server
 
 pytestmark = pytest.mark.slow
@@ -353,12 +353,9 @@ def test_a_servers_hostile_name_prompt_and_address_stay_text(new_page: NewPage) 
         assert page.locator("img, script:not([src]), svg:not(.emblem), iframe").count() == 0
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", DESKTOP), ("dark", PHONE)], ids=["light", "dark"])
-def test_axe_finds_nothing_serious(
-    new_page: NewPage, server: ScriptedServer, scheme: str, size: dict[str, int]
-) -> None:
-    page = opened(new_page(color_scheme=scheme, viewport=size, refused=(429,)), server)
-    check_accessible(page)
+def test_axe_finds_nothing_serious(new_page: NewPage, server: ScriptedServer) -> None:
+    page = opened(new_page(refused=(429,)), server)
+    check_on_both(page)
     server.scripts.append(
         says("# Title\n\n- a [link](https://x.test)\n\n```py\nx\n```\n\n> quote\n\n|a|b|\n|-|-|\n|1|2|")
     )
@@ -368,21 +365,22 @@ def test_axe_finds_nothing_serious(
     server.scripts.append(Script([{"reasoning_content": "Hm."}, call], finish="tool_calls"))
     send(page, "Call")
     page.get_by_text("Thought").click()
-    check_accessible(page)
+    check_on_both(page)
     logprobs = [token(b"a", chance) for chance in (0.95, 0.6, 0.3, 0.1, 0.01)]
     server.scripts.append(Script([{"content": "a"}] * 5, logprobs))
     button(page, "Give back the result").click()
     expect(page.locator(".tokens-text .tok")).to_have_count(5)
     finished(page)
     page.locator(".tokens-text .tok").first.focus()
-    check_accessible(page)
+    check_on_both(page)
     server.scripts.append(Script(error="No place.", status=429))
     send(page, "Once more")
     expect(page.get_by_role("alert")).to_be_visible()
     page.get_by_text("Shortcuts").click()
-    if size == PHONE:
-        button(page, "Settings").click()
+    button(page, "Settings").click()
     page.get_by_text("Tools", exact=True).click()
-    check_accessible(page)
-    assert page.evaluate(STICKING_OUT) == []
-    assert page.get_by_role("log").evaluate("e => e.scrollWidth <= e.clientWidth"), "messages scroll up and down only"
+    for scheme, size in (("dark", PHONE), ("light", DESKTOP)):
+        shown_as(page, scheme, **size)
+        check_accessible(page)
+        assert page.evaluate(STICKING_OUT) == []
+        assert page.get_by_role("log").evaluate("e => e.scrollWidth <= e.clientWidth"), "messages scroll up and down"

@@ -19,7 +19,8 @@ PATIENCE_MS = 120_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--tp", "1", "--served-model-name", "SmolLM2-135M-Instruct")
+    """With a small KV cache: gigabytes of zeros take ten seconds to write."""
+    options = ("--tp", "1", "--served-model-name", "SmolLM2-135M-Instruct", "--kv-cache-memory", str(2**28))
     with running(locate(None), tmp_path_factory.mktemp("chat"), *options) as started:
         yield started
 

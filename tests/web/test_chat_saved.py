@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.web.browser import PHONE, NewPage, check_accessible
+from tests.web.browser import PHONE, NewPage, check_accessible, shown_as
 from tests.web.scripted import Script, ScriptedServer, says
 from tests.web.test_chat import STICKING_OUT, answers, button, composer, conversation, finished, opened, send
 
@@ -178,19 +178,18 @@ def test_another_tab_shows_it_too(page: Page, server: ScriptedServer) -> None:
     expect(answers(other)).to_have_count(0)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1000, "light"), (1280, "dark"), (2560, "light")])
-def test_it_fits_every_screen_and_is_accessible(
-    new_page: NewPage, server: ScriptedServer, width: int, scheme: str
-) -> None:
-    page = opened(new_page(color_scheme=scheme, viewport={"width": width, "height": PHONE["height"]}), server)
+def test_it_fits_every_screen_and_is_accessible(page: Page) -> None:
     begin(page, "A question with averyveryveryverylongwordindeedthatcannotbebroken " * 3)
-    if width < 1200:
-        button(page, "Conversations").click()
-    expect(button(page, "Rename")).to_be_visible()
-    check_accessible(page)
-    button(page, "Rename").click()
-    check_accessible(page)
-    assert page.evaluate(STICKING_OUT) == []
-    page.keyboard.press("Escape")
-    page.keyboard.press("Alt+c")
-    expect(page.locator(".saved-title").first).to_be_focused()
+    for width, scheme in ((360, "dark"), (1000, "light"), (1280, "dark"), (2560, "light")):
+        shown_as(page, scheme, width, PHONE["height"])
+        page.reload()
+        if width < 1200:
+            button(page, "Conversations").click()
+        expect(button(page, "Rename")).to_be_visible()
+        check_accessible(page)
+        button(page, "Rename").click()
+        check_accessible(page)
+        assert page.evaluate(STICKING_OUT) == [], width
+        page.keyboard.press("Escape")
+        page.keyboard.press("Alt+c")
+        expect(page.locator(".saved-title").first).to_be_focused()

@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from phalanx.models import catalog
 from phalanx.spec import Layout
-from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible
+from tests.web.browser import NewPage, check_accessible, check_on_both
 from tests.web.scripted import ScriptedServer, scripted_server
 
 pytestmark = pytest.mark.slow
@@ -188,19 +188,16 @@ def test_the_studio_shows_layouts_too(new_page: NewPage, studio: str) -> None:
     expect(page.locator("td[data-dealt=kv_heads]").first).to_have_text("2 (0–1)")
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", DESKTOP), ("dark", PHONE)], ids=["light", "dark"])
-def test_axe_finds_nothing_serious(
-    new_page: NewPage, server: ScriptedServer, scheme: str, size: dict[str, int]
-) -> None:
-    page = new_page(color_scheme=scheme, viewport=size)
+def test_axe_finds_nothing_serious(new_page: NewPage, server: ScriptedServer) -> None:
+    page = new_page()
     for query in ("model=SmolLM2-135M&tp=2", "model=DeepSeek-V3&tp=8&step=6&layer=9", "model=Qwen2.5-72B&tp=4&step=1"):
         opened(page, server, query)
-        check_accessible(page)
+        check_on_both(page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out sideways"
     page.goto("about:blank")
     page.goto(f"{server.url}#/layout?model=SmolLM2-135M&tp=16")
     expect(page.get_by_role("alert")).to_be_visible()
-    check_accessible(page)
+    check_on_both(page)
 
 
 def test_a_rank_that_does_not_fit_and_replicas_show(server: ScriptedServer, new_page: NewPage) -> None:

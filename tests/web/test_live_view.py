@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.web.browser import NewPage, check_accessible
+from tests.web.browser import NewPage, check_accessible, shown_as
 from tests.web.made_up import event, gpu_sample, sample
 from tests.web.scripted import ScriptedServer
 from tests.web.test_chat import STICKING_OUT
@@ -104,13 +104,11 @@ def test_the_keyboard_looks_back_and_returns_to_now(new_page: NewPage, server: S
     expect(shown).to_have_text("now")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (390, "dark"), (1280, "dark"), (2560, "light")])
-def test_it_is_accessible_and_fits_its_screen(
-    new_page: NewPage, server: ScriptedServer, width: int, scheme: str
-) -> None:
+def test_it_is_accessible_and_fits_its_screen(new_page: NewPage, server: ScriptedServer) -> None:
     told = [sample(ago, gpus=[gpu_sample(index, ago) for index in range(8)]) for ago in range(60, 0, -1)]
-    page = new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
-    opened(page, server, event(told, 8))
-    expect(page.get_by_role("heading", name="GPUs")).to_be_visible()
-    check_accessible(page)
-    assert page.evaluate(STICKING_OUT) == []
+    page = opened(new_page(), server, event(told, 8))
+    for width, scheme in ((360, "light"), (390, "dark"), (1280, "dark"), (2560, "light")):
+        shown_as(page, scheme, width)
+        expect(page.get_by_role("heading", name="GPUs")).to_be_visible()
+        check_accessible(page)
+        assert page.evaluate(STICKING_OUT) == [], width
