@@ -29,7 +29,8 @@ def up(cluster: Cluster, say: Say) -> list[str]:
         if node not in starting:
             say(node, "is up already")
     try:
-        _start_all(cluster, starting, token, say)
+        if starting:
+            _start_all(cluster, starting, token, say)
     except BaseException:
         attempt_all(lambda node: _stop(cluster, node, say), starting)
         raise
