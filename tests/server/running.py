@@ -102,7 +102,7 @@ def _url(process: subprocess.Popen[bytes] | ForkedPython, log: Path) -> str:
             return found.group(1)
         if process.poll() is not None:
             break
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise AssertionError(f"the server did not start:\n{log.read_text()}")
 
 
@@ -112,5 +112,5 @@ def eventually(condition, within: float = 60.0) -> bool:  # type: ignore[no-unty
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.05)
+        time.sleep(0.02)
     return False

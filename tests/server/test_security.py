@@ -231,6 +231,16 @@ def test_a_key_given_as_a_flag_does_not_stay_in_the_process_list(locked: tuple[S
     assert not any("from-flag" in argument for process in everyone for argument in process.cmdline())
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a certificate, its key, and that key behind a password."""
+    folder = tmp_path_factory.mktemp("certificates")
+    _, key = make_certificate(folder)
+    lock = ("openssl", "rsa", "-aes128", "-passout", "pass:abc", "-in", str(key), "-out", str(folder / "locked.pem"))
+    subprocess.run(lock, check=True, capture_output=True)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -243,12 +253,9 @@ def test_a_key_given_as_a_flag_does_not_stay_in_the_process_list(locked: tuple[S
     ],
 )
 def test_a_certificate_that_cannot_be_used_is_said_before_anything_starts(
-    tmp_path: Path, options: dict[str, str], words: str
+    certificates: Path, options: dict[str, str], words: str
 ) -> None:
-    _, key = make_certificate(tmp_path)
-    lock = ("openssl", "rsa", "-aes128", "-passout", "pass:abc", "-in", str(key), "-out", str(tmp_path / "locked.pem"))
-    subprocess.run(lock, check=True, capture_output=True)
-    paths: dict[str, Any] = {name: tmp_path / file for name, file in options.items()}
+    paths: dict[str, Any] = {name: certificates / file for name, file in options.items()}
     with pytest.raises(ConfigError, match=words):
         serve(EngineConfig(), ServeOptions(port=0, **paths), engine_module="none")
 
