@@ -21,6 +21,7 @@ from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.runtime import executor, runner
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.messages import pack_plan
+from tests.forked import ForkedPython
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +117,7 @@ def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytes
         assert gone(list(pids.values()))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
     with LLM(tiny_llama, tp=2, progress=False) as llm:
         runner = llm.engine.runner
@@ -127,14 +129,12 @@ def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
 
 
 def test_no_rank_outlives_a_parent_killed_outright(tiny_llama: Path) -> None:
-    script = (
-        "import sys, time\nfrom phalanx import LLM\n"
-        "llm = LLM(sys.argv[1], tp=2, progress=False)\n"
-        "print(llm.engine.runner.workers.processes[1].pid, flush=True)\ntime.sleep(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
+    """The parent is forked, its rank is started as Phalanx does."""
+    reading, writing = os.pipe()
+    parent = ForkedPython("tests.runtime.lasting_engine", str(tiny_llama), variables=dict(os.environ), stdout=writing)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        worker = int(told.readline())
     assert psutil.pid_exists(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
