@@ -190,7 +190,7 @@ def test_the_next_step_may_be_launched_before_this_one_is_read(some_reference: R
 
 def test_tenants_with_different_salts_share_nothing(some_reference: Reference) -> None:
     prompt = some_reference.prompts[-1]
-    with LLM(some_reference.folder, progress=False) as llm:
+    with LLM(some_reference.folder, progress=False, max_num_seqs=4) as llm:
         cached = [llm.generate(prompt, ONE, salt=salt).cached_tokens for salt in ("a", "b", None, "a", "b", None)]
     assert cached == [0, 0, 0, 48, 48, 48]
 
@@ -200,7 +200,7 @@ def test_a_recurrent_state_is_resumed_where_one_was_kept(
     references: Callable[[str], Reference], prefix_caching: bool, cached: int
 ) -> None:
     reference = references("qwen3_5_text")
-    with LLM(reference.folder, progress=False, prefix_caching=prefix_caching) as llm:
+    with LLM(reference.folder, progress=False, prefix_caching=prefix_caching, max_num_seqs=4) as llm:
         answers = [llm.generate(reference.prompts[-1], GREEDY) for _ in range(2)]
     assert all(reference.confirms(reference.prompts[-1], answer.token_ids) for answer in answers)
     assert [answer.cached_tokens for answer in answers] == [0, cached]

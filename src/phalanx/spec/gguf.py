@@ -16,8 +16,6 @@ from phalanx.errors import CheckpointError
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
-_LENGTH = struct.Struct("<Q")
-_LITTLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class GgufFile:
 
 def _take(file: Any, count: int) -> bytes:
     """Of a file that may claim anything: memory is only asked for as much as there is to read."""
-    if count > _LITTLE and count > os.fstat(file.fileno()).st_size:
+    if count > os.fstat(file.fileno()).st_size:
         raise ValueError(f"it claims a value of {count} bytes")
     found = file.read(count)
     if len(found) < count:
@@ -105,8 +103,7 @@ def _read_scalar(file: Any, layout: str) -> Any:
 
 
 def _read_string(file: Any) -> str:
-    (count,) = _LENGTH.unpack(file.read(_LENGTH.size))
-    return _take(file, count).decode("utf-8")
+    return _take(file, _read_scalar(file, "<Q")).decode("utf-8")
 
 
 def _read_value(file: Any, kind: int) -> Any:
