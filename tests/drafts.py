@@ -14,7 +14,7 @@ from phalanx.kernels.attention import AttentionBatch
 from phalanx.runtime.drafting import Computed, Guesser
 from tests.threaded_ranks import ThreadedEngine
 
-NEW_TOKENS = 20
+NEW_TOKENS = 16
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.8, "top_p": 0.9},

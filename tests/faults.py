@@ -11,6 +11,7 @@ from phalanx.fabric.host import HostGroup
 from phalanx.kernels import cpu
 from phalanx.layers.decoder import Decoder, DecoderLayer
 from phalanx.layers.stream import Stream
+from phalanx.runtime import pulse
 from phalanx.runtime.weight_watch import WeightWatch
 
 FAULT = "RANK_FAULT"
@@ -20,11 +21,20 @@ def commit_fault(told: str) -> None:
     """`raise RANK@LAYER` fails in the middle of a layer; `mute RANK@ROUND` is not heard from a meeting on.
 
     `flip RANK@LAYER` flips one bit of the residual stream in the fifth step, `garble RANK@CALL` one of every sum that
-    it hears from a collective on; `weight RANK@LAYER` one of a weight after loading.
+    it hears from a collective on; `weight RANK@LAYER` one of a weight after loading. `impatient RANK@SECONDS`
+    misses the engine so soon.
     """
     kind, _, place = told.partition(" ")
     rank, number = map(int, place.split("@"))
-    {"raise": _raise, "mute": _mute, "flip": _flip, "garble": _garble, "weight": _weight}[kind](rank, number)
+    faults = {
+        "raise": _raise,
+        "mute": _mute,
+        "flip": _flip,
+        "garble": _garble,
+        "weight": _weight,
+        "impatient": _impatient,
+    }
+    faults[kind](rank, number)
 
 
 def _raise(rank: int, layer: int) -> None:
@@ -92,3 +102,7 @@ def _weight(rank: int, layer: int) -> None:
             flip_bit(dict(model.parts())[f"model.layers.{layer}.mlp.down_proj.weight"], 3)
 
     WeightWatch.__init__ = damaging  # type: ignore[method-assign]
+
+
+def _impatient(rank: int, seconds: int) -> None:
+    pulse.ENGINE_LOST_AFTER_S = float(seconds)

@@ -26,6 +26,6 @@ leads by 0.036 at least."""
 @pytest.mark.parametrize("tp", [1, 2])
 def test_smollm2_equals_transformers(tp: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, min_tokens=32)
-    with LLM(tp=tp, progress=False, max_num_batched_tokens=24, max_model_len=256) as llm:
+    with LLM(tp=tp, progress=False, max_num_batched_tokens=24, max_model_len=256, num_blocks=64) as llm:
         answers = llm.generate(list(CONTINUED_BY_TRANSFORMERS), params)
     assert [answer.text for answer in answers] == list(CONTINUED_BY_TRANSFORMERS.values())

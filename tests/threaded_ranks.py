@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from threading import Barrier
-from typing import Any
+from threading import Barrier, Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,21 +26,29 @@ from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
 from phalanx.runtime.speculate import open_checkpoint, speculation
 
 PATIENCE_S = 120
+T = TypeVar("T")
 
 
 class Meeting:
-    """Where the ranks of a group lay down what they bring."""
+    """Where the ranks of a group lay down what they bring. Between meetings one computes at a time: threads that want
+    the interpreter after every operation take twice as long.
+    """
 
     def __init__(self, size: int) -> None:
-        self.brought: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = Barrier(size, timeout=PATIENCE_S)
+        self.size, self.turn = size, Lock()
+        self._barrier = Barrier(size, timeout=PATIENCE_S)
+        self._brought: list[list[Tensor]] = [[torch.empty(0)] * size for _ in range(2)]
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        self.brought[rank] = tensor
-        self.barrier.wait()
-        found = list(self.brought)
-        self.barrier.wait()
-        return found
+    def exchange(self, rank: int, number: int, tensor: Tensor) -> list[Tensor]:
+        """All parts of a group's `number`-th meeting. A rank may be in the next one while others still read this."""
+        table = self._brought[number % 2]
+        table[rank] = tensor.clone()
+        self.turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
+        return list(table)
 
 
 class ThreadGroup(Group):
@@ -47,15 +56,17 @@ class ThreadGroup(Group):
     in_graphs = False
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, len(meeting.brought)
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self._numbers = count()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        total = torch.stack([part.clone() for part in self.meeting.exchange(self.rank, tensor)]).sum(0)
-        self.meeting.barrier.wait()
-        return tensor.copy_(total)
+        return tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
-        return torch.cat(self.meeting.exchange(self.rank, tensor), -1)
+        return torch.cat(self._exchange(tensor), -1)
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self.rank, next(self._numbers), tensor)
 
     def close(self) -> None:
         return None
@@ -72,6 +83,7 @@ class ThreadedRunner:
         groups = [ThreadGroup(meeting, rank) for rank in range(tp)]
         models = [load_model(config, checkpoint, group, lambda done, total: None) for group in groups]
         self.ranks = [make_runner(config, model, sizes) for model in models]
+        self._turn = meeting.turn
         self._threads = ThreadPoolExecutor(tp)
         self._results: list[StepResult] = []
 
@@ -80,9 +92,18 @@ class ThreadedRunner:
             rank.launch(plan)
             return rank.collect()
 
-        results = list(self._threads.map(run, self.ranks))
+        results = self._on_all(run)
         assert all(result.tokens == results[0].tokens for result in results)
         self._results.append(results[0])
+
+    def _on_all(self, act: Callable[[Any], T]) -> list[T]:
+        def take_turns(rank: Any) -> T:
+            with self._turn:
+                return act(rank)
+
+        if len(self.ranks) == 1:
+            return [take_turns(self.ranks[0])]
+        return list(self._threads.map(take_turns, self.ranks))
 
     def collect(self) -> StepResult:
         return self._results.pop(0)
@@ -92,8 +113,7 @@ class ThreadedRunner:
         return self.ranks[0].where
 
     def find_break(self, slot: int, position: int) -> str:
-        place, *_ = self._threads.map(lambda rank: rank.find_break(slot, position), self.ranks)
-        return str(place)
+        return str(self._on_all(lambda rank: rank.find_break(slot, position))[0])
 
     def adapt(self, order: AdapterOrder) -> None:
         for rank in self.ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from phalanx.engine.request import Request
@@ -14,6 +16,7 @@ LONG = 400
 CONTEXT = 512
 
 
+@cache
 def seconds(slope: float, batch: int, right: float | None, depth: int = 1, draft_s: float | None = None) -> float:
     """Of answers of `LONG` tokens, where a step takes one second, and `slope` more for each of its tokens.
 

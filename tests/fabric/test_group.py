@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -36,8 +37,10 @@ class Checked:
 
 
 @pytest.fixture(params=WAYS)
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """Two ranks that met through a store on a port; the first is told when waiting is in vain."""
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Two ranks that met through a store on a port; the first is told when waiting is in vain, and soon."""
+    monkeypatch.setattr("phalanx.fabric.group._WAIT_SLICE", timedelta(milliseconds=50))
+    monkeypatch.setattr("phalanx.fabric.group._CLOSE_WAIT_S", 0.05)
     first, second, check = request.param(0, 2), request.param(1, 2), Checked()
     store, address = serve_store(HOST)
     with ThreadPoolExecutor(2) as pool:

@@ -6,12 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton.language.extra import cuda
 
 from phalanx.kernels import tiling
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch, prefill_attention_torch
 from phalanx.kernels.gpu import attention as gpu
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from tests.kernels.interpreter import make_ready
 
 PAGE = 8
 
@@ -74,7 +74,7 @@ def check_decode(
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     torch.manual_seed(0)
     tiling.SPLIT_TARGET, gpu.MANY_PROGRAMS = 12, 18
     for window in (None, 150):

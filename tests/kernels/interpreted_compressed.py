@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from triton.language.extra import cuda
 
 from phalanx.kernels.gpu import compressed, compressed_rows, hyper, latent
 from tests.kernels.compressed_steps import Step, Where, check_attention, check_kept, check_streams, check_turned
+from tests.kernels.interpreter import make_ready
 
 HERE = Where()
 MIXED = [(0, 5), (10, 12), (29, 3)]
@@ -22,7 +22,7 @@ def check_parts() -> None:
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     torch.manual_seed(0)
     for tokens, heads, width in ((3, 1, 20), (2, 9, 16), (1, 5, 6)):
         check_turned(HERE, tokens, heads, width)

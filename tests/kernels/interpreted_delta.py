@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from triton.language.extra import cuda
 
 from phalanx.kernels.gpu import delta_prompts
 from tests.kernels.delta_nets import Nets, random_net
+from tests.kernels.interpreter import make_ready
 
 
 def main() -> None:
     """Prompts from their start, then cut at odd places, beside rows of one token that begin or go on."""
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     torch.manual_seed(0)
     delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
     shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from triton.language.extra import cuda
 
 from phalanx.kernels.gpu import sampling
+from tests.kernels.interpreter import make_ready
 
 
 def main(folder: Path, room: int) -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     sampling.STRETCH, sampling.CHUNK, sampling.CANDIDATES, sampling.CANDIDATES_AT_ONCE = 256, 16, room, 1024
     case = load_file(folder / "case")
     drawn = sampling.draw(case["scores"], case["table"], torch.arange(len(case["scores"])), case["positions"])

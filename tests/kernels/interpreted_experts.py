@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from triton import language
-from triton.language.extra import cuda
 
 from phalanx.kernels.gpu import gemm, moe, route
 from phalanx.kernels.moe import route_torch
 from phalanx.spec.ffn import Router
+from tests.kernels.interpreter import make_ready
 
 ROUTERS = (
     Router(60, 4),
@@ -55,7 +54,7 @@ def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
+    make_ready()
     torch.manual_seed(0)
     for router in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import language
-from triton.language.extra import cuda
 
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.gemm import four_bit_product_torch
@@ -15,6 +13,7 @@ from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.quant import at_work
 from phalanx.spec.ffn import SILU, Activation
 from phalanx.spec.schemes import DEFAULTS, Scheme, awq, gptq, packed_int4
+from tests.kernels.interpreter import make_ready
 
 CPU = torch.device("cpu")
 SMALL = Tile(16, 32, 64, 1, 1, 4)
@@ -75,7 +74,7 @@ def check_experts(scheme: Scheme, inner: int, activation: Activation, biased: bo
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
+    make_ready()
     torch.manual_seed(0)
     four_bit.LEAST_ROUNDS = 1
     check_products()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
 from phalanx.kernels.gpu import gemm, moe
 from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.spec.ffn import SILU
+from tests.kernels.interpreter import make_ready
 
 
 def weight_of(*shape: int, row_block: int) -> Fp8Weight:
@@ -41,7 +41,7 @@ def check_experts(tokens: int, hidden: int, inner: int) -> None:
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     torch.manual_seed(0)
     check_product(1, 70, 300, 32, bias=True)
     check_product(17, 64, 128, 128, bias=False)

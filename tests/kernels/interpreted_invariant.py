@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import language
-from triton.language.extra import cuda
 
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch
 from phalanx.kernels.gpu import invariant as gpu
@@ -14,6 +12,7 @@ from phalanx.kernels.invariant import product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.kernels.tiling import DecodeRows
 from phalanx.spec.ffn import SILU
+from tests.kernels.interpreter import make_ready
 
 PAGE, UNITS = 8, 8
 F32 = torch.float32
@@ -97,7 +96,7 @@ def check_attention(
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
+    make_ready()
     torch.manual_seed(0)
     gpu.SPLITS = 4
     gpu.HALF_TILE = Tile(16, 32, 16, 4, 4)

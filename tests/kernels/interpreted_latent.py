@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gpu import latent, latent_rows
@@ -12,6 +11,7 @@ from phalanx.kernels.indexer import Best, Chosen, choose_gpu, choose_torch, rows
 from phalanx.kernels.latent import Heads, by_heads, keep_latents, latent_attention_gpu, latent_attention_torch
 from phalanx.kernels.rotary import apply_rotary
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from tests.kernels.interpreter import make_ready
 
 PAGE, RANK, ROPE = 8, 40, 8
 
@@ -95,7 +95,7 @@ def check_tall_tiles() -> None:
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     torch.manual_seed(0)
     check_kept(3, 40, 8)
     latent_rows.NUMBERS_AT_ONCE = 1024

@@ -7,6 +7,7 @@ import torch
 from phalanx.kernels import lookup
 from phalanx.kernels.gpu import lookup as gpu
 from phalanx.kernels.lookup import TokenPool
+from tests.kernels.interpreter import make_ready
 
 PAGE, SLOTS, WIDTH = 4, 9, 6
 
@@ -36,6 +37,7 @@ def check(groups: int, rows: int) -> None:
 
 
 if __name__ == "__main__":
+    make_ready()
     torch.manual_seed(0)
     for groups, rows in ((1, 1), (1, 127), (3, 128), (2, 129), (1, 200)):
         check(groups, rows)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
-from triton.language.extra import cuda
 from triton.runtime.interpreter import InterpreterBuilder
 
 assert triton.knobs.runtime.interpret
@@ -21,6 +20,7 @@ from phalanx.kernels.gpu import all_reduce  # noqa: E402
 from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
 from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
 from phalanx.kernels.quantise import quantise_torch  # noqa: E402
+from tests.kernels.interpreter import make_ready  # noqa: E402
 
 PROGRAMS = 2
 """Far fewer than on a GPU, so that small calls already need several rounds and several pieces."""
@@ -84,7 +84,7 @@ def run_without_a_gpu(rank: int, size: int) -> None:
 
     Behind each meeting one rank lingers before it reads, while the others are already in the next call.
     """
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     atomic = InterpreterBuilder.create_atomic_rmw
 
     def atomic_and_rest(*arguments: object) -> object:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.apart import run_apart
+
 
 @pytest.mark.slow
 def test_kernels_build_for_ampere_and_blackwell(tmp_path: Path) -> None:
-    """In a process of its own: the driver that tells of the card stays there."""
-    pytest.importorskip("triton")
-    built = subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", "--kernel", "rows", "--target", "80", "120"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert built.returncode == 0, built.stderr
-    assert built.stdout.count("all build") == 2
+    run_apart("built_for_cards", interpret=False, TRITON_CACHE_DIR=str(tmp_path))

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +10,7 @@ from hypothesis import strategies as st
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.compressed import Rows, closing, far, line, near, remember, room, sources, tiles, together
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from tests.kernels.apart import run_apart
 
 WIDTH = 3
 
@@ -22,9 +18,7 @@ WIDTH = 3
 @pytest.mark.slow
 def test_the_kernels_compute_as_defined() -> None:
     """In Triton's interpreter."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_compressed"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_compressed")
 
 
 def rows_of(place: int, start: int, count: int) -> Rows:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +15,7 @@ from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
 from phalanx.kernels.quantise import quantise
 from phalanx.kernels.sampling import likeliest
 from phalanx.spec.ffn import SILU, Router
+from tests.kernels.apart import run_apart
 
 CPU = torch.device("cpu")
 STEP = 2.0**-4
@@ -104,9 +100,7 @@ def test_a_product_in_half_precision_takes_its_input_in_fp8() -> None:
 
 def test_a_kernel_widens_weights_for_cards_that_do_not_convert_them() -> None:
     """In Triton's interpreter."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.interpreted_fp8"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
+    run_apart("interpreted_fp8")
 
 
 def test_norm_and_gate_may_leave_in_fp8() -> None:

@@ -100,10 +100,13 @@ def test_a_bit_that_flips_once_costs_nobody_the_right_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Found in the very step, which is not answered with but computed again."""
-    with LLM(tiny_llama, progress=False) as llm:
+    with LLM(tiny_llama, progress=False, num_blocks=64) as llm:
         wanted = answers(llm)
     committed(fault)
-    with caplog.at_level(logging.WARNING, "phalanx.engine"), LLM(tiny_llama, tp=tp, progress=False) as llm:
+    with (
+        caplog.at_level(logging.WARNING, "phalanx.engine"),
+        LLM(tiny_llama, tp=tp, progress=False, num_blocks=64) as llm,
+    ):
         assert answers(llm) == wanted
         assert answers(llm) == wanted
         assert llm.engine.scheduler.preemptions == len(PROMPTS)
@@ -118,7 +121,7 @@ def test_messages_that_keep_coming_wrong_end_the_engine(
     fault: str, tp: int, named: str, tiny_llama: Path, committed: Callable[[str], None]
 ) -> None:
     committed(fault)
-    with LLM(tiny_llama, tp=tp, progress=False) as llm:
+    with LLM(tiny_llama, tp=tp, progress=False, num_blocks=64) as llm:
         with pytest.raises(EngineDeadError, match=f"second time.*{named}") as caught:
             answers(llm)
         assert caught.value.code == "fabric"
@@ -151,7 +154,7 @@ def test_a_damaged_weight_ends_the_engine_within_a_pass_and_names_the_rank(
     tiny_llama: Path, committed: Callable[[str], None]
 ) -> None:
     committed("weight 1@2")
-    with LLM(tiny_llama, tp=2, progress=False) as llm:
+    with LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as llm:
         with pytest.raises(EngineDeadError, match=r"layers\.2\.mlp\.down_proj\.weight on rank 1") as caught:
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert caught.value.code == "weight_damaged"
@@ -195,7 +198,7 @@ def test_a_request_whose_numbers_break_ends_with_the_layer_and_the_others_go_on(
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks_find_the_layer_together(tiny_llama: Path) -> None:
     """What only rank 0 holds is wrong: its part of a sum makes all of it infinite."""
-    with LLM(tiny_llama, tp=2, progress=False) as llm:
+    with LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as llm:
         wanted = answers(llm)
         mixer = llm.engine.runner.runner.model.layers[1].mixer  # type: ignore[attr-defined]
         saved = mixer.output.product.weight.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,15 +26,17 @@ from tests.threaded_ranks import ThreadedEngine
 
 pytestmark = pytest.mark.slow
 
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 40
 WHOLE_ANSWER = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 SCORED_PROMPT = SamplingParams(max_tokens=0, prompt_logprobs=20)
-SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20)
+SCORED = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=20)
 BEYOND_BLOCKS = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
 """As many tokens as fill a block of every kind: of 8 tokens, or of 12 compressed ones."""
 CHUNKS = [[57], [1, 20, 36], [40, 1, 16]]
+EVERY_CACHE = ["llama3_rope", "gemma3_text", "llama4_text", "deepseek_v32", "qwen3_next", "deepseek_v4"]
+"""A family for each way to keep what is behind: whole, in windows and chunks, as latents, as states, compressed."""
 
 
 def lone_runner(reference: Reference, num_blocks: int = 64) -> TorchRunner:
@@ -80,20 +83,29 @@ def test_rows_asked_for_are_computed_as_among_all_rows(some_reference: Reference
     torch.testing.assert_close(scores, some_reference.logits[rows], atol=LOGIT_NOISE, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def pressed(reference: Reference) -> Iterator[tuple[ThreadedEngine, list[Request]]]:
+class Pressed(NamedTuple):
     """One batch under pressure: chunks of prompts, cached prefixes and preemption."""
-    engine = ThreadedEngine(reference.folder, max_num_seqs=7, num_blocks=64)
-    yield engine, engine.generate(reference.prompts, WHOLE_ANSWER)
+
+    engine: ThreadedEngine
+    requests: list[Request]
+    scores: list[Tensor]
+    """What transformers says at every place of each prompt and its answer."""
+
+
+@pytest.fixture(scope="module")
+def pressed(reference: Reference) -> Iterator[Pressed]:
+    engine = ThreadedEngine(reference.folder, max_num_seqs=7, num_blocks=52)
+    requests = engine.generate(reference.prompts, WHOLE_ANSWER)
+    yield Pressed(engine, requests, [reference.scores(request.tokens) for request in requests])
     engine.close()
 
 
-def test_greedy_tokens_equal_transformers(reference: Reference, pressed: tuple[ThreadedEngine, list[Request]]) -> None:
+def test_greedy_tokens_equal_transformers(reference: Reference, pressed: Pressed) -> None:
     """Each token is the likeliest behind those before it: that is the greedy answer. Then again from a warm cache."""
-    engine, cold = pressed
+    engine, cold, told = pressed
     assert sum(request.preemptions for request in cold) > 0
-    for prompt, request in zip(reference.prompts, cold, strict=True):
-        scores = reference.scores(prompt + request.output)[len(prompt) - 1 : -1]
+    for prompt, request, whole in zip(reference.prompts, cold, told, strict=True):
+        scores = whole[len(prompt) - 1 : -1]
         assert scores.argmax(-1).tolist() == request.output
         best, second = scores.topk(2).values.unbind(1)
         assert (best - second).min() > 2 * SCORE_NOISE, "no matter of last bits: choose other PROMPTS"
@@ -107,22 +119,22 @@ def test_greedy_tokens_equal_transformers(reference: Reference, pressed: tuple[T
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_ranks_together_give_the_answer_and_scores_of_transformers(
-    reference: Reference, pressed: tuple[ThreadedEngine, list[Request]], tp: int
+    reference: Reference, pressed: Pressed, tp: int
 ) -> None:
     """All but the last tokens of the answer are read, in two chunks: where each is the likeliest behind those before it
     these ranks would say it. The last they do say, behind a cached prefix. What the engine does under pressure does not
     depend on its ranks."""
-    prompt, answer = reference.prompts[-1], pressed[1][-1].output
-    heard, said = answer[:-4], answer[-4:]
-    wanted = reference.scores(prompt + answer)[:-1].log_softmax(-1)
-    engine = ThreadedEngine(reference.folder, tp, max_num_batched_tokens=75)
+    prompt, answer = reference.prompts[-1], pressed.requests[-1].output
+    heard, said = answer[:-2], answer[-2:]
+    wanted = pressed.scores[-1][:-1].log_softmax(-1)
+    engine = ThreadedEngine(reference.folder, tp, max_num_batched_tokens=60)
     (read,) = engine.generate([prompt + heard], SCORED_PROMPT)
     assert [told.top[0][0] for told in read.prompt_logprobs][-len(heard) :] == heard
-    check_scores(read.prompt_logprobs, wanted[:-4])
+    check_scores(read.prompt_logprobs, wanted[:-2])
     (request,) = engine.generate([prompt + heard], SCORED)
     assert request.output == said
-    check_scores([output.logprobs for output in engine.outputs[-4:]], wanted[-4:])
-    assert request.cached_tokens == 112
+    check_scores([output.logprobs for output in engine.outputs[-2:]], wanted[-2:])
+    assert request.cached_tokens == 88
     engine.close()
 
 
@@ -132,13 +144,12 @@ def check_scores(found: Iterable[TokenLogprobs], wanted: Tensor) -> None:
     torch.testing.assert_close(scores.float(), wanted.gather(1, tokens.long()), atol=SCORE_NOISE, rtol=0)
 
 
-def test_answers_without_a_prefix_cache_and_alone_are_the_same(
-    reference: Reference, pressed: tuple[ThreadedEngine, list[Request]]
-) -> None:
+@pytest.mark.parametrize("reference", EVERY_CACHE, indirect=True)
+def test_answers_without_a_prefix_cache_and_alone_are_the_same(reference: Reference, pressed: Pressed) -> None:
     engine = ThreadedEngine(reference.folder, prefix_caching=False, max_num_batched_tokens=512, num_blocks=160)
     together = engine.generate(reference.prompts, BEYOND_BLOCKS)
     (alone,) = engine.generate(reference.prompts[4:5], BEYOND_BLOCKS)
-    answers = [request.output[:13] for request in pressed[1]]
+    answers = [request.output[:13] for request in pressed.requests]
     assert [request.output for request in (*together, alone)] == [*answers, answers[4]]
     assert [request.cached_tokens for request in (*together, alone)] == [0] * 8
     engine.close()
@@ -179,7 +190,7 @@ def test_the_next_step_may_be_launched_before_this_one_is_read(some_reference: R
 
 def test_tenants_with_different_salts_share_nothing(some_reference: Reference) -> None:
     prompt = some_reference.prompts[-1]
-    with LLM(some_reference.folder, progress=False) as llm:
+    with LLM(some_reference.folder, progress=False, max_num_seqs=4) as llm:
         cached = [llm.generate(prompt, ONE, salt=salt).cached_tokens for salt in ("a", "b", None, "a", "b", None)]
     assert cached == [0, 0, 0, 48, 48, 48]
 
@@ -189,7 +200,7 @@ def test_a_recurrent_state_is_resumed_where_one_was_kept(
     references: Callable[[str], Reference], prefix_caching: bool, cached: int
 ) -> None:
     reference = references("qwen3_5_text")
-    with LLM(reference.folder, progress=False, prefix_caching=prefix_caching) as llm:
+    with LLM(reference.folder, progress=False, prefix_caching=prefix_caching, max_num_seqs=4) as llm:
         answers = [llm.generate(reference.prompts[-1], GREEDY) for _ in range(2)]
     assert all(reference.confirms(reference.prompts[-1], answer.token_ids) for answer in answers)
     assert [answer.cached_tokens for answer in answers] == [0, cached]

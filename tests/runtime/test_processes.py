@@ -21,6 +21,7 @@ from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.runtime import executor, runner
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.messages import pack_plan
+from tests.forked import ForkedPython
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def test_a_killed_rank_is_named_and_not_waited_for(tiny_llama: Path) -> None:
 
     The model drafts for itself, so all rows are rows of drafts.
     """
-    with LLM(tiny_llama, tp=3, progress=False, speculate=str(tiny_llama)) as llm:
+    with LLM(tiny_llama, tp=3, progress=False, speculate=str(tiny_llama), num_blocks=64) as llm:
         pids = ranks_of(llm)
         llm.engine.add(PROMPT, LONG)
         for _ in range(5):
@@ -83,7 +84,7 @@ def test_a_killed_rank_is_named_and_not_waited_for(tiny_llama: Path) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> None:
     """A damaged plan: rank 1 refuses it, and its own traceback reaches the caller."""
-    with LLM(tiny_llama, tp=3, progress=False) as llm:
+    with LLM(tiny_llama, tp=3, progress=False, num_blocks=64) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
         assert isinstance(runner, Executor)
         checksum, body = pack_plan(StepPlan(1, [], [0], [0], [1], [0], []))
@@ -98,7 +99,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tiny_llama: Path) -> Non
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "digest", lambda tokens: 0)
-    with LLM(tiny_llama, tp=2, progress=False) as llm:
+    with LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as llm:
         error = run_until_death(llm)
         assert error.code == "fabric"
         assert "Ranks 0 and 1 differ in the tokens they sampled" in error.found
@@ -107,7 +108,7 @@ def test_a_rank_that_samples_other_tokens_is_named(tiny_llama: Path, monkeypatch
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(tiny_llama, tp=2, progress=False) as llm:
+    with LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as llm:
         pids, runner = ranks_of(llm), llm.engine.runner
         assert isinstance(runner, Executor)
         monkeypatch.setattr(runner.runner.model, "scores", lambda hidden: 1 / 0)
@@ -116,8 +117,9 @@ def test_an_error_in_rank_0_ends_the_others(tiny_llama: Path, monkeypatch: pytes
         assert gone(list(pids.values()))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
-    with LLM(tiny_llama, tp=2, progress=False) as llm:
+    with LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, Executor)
         pids, folder = list(ranks_of(llm).values()), runner.workers.folder
@@ -127,14 +129,12 @@ def test_closing_leaves_no_process_and_no_folder(tiny_llama: Path) -> None:
 
 
 def test_no_rank_outlives_a_parent_killed_outright(tiny_llama: Path) -> None:
-    script = (
-        "import sys, time\nfrom phalanx import LLM\n"
-        "llm = LLM(sys.argv[1], tp=2, progress=False)\n"
-        "print(llm.engine.runner.workers.processes[1].pid, flush=True)\ntime.sleep(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
+    """The parent is forked, its rank is started as Phalanx does."""
+    reading, writing = os.pipe()
+    parent = ForkedPython("tests.runtime.lasting_engine", str(tiny_llama), variables=dict(os.environ), stdout=writing)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        worker = int(told.readline())
     assert psutil.pid_exists(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -155,7 +155,10 @@ def test_a_script_may_end_without_closing(tiny_llama: Path) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_engines_live_in_one_process(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
-    with LLM(tiny_llama, tp=2, progress=False) as first, LLM(tiny_llama, tp=2, progress=False) as second:
+    with (
+        LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as first,
+        LLM(tiny_llama, tp=2, progress=False, num_blocks=64) as second,
+    ):
         answers = [llm.generate(PROMPT, params).token_ids for llm in (first, second, first)]
     assert answers[0] == answers[1] == answers[2]
 

@@ -66,21 +66,38 @@ def rows_of(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 @given(plans())
-def test_every_token_has_its_row_and_the_rest_is_the_spare_slots_first_token(plan: StepPlan) -> None:
-    size = size_of(plan, 10 * LONGEST)
-    if size is not None:
-        slots, positions, *_ = parts_of(plan, size)
-        padding = size.tokens - plan.num_tokens
-        assert list(zip(slots, positions, strict=True)) == rows_of(plan) + [(SPARE, 0)] * padding
-
-
-@given(plans())
-def test_every_row_is_a_decode_or_in_one_tile(plan: StepPlan) -> None:
-    """Each at its own slot and position; rows that fill up look no further than a tile. Unused tiles are empty."""
+def test_a_plan_is_laid_out_in_the_smallest_graph_that_holds_it(plan: StepPlan) -> None:
     size = size_of(plan, LONGEST)
-    if size is None:
-        return
-    _, _, decode_slots, decode_positions, _, _, numbers = parts_of(plan, size)
+    check_size(plan, size)
+    if size is not None:
+        parts = parts_of(plan, size)
+        check_tokens(plan, size, parts)
+        check_decodes_and_tiles(plan, size, parts)
+        check_yielding_rows(plan, size, parts)
+
+
+def check_size(plan: StepPlan, size: GraphSize | None) -> None:
+    decodes, prompts = sum(plan.counts[: singles_of(plan)]), len(plan.counts) - singles_of(plan)
+    fits = [tokens for tokens in TOKENS if plan.num_tokens <= tokens and prompts <= tokens // 8]
+    assert (size is None) == (not fits)
+    if size is not None:
+        assert size.tokens == fits[0]
+        assert decodes <= size.decodes <= size.tokens
+        assert size.decodes in (*DECODES, size.tokens)
+
+
+def check_tokens(plan: StepPlan, size: GraphSize, parts: list[list[int]]) -> None:
+    """Every token has its row, and the rest is the spare slot's first token."""
+    slots, positions, *_ = parts
+    padding = size.tokens - plan.num_tokens
+    assert list(zip(slots, positions, strict=True)) == rows_of(plan) + [(SPARE, 0)] * padding
+
+
+def check_decodes_and_tiles(plan: StepPlan, size: GraphSize, parts: list[list[int]]) -> None:
+    """Every row is a decode or in one tile, at its own slot and position; rows that fill up look no further than a
+    tile. Unused tiles are empty.
+    """
+    _, _, decode_slots, decode_positions, _, _, numbers = parts
     decodes = sum(plan.counts[: singles_of(plan)])
     padding = size.decodes - decodes
     found = dict(enumerate(rows_of(plan)[:decodes]))
@@ -94,29 +111,14 @@ def test_every_row_is_a_decode_or_in_one_tile(plan: StepPlan) -> None:
     assert [found[row] for row in range(size.tokens)] == rows_of(plan) + [(SPARE, 0)] * (size.tokens - plan.num_tokens)
 
 
-@given(plans())
-def test_rows_that_yield_a_token_are_the_last_of_their_sequence(plan: StepPlan) -> None:
-    size = size_of(plan, LONGEST)
-    if size is None:
-        return
-    _, _, _, _, rows, slots, _ = parts_of(plan, size)
+def check_yielding_rows(plan: StepPlan, size: GraphSize, parts: list[list[int]]) -> None:
+    """They are the last of their sequence."""
+    _, _, _, _, rows, slots, _ = parts
     ends = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
     wanted = [(slot, start + count - back) for slot, start, count, most in ends for back in range(most, 0, -1)]
     assert [rows_of(plan)[row] for row in rows[: len(wanted)]] == wanted
     assert slots == [slot for slot, _ in wanted] + [SPARE] * (size.samples - len(wanted))
     assert all(row < size.tokens for row in rows)
-
-
-@given(plans())
-def test_a_plan_runs_in_the_smallest_graph_that_holds_it(plan: StepPlan) -> None:
-    size = size_of(plan, LONGEST)
-    decodes, prompts = sum(plan.counts[: singles_of(plan)]), len(plan.counts) - singles_of(plan)
-    fits = [tokens for tokens in TOKENS if plan.num_tokens <= tokens and prompts <= tokens // 8]
-    assert (size is None) == (not fits)
-    if size is not None:
-        assert size.tokens == fits[0]
-        assert decodes <= size.decodes <= size.tokens
-        assert size.decodes in (*DECODES, size.tokens)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_scores_are_held_a_slice_at_a_time(tiny_llama: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_the_default_model_scores_public_texts_as_transformers_does() -> None:
     choices = [(item.context, choice) for item in ITEMS for choice in item.choices]
-    with LLM(dtype="fp32", progress=False, max_model_len=256, max_num_batched_tokens=256) as llm:
+    with LLM(dtype="fp32", progress=False, max_model_len=256, max_num_batched_tokens=256, num_blocks=64) as llm:
         assert llm.tokenizer is not None
         told = llm.generate([*PASSAGES, *map("".join, choices)], SamplingParams(max_tokens=0, prompt_logprobs=0))
         firsts = [1] * len(PASSAGES) + [len(llm.tokenizer.encode(context)) for context, _ in choices]

@@ -13,6 +13,7 @@ import pytest
 
 from phalanx import LLM
 from phalanx.errors import ConfigError
+from phalanx.runtime import child
 from phalanx.runtime.channel import Keys
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import Meeting, RankAssignment
@@ -21,6 +22,8 @@ from phalanx.runtime.rank import Spot
 from phalanx.runtime.ray_cluster import RayCluster
 from phalanx.runtime.ray_workers import check_machines, visible_index
 from phalanx.runtime.seat import Ended, Posting, Seat, SeatFacts, gather_facts
+from tests.faults import FAULT
+from tests.forked import forked_rank
 
 NODES = [RayNode(f"id{n}", f"10.0.0.{n}", f"spark-{n}", 1, 20, 1, 20) for n in (1, 2)]
 FILES = {"config.json": 700, "model-1.safetensors": 5000, "model-2.safetensors": 4000}
@@ -110,6 +113,7 @@ def run_in_seat(posted: RankAssignment) -> Ended:
     return msgspec.json.decode(Seat().run(posting), type=Ended)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_fails_in_its_seat_leaves_its_own_words_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +127,13 @@ def test_a_rank_that_fails_in_its_seat_leaves_its_own_words_and_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_whose_engine_is_not_there_ends_by_itself(tiny_llama: Path) -> None:
+def test_a_rank_whose_engine_is_not_there_ends_by_itself(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads, reports to nobody, and would wait for orders for ever."""
+
+    def start(module: str, line: bytes, variables: dict[str, str]) -> object:
+        return forked_rank(module, line, variables | {FAULT: "impatient 1@1"})
+
+    monkeypatch.setattr(child, "start", start)
     assert run_in_seat(assignment(str(tiny_llama))) == Ended(0, None)
 
 

@@ -50,7 +50,7 @@ def test_the_others_get_the_tokens_of_transformers(captured: Reference, monkeypa
 
 def test_who_asked_in_this_process_hears_the_cause(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_short(2, 0, lambda rank: True, monkeypatch.setattr)
-    with LLM(tiny_llama, progress=False) as llm:
+    with LLM(tiny_llama, progress=False, num_blocks=64) as llm:
         with pytest.raises(RequestError, match="ran out of memory") as caught:
             llm.generate([1, 2, 3], GREEDY)
         assert caught.value.code == "out_of_memory"
@@ -73,7 +73,10 @@ def test_other_errors_are_not_taken_for_it(tiny_llama: Path, monkeypatch: pytest
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr(TorchRunner, "_launch", broken)
-    with LLM(tiny_llama, progress=False) as llm, pytest.raises(RuntimeError, match="illegal memory access"):
+    with (
+        LLM(tiny_llama, progress=False, num_blocks=64) as llm,
+        pytest.raises(RuntimeError, match="illegal memory access"),
+    ):
         llm.generate([1, 2, 3], GREEDY)
 
 
@@ -112,7 +115,7 @@ def test_ranks_that_do_not_give_up_together_end_the_engine_with_the_cause(
     monkeypatch.setattr("phalanx.runtime.executor._SHORT_WITHIN_S", 1.0)
     monkeypatch.setenv("SHORT_RANKS", of_workers)
     run_short(*here, lambda rank: True, monkeypatch.setattr)
-    with LLM(tiny_llama, tp=tp, progress=False) as llm:
+    with LLM(tiny_llama, tp=tp, progress=False, num_blocks=64) as llm:
         with pytest.raises(EngineDeadError, match=f"ran out of memory on {named}") as caught:
             llm.generate([1, 2, 3], GREEDY)
         assert caught.value.code == "out_of_memory"

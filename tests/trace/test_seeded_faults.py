@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from torch import Tensor
 
 from phalanx.cost.allreduce import all_reduce_seconds
@@ -86,21 +87,21 @@ def engine(references: Any) -> Iterator[ThreadedEngine]:
 def virtual(engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     time = VirtualTime()
 
-    def exchange(self: Meeting, rank: int, tensor: Tensor) -> list[Tensor]:
-        self.brought[rank] = tensor
-        self.barrier.wait()
-        found, there = list(self.brought), max(time.ranks)
-        self.barrier.wait()
+    meet = Meeting.exchange
+
+    def exchange(self: Meeting, rank: int, number: int, tensor: Tensor) -> list[Tensor]:
+        there = max(map(int, meet(self, rank, 2 * number, torch.tensor(time.ranks[rank]))))
+        found = meet(self, rank, 2 * number + 1, tensor)
         time.ranks[rank] = there + time.exchange(tensor.nbytes)
         return found
 
     def launch(self: ThreadedRunner, plan: StepPlan) -> None:
-        def run(rank: int) -> Any:
-            with time.on(rank):
-                self.ranks[rank].launch(plan)
-                return self.ranks[rank].collect()
+        def run(rank: Any) -> Any:
+            with time.on(self.ranks.index(rank)):
+                rank.launch(plan)
+                return rank.collect()
 
-        self._results.append(next(iter(list(self._threads.map(run, range(RANKS))))))
+        self._results.append(self._on_all(run)[0])
         time.host = max(time.ranks)
 
     def work(rank: int) -> None:

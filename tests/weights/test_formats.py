@@ -68,16 +68,21 @@ def share(checkpoint: Checkpoint, rank: int, size: int, quantised: bool) -> Deco
     return model
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["widened", "as stored"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_part_is_a_plain_dequantisation(tmp_path: Path, form: str, model: str, quantised: bool) -> None:
+def test_every_part_is_a_plain_dequantisation(tmp_path: Path, form: str, model: str) -> None:
     more = {"head_dim": 128} if form.startswith("fp8") else {}
     config, stored, meant = written(MODELS[model] | more, form)
     checkpoint = Checkpoint(save_folder(tmp_path, config, stored))
+    for quantised in (False, True):
+        check_parts(checkpoint, meant, form, quantised)
+
+
+def check_parts(checkpoint: Checkpoint, meant: Tensors, form: str, quantised: bool) -> None:
+    """Widened or as stored, whole and in three parts that are not alike."""
     covered = dict.fromkeys(meant, 0)
     held_quantised = 0
-    for size in (1, 2, 3):
+    for size in (1, 3):
         for rank in range(size):
             for name, part in share(checkpoint, rank, size, quantised).parts():
                 wide = part if isinstance(part, Tensor) else part.dequantised(torch.float32)
@@ -88,7 +93,7 @@ def test_every_part_is_a_plain_dequantisation(tmp_path: Path, form: str, model: 
                 else:
                     assert torch.equal(wide, wanted), name
                 covered[name] += part.numel()
-    assert all(covered[name] >= 3 * values.numel() for name, values in meant.items())
+    assert all(covered[name] >= 2 * values.numel() for name, values in meant.items())
     assert (held_quantised > 0) == quantised
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,12 @@ def test_a_header_with_impossible_lengths_is_broken(tmp_path: Path, length: int)
     path = tmp_path / "garbage.gguf"
     path.write_bytes(b"GGUF\3\0\0\0" + (1).to_bytes(8, "little") * 2 + length.to_bytes(8, "little") + bytes(64))
     assert_broken(path)
+
+
+def test_a_value_that_the_file_ends_within_is_broken(tmp_path: Path) -> None:
+    """Though it claims no more bytes than the file has."""
+    key, cut = b"general.architecture", struct.pack("<IQ", 8, 30) + b"llama"
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key + cut)
+    with pytest.raises(CheckpointError, match="ends within a value of 30 bytes"):
+        GgufFile(path)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from phalanx.engine.sampling import SamplingParams
 from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import FAMILIES, Reference
-from tests.runtime.test_parity import GREEDY
 from tests.threaded_ranks import ThreadedEngine
 
 References = Callable[[str], Reference]
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)_proj\.weight")
 CONVERTED = re.compile(r".*(\b[qkvo]|out|gate|up|down)_proj\.weight|.*in_proj_(qkv|qkvz|z)\.weight")
 BLOCK = 128
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 WIDE: dict[str, Any] = {
     "hidden_size": BLOCK,
     "head_dim": BLOCK,

@@ -92,7 +92,10 @@ def _take(file: Any, count: int) -> bytes:
     """Of a file that may claim anything: memory is only asked for as much as there is to read."""
     if count > os.fstat(file.fileno()).st_size:
         raise ValueError(f"it claims a value of {count} bytes")
-    return file.read(count)
+    found = file.read(count)
+    if len(found) < count:
+        raise ValueError(f"it ends within a value of {count} bytes")
+    return found
 
 
 def _read_scalar(file: Any, layout: str) -> Any:

@@ -56,6 +56,7 @@ class ViewReader:
     def __init__(self, files: SafetensorsReader, spec: ModelSpec) -> None:
         self._files = files
         self._spec = spec
+        self._places: dict[tuple[str, Piece], _Place | None] = {}
 
     def names(self) -> list[str]:
         return self._files.names()
@@ -172,6 +173,12 @@ class ViewReader:
         return self._find_piece(tensor, _WHOLE)
 
     def _find_piece(self, tensor: TensorSpec, piece: Piece) -> _Place | None:
+        key = tensor.name, piece
+        if key not in self._places:
+            self._places[key] = self._look_for(tensor, piece)
+        return self._places[key]
+
+    def _look_for(self, tensor: TensorSpec, piece: Piece) -> _Place | None:
         for found, stored in self._candidates(tensor, piece is not _WHOLE):
             name = piece.name(found)
             if self._files.shape(name) is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from triton.language.extra import cuda
 
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
@@ -22,6 +21,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
 from phalanx.spec.hyper import Hyper
 from phalanx.weights.checkpoint import Checkpoint
+from tests.kernels.interpreter import make_ready
 
 BLOCK, BLOCKS = 5, 8
 CHUNKS = [(1, 2), (3, 11), (1, 1)]
@@ -68,7 +68,7 @@ def computed(folder: Path, by_rows: bool) -> Tensor:
 
 
 def main() -> None:
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+    make_ready()
     folder = Path(sys.argv[1])
     with torch.inference_mode():
         wanted = computed(folder, by_rows=False)

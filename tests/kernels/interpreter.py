@@ -1,0 +1,40 @@
+"""Triton's interpreter on a CPU, for modules that are run with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from triton import language
+from triton.language.extra import cuda
+from triton.runtime import interpreter
+
+
+def make_ready() -> None:
+    """Leave out what only GPUs have, and half of the time: at every call of a function the interpreter puts all of its
+    language in place anew, and it computes for every sum whether it overflows, which then nobody looks at.
+    """
+    cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+
+
+class _Staying:
+    def restore(self) -> None:
+        return None
+
+
+def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], _Staying]:
+    done: set[tuple[bool, ...]] = set()
+
+    def patch_once(function: Any) -> _Staying:
+        seen = {id(value) for value in function.__globals__.values()}
+        languages = tuple(id(each) in seen for each in (language, language.core))
+        if languages not in done:
+            patch(function)
+            done.add(languages)
+        return _Staying()
+
+    return patch_once
