@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from phalanx.bench import timing
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.lab import experiment
-from phalanx.bench.lab.experiment import Experiment, checkpoint_of, run_lab
+from phalanx.bench.lab.experiment import Experiment, Lab, checkpoint_of, run_lab
 from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.report import markdown, remarks
 from phalanx.bench.lab.verdict import verdicts
@@ -161,3 +161,9 @@ def test_figures_that_the_clocks_do_not_confirm_are_said(tiny_llama: Path) -> No
     far = replace(lab, points=[replace(lab.points[0], clocks_ms=tpot * 0.9, between_ms=tpot * 0.1)])
     assert "lies between steps" in remarks(far)[0]
     assert remarks(far)[0] in markdown(far, "lab.png")
+
+
+@pytest.mark.parametrize("figures", [{"of_flops": 1.2}, {"of_bandwidth": 1.1}, {"least_tpot_ms": 10.1}, {}])
+def test_who_beats_the_limits_is_told_that_they_are_none(figures: dict[str, float]) -> None:
+    lab = Lab("a model", "a CPU", "4x8x6", "", False, Ceilings("", 1, 1), [replace(point(1, 10, 1), **figures)], False)
+    assert ["TP=1 is faster than this machine's limits" in told for told in remarks(lab)] == [True] * bool(figures)

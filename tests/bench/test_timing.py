@@ -86,7 +86,7 @@ def test_where_requests_never_decode_together_it_is_said_how_long_answers_have_t
 ) -> None:
     made = virtual(monkeypatch, budget=32)
     with pytest.raises(ConfigError, match="An answer ends before the last prompt") as refused:
-        print(time_case(made.engine, FixedBatch(5, 50, 3), repeats=1).tpot)
+        _ = time_case(made.engine, FixedBatch(5, 50, 3), repeats=1).tpot
     enough = next(outputs for outputs in range(2, 30) if time_five(made.engine, outputs).steps)
     assert refused.value.fix.startswith(f"Let answers have more than {enough - 1} tokens")
 

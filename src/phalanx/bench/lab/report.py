@@ -66,10 +66,16 @@ def _source(lab: Lab) -> str:
 def remarks(lab: Lab) -> list[str]:
     """What a reader should know before believing the figures."""
     apart = [p for p in lab.points if abs(p.clocks_ms / p.tpot_ms - 1) > _CLOCKS_AGREE]
+    beyond = [p for p in lab.points if max(p.of_bandwidth, p.of_flops, p.least_tpot_ms / p.tpot_ms) > 1]
     return [
         f"TP={p.tp}: a step takes {p.tpot_ms:.2f} ms by the wall and {p.clocks_ms:.2f} by its own clocks; the rest "
         "lies between steps."
         for p in apart
+    ] + [
+        f"TP={p.tp} is faster than this machine's limits, a copy and a product of plain numbers: weights here are kept "
+        "in fewer bits than that, or other work had the machine while they were measured. Limits and bottleneck are "
+        "none then."
+        for p in beyond
     ]
 
 
