@@ -5,9 +5,9 @@ With `--checkpoints FOLDER`, a model that has a checkpoint there, in a folder of
 A model of experts is timed a second time with one prompt for all requests, which then choose the same few experts.
 
 Cases are BATCHxINPUTxOUTPUT; `256xmix` is 256 requests of 100 to 1024 tokens in and out. Everything is greedy and runs
-to its length. TPOT is the time of a run less that of the same run with one output token, over the other tokens; the
-better of two runs counts. Beside every speed stand the bytes or FLOPs a second it means, and their share of what the
-machine gave in the same process to a large copy and a large product.
+to its length. TPOT is of the steps in which all requests decode, from the end of the last prompt to the first end of an
+answer; the faster of two runs counts. Beside every speed stand the bytes or FLOPs a second it means, and their share of
+what the machine gave in the same process to a large copy and a large product.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def mixed_lengths() -> list[tuple[int, int]]:
 def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> None:
     """Run in a process of its own: print a line for the start, one for the machine, one a case."""
     from phalanx.bench.ceilings import measure_ceilings
-    from phalanx.bench.offline import least_work, time_requests
+    from phalanx.bench.offline import least_work
+    from phalanx.bench.timing import time_requests
     from phalanx.models import read_config
     from phalanx.runtime.config import EngineConfig
     from phalanx.runtime.start import start_engine
@@ -94,11 +95,11 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
 
 
 def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool) -> dict[str, object]:
-    from phalanx.bench.offline import FixedBatch, time_case
+    from phalanx.bench.timing import FixedBatch, time_case, time_prompts
 
     case = FixedBatch.parse(name)
     timing = time_case(engine, case, repeats=2, one_prompt=one_prompt)
-    tpot = (timing.whole - timing.first) / (case.outputs - 1)
+    tpot, prefill = timing.tpot, time_prompts(engine, case, repeats=2, one_prompt=one_prompt)
     moved, flops = work.bytes_of(case.decode_step), work.flops_of(case.decode_step)
     prefill_flops = work.flops_of(case.prompts)
     if one_prompt:  # how many experts that takes is not counted
@@ -110,10 +111,10 @@ def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool)
         }
     return {
         "case": name,
-        "prefill_s": round(timing.first, 4),
-        "prefill_tok_s": round(case.batch * case.inputs / timing.first, 1),
-        "prefill_tflop_s": round(prefill_flops / timing.first / 1e12, 1),
-        "prefill_share": round(prefill_flops / timing.first / ceilings.flops_per_s, 3),
+        "prefill_s": round(prefill, 4),
+        "prefill_tok_s": round(case.batch * case.inputs / prefill, 1),
+        "prefill_tflop_s": round(prefill_flops / prefill / 1e12, 1),
+        "prefill_share": round(prefill_flops / prefill / ceilings.flops_per_s, 3),
         "tpot_ms": round(tpot * 1e3, 3),
         "decode_tok_s": round(case.batch / tpot, 1),
         "decode_gb_s": round(moved / tpot / 1e9, 1),
@@ -123,10 +124,10 @@ def run_case(engine: Any, name: str, work: Any, ceilings: Any, one_prompt: bool)
 
 
 def run_mix(engine: Any, one_prompt: bool) -> dict[str, object]:
-    from phalanx.bench.offline import time_requests
+    from phalanx.bench.timing import time_requests
 
     lengths = mixed_lengths()
-    seconds = min(time_requests(engine, lengths, seed, one_prompt) for seed in range(2))
+    seconds = min(time_requests(engine, lengths, seed, one_prompt).whole for seed in range(2))
     outputs = sum(output for _, output in lengths)
     return {
         "case": MIX,

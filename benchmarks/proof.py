@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from h200_facts import MODELS
 
-from phalanx.bench.offline import settled_memory
+from phalanx.bench.timing import settled_memory
 from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.tracing import EngineTracer

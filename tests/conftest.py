@@ -462,9 +462,9 @@ def known_ceilings() -> Callable[..., Any]:
 @pytest.fixture
 def unsteady_figures(known_ceilings: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `bench offline`: no look for garbage before each run, which takes longer than the run does."""
-    from phalanx.bench import offline
+    from phalanx.bench import offline, timing
 
-    monkeypatch.setattr(offline, "settled_memory", nullcontext)
+    monkeypatch.setattr(timing, "settled_memory", nullcontext)
     monkeypatch.setattr(offline, "measure_ceilings", known_ceilings)
 
 

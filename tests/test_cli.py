@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx import __version__
-from phalanx.bench import offline
+from phalanx.bench import timing
 from phalanx.cli import app
 from phalanx.engine.core import Engine
 from phalanx.models.registry import families, served
@@ -104,13 +105,13 @@ def test_bench_offline_prints_a_table_and_writes_json(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All is run, but a token is said to take 0.1 s: a machine that pauses changes no figure."""
-    time_requests = offline.time_requests
+    time_requests = timing.time_requests
 
-    def timed(engine: Engine, lengths: list[tuple[int, int]], *how: Any, **options: Any) -> float:
-        assert time_requests(engine, lengths, *how, **options) > 0
-        return 0.1 * max(outputs for _, outputs in lengths)
+    def timed(engine: Engine, lengths: list[tuple[int, int]], *how: Any, **options: Any) -> timing.Timing:
+        told = time_requests(engine, lengths, *how, **options)
+        return replace(told, first=0.1, decode=0.1 * told.steps, whole=0.1 * lengths[0][1])
 
-    monkeypatch.setattr(offline, "time_requests", timed)
+    monkeypatch.setattr(timing, "time_requests", timed)
     output = tmp_path / "bench.json"
     cases = "1x16x64,3x8x48"
     result = run(app, ["bench", "offline", str(tiny_llama), "--cases", cases, "--repeats", "1", "--json", str(output)])
@@ -121,5 +122,5 @@ def test_bench_offline_prints_a_table_and_writes_json(
     for row, prompts, batch in zip(record["results"], (16, 24), (1, 3), strict=True):
         assert row["prefill_tok_s"] == pytest.approx(prompts / 0.1)
         assert row["tpot_ms"] == pytest.approx(100)
-        assert row["decode_tok_s"] == pytest.approx(batch / 0.1)
+        assert [row["decode_tok_s"], row["tok_s"]] == pytest.approx([batch / 0.1] * 2)
         assert 0 < row["decode_share"] < 1

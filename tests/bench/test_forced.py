@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import FixedBatch, _table, _time, least_work, run_cases
+from phalanx.bench.offline import _table, least_work, run_cases, summarise, time_both
+from phalanx.bench.timing import FixedBatch
 from phalanx.cli import app
 from phalanx.engine.speculation import Speculation
 from phalanx.errors import ConfigError
@@ -38,14 +40,15 @@ def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptanc
     speculation = engine.scheduler.speculation
     assert speculation is not None
     work = least_work(engine.runner.model.place.spec, asked, pick_device(asked, 0))  # type: ignore[attr-defined]
-    result = _time(engine, FixedBatch(2, 5, 40), 1, work, CEILINGS, acceptance)
+    case = FixedBatch(2, 5, 40)
+    timing, told = time_both(engine, case, 1, acceptance)
     engine.close()
-    told = result.speculated
     assert told is not None
     assert told.drafts >= 3
     assert told.accepted / told.drafts == pytest.approx(acceptance, abs=0.35 if acceptance == 0.5 else 0.0)
     assert (told.draft_share > 0) == (speculate == "mtp")
     assert engine.scheduler.speculation is speculation
+    result = replace(summarise(case, timing, work, CEILINGS, on_gpu=False), speculated=told)
     assert "speed-up" in [column.header for column in _table("", [result], CEILINGS).columns]
 
 

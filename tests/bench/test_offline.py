@@ -1,21 +1,14 @@
-"""Cases, the least work they need, by hand, and the prompts they are given."""
+"""Cases, and the least work they need, by hand."""
 
 from __future__ import annotations
-
-import gc
 
 import pytest
 import torch
 
-from phalanx.bench import offline
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import FixedBatch, least_work, settled_memory, time_case, time_requests
+from phalanx.bench.offline import least_work
+from phalanx.bench.timing import FixedBatch
 from phalanx.cost.work import RankWork, count_work
-from phalanx.engine.blocks import BlockPool
-from phalanx.engine.core import Engine
-from phalanx.engine.modelled import ModelledRunner
-from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import ConfigError
 from phalanx.models import read_config
 from phalanx.runtime.config import EngineConfig
@@ -112,48 +105,3 @@ def test_the_limit_is_whichever_takes_longer() -> None:
     ceilings = Ceilings("a machine", bytes_per_s=10.0, flops_per_s=100.0)
     assert ceilings.seconds(20, 100) == 2.0
     assert ceilings.seconds(20, 1000) == 10.0
-
-
-class Listener:
-    """An engine that only hears what it is asked."""
-
-    vocab, has_work = 1000, False
-
-    def __init__(self) -> None:
-        self.prompts: list[list[int]] = []
-        self.kept_from_collector = 0
-
-    def add(self, prompt: list[int], params: object) -> None:
-        self.prompts.append(prompt)
-        self.kept_from_collector = gc.get_freeze_count()
-
-
-@pytest.mark.parametrize("one_prompt", [False, True])
-def test_prompts_differ_unless_one_is_asked_for(one_prompt: bool) -> None:
-    engine = Listener()
-    time_requests(engine, [(30, 1), (20, 1), (30, 1)], 0, one_prompt)  # type: ignore[arg-type]
-    first, shorter, last = engine.prompts
-    assert [len(first), len(shorter), len(last)] == [30, 20, 30]
-    assert (first == last) == (first[:20] == shorter) == one_prompt
-
-
-@pytest.mark.parametrize("case", ["4x10x16", "8x64x40"])
-def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) -> None:
-    """Else a first run would hold the time to compile what most of its steps need."""
-    batch = FixedBatch.parse(case).batch
-    plans: list[StepPlan] = []
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
-    runner = ModelledRunner(lambda plan: plans.append(plan) or 0.0)  # type: ignore[func-returns-value]
-    engine = Engine(Scheduler(limits, BlockPool(200, 16, prefix_caching=False)), runner, vocab=100)
-    time_case(engine, FixedBatch.parse(case), repeats=1)
-    together = next(index for index, plan in enumerate(plans) if plan.counts == [1] * batch)
-    assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_the_garbage_collector_looks_away_only_while_requests_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "settled_memory", settled_memory)
-    engine = Listener()
-    time_requests(engine, [(30, 1)], 0)  # type: ignore[arg-type]
-    assert engine.kept_from_collector > 0
-    assert gc.get_freeze_count() == 0

@@ -36,7 +36,7 @@ def measured_by(truth: Fitted) -> list[Measurement]:
     for model in ("Llama-3.1-8B", "Qwen3-30B-A3B"):
         for batch, inputs in CASES:
             row = Measurement(
-                "phalanx", "", "L40S", 1, 1, model, "fp8", "bf16", inputs, 33, batch, 1.0, 1.0,
+                "phalanx", "", "L40S", 1, 1, model, "fp8", "bf16", inputs, 97, batch, 1.0, 1.0,
                 spread=0.0, requests=batch, kind="burst", publisher="phalanx",
             )  # fmt: skip
             case = prepare(row)

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.trace import perfetto
 from phalanx.trace.summary import EXCHANGE, WAIT, summarise
-from phalanx.trace.timeline import effects_before_causes, steps_of
+from phalanx.trace.timeline import effects_before_causes, steps_of, unsure_clocks
 from tests.trace.made import LAYERS, make_traces
 
 
@@ -64,6 +64,13 @@ def test_clocks_apart_are_brought_together_to_20_us_and_clocks_left_apart_are_se
     for true, told in zip(steps_of(traces), steps_of(apart), strict=True):
         assert abs(true.ranks[1].begun - told.ranks[1].begun) <= 20_000
     assert not list(effects_before_causes(steps_of(traces)))
+
+
+@pytest.mark.parametrize(("uncertain", "said"), [(20_000, False), (21_000, True)])
+def test_clocks_that_could_not_be_brought_so_near_are_said(uncertain: int, said: bool) -> None:
+    traces = make_traces([10, 13])
+    traces.ranks[1] = msgspec.structs.replace(traces.ranks[1], uncertain=uncertain)
+    assert ("rank 1 to 21 us" in unsure_clocks(traces)) == said == bool(unsure_clocks(traces))
 
 
 def test_slices_nest_and_arrows_have_both_ends(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import msgspec
 import torch
 
 from phalanx.bench.lab.experiment import Tell, checkpoint_of
-from phalanx.bench.offline import FixedBatch, Timing, time_case
+from phalanx.bench.timing import FixedBatch, time_case, time_prompts
+from phalanx.engine.defaults import MAX_NUM_BATCHED_TOKENS
 from phalanx.errors import ConfigError
 from phalanx.models.catalog import entries
 from phalanx.plan.measurements import Measurement
@@ -23,7 +24,8 @@ BATCHES = (1, 4, 16, 64, 256)
 PROMPTS = (128, 1024, 4096)
 _MOST_PROMPT_TOKENS = 2**17
 """Of a batch: more would take long and say nothing new."""
-_OUTPUTS = 33
+_DECODES = 32
+"""Steps at least in which a batch decodes together."""
 _REPEATS = 2
 
 
@@ -65,21 +67,25 @@ def _measure(config: EngineConfig, name: str, gpu: Gpu, cases: list[FixedBatch],
             longest = case.inputs + case.outputs
             if longest <= spec.max_positions and case.batch * (longest + 16) <= pool.num_blocks * pool.block_size:
                 tell(f"{short}: {case}")
-                timing = time_case(engine, case, _REPEATS)
-                if timing.whole > timing.first:  # else other work on this machine hid the steps
-                    found.append(_measurement(case, timing, config, gpu, name, spec.number_format))
+                tpot, ttft = time_case(engine, case, _REPEATS).tpot, time_prompts(engine, case, _REPEATS)
+                found.append(_measurement(case, ttft, tpot, config, gpu, name, spec.number_format))
     finally:
         engine.close()
     return found
 
 
 def default_cases() -> list[FixedBatch]:
+    """While the last prompts are computed, the first answers go on: they are that much longer."""
     pairs = ((batch, inputs) for batch in BATCHES for inputs in PROMPTS)
-    return [FixedBatch(batch, inputs, _OUTPUTS) for batch, inputs in pairs if batch * inputs <= _MOST_PROMPT_TOKENS]
+    return [
+        FixedBatch(batch, inputs, 1 + _DECODES + batch * inputs // (MAX_NUM_BATCHED_TOKENS - batch))
+        for batch, inputs in pairs
+        if batch * inputs <= _MOST_PROMPT_TOKENS
+    ]
 
 
 def _measurement(
-    case: FixedBatch, timing: Timing, config: EngineConfig, gpu: Gpu, name: str, weights: str
+    case: FixedBatch, ttft: float, tpot: float, config: EngineConfig, gpu: Gpu, name: str, weights: str
 ) -> Measurement:
     return Measurement(
         engine="phalanx",
@@ -94,8 +100,8 @@ def _measurement(
         output_tokens=case.outputs,
         concurrency=case.batch,
         requests=case.batch,
-        ttft=timing.first,
-        tpot=(timing.whole - timing.first) / (case.outputs - 1),
+        ttft=ttft,
+        tpot=tpot,
         spread=0.0,
         kind="burst",
         publisher="phalanx",

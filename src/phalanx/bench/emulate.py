@@ -18,14 +18,13 @@ from rich.table import Table
 
 from phalanx.bench.offline import (
     DRAFT_COLUMNS,
-    FixedBatch,
     Speculated,
-    Timing,
     check_acceptance,
     time_both,
     told_of_drafts,
     with_room_for,
 )
+from phalanx.bench.timing import FixedBatch, Timing
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.errors import ConfigError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -43,8 +42,9 @@ SecondsOf = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Scaled:
-    """A case at one TP degree: milliseconds of a decode step, and where they go. Efficiency is tokens a second and
-    GPU against the smallest degree that was run."""
+    """A case at one TP degree: milliseconds of a decode step, and where they go. `tok_s` are the answers' tokens over
+    the whole run; efficiency is those of a GPU against the smallest degree that was run.
+    """
 
     tp: int
     case: str
@@ -107,8 +107,8 @@ def free_memory(device: torch.device) -> None:
 
 
 def _scaled(tp: int, case: FixedBatch, timing: Timing, waited: float, before: list[Scaled]) -> Scaled:
-    tpot = (timing.whole - timing.first) / (case.outputs - 1)
-    per_gpu = case.batch / tpot / tp
+    tpot, tok_s = timing.tpot, case.batch * case.outputs / timing.whole
+    per_gpu = tok_s / tp
     smallest = next((each.tok_s_per_gpu for each in before if each.case == str(case)), per_gpu)
     return Scaled(
         tp=tp,
@@ -116,7 +116,7 @@ def _scaled(tp: int, case: FixedBatch, timing: Timing, waited: float, before: li
         tpot_ms=tpot * 1e3,
         compute_ms=(tpot - waited) * 1e3,
         all_reduce_ms=waited * 1e3,
-        tok_s=case.batch / tpot,
+        tok_s=tok_s,
         tok_s_per_gpu=per_gpu,
         efficiency=per_gpu / smallest,
         prefill_tok_s=case.batch * case.inputs / timing.first,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import random
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,12 +17,10 @@ from rich.table import Table
 
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.forced import Answers, ForcedSpeculation
+from phalanx.bench.timing import FixedBatch, Timing, time_case, time_requests
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
-from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import Speculation
-from phalanx.engine.step_plan import Totals
-from phalanx.engine.step_sums import StepSums
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device, pick_dtype
@@ -41,74 +34,21 @@ DRAFT_COLUMNS = ("TPOT ms, drafts", "speed-up", "came true", "making them")
 
 
 @dataclass(frozen=True)
-class FixedBatch:
-    """A batch of equal requests: `8x256x64` is 8 requests of 256 tokens in and 64 out."""
-
-    batch: int
-    inputs: int
-    outputs: int
-
-    @classmethod
-    def parse(cls, text: str) -> FixedBatch:
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
-        if found is None or int(found.group(3)) < 2:
-            raise ConfigError(
-                "bad_case", f"{text!r} is no case.", "Write BATCHxINPUTxOUTPUT with at least 2 outputs, as 8x256x64."
-            )
-        return cls(*map(int, found.groups()))
-
-    @property
-    def prompts(self) -> StepSums:
-        """All prompts, as if in one step."""
-        pairs = self.batch * self.inputs * (self.inputs + 1) / 2
-        return StepSums(prompt_tokens=self.batch * self.inputs, prompt_pairs=pairs, prompts=self.batch)
-
-    @property
-    def decode_step(self) -> StepSums:
-        """The step in the middle of the answers."""
-        return StepSums(self.batch, self.batch * (self.inputs + self.outputs // 2))
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.inputs}x{self.outputs}"
-
-
-class Clocks(NamedTuple):
-    """Seconds of a run by part, from the clocks of rank 0's steps."""
-
-    schedule: float = 0.0
-    launch: float = 0.0
-    device: float = 0.0
-    all_reduce: float = 0.0
-    sample: float = 0.0
-
-    @classmethod
-    def of(cls, totals: Totals) -> Clocks:
-        return cls(totals.schedule_s, totals.launch_s, totals.device_s, totals.all_reduce_s, totals.sample_s)
-
-    def since(self, before: Clocks) -> Clocks:
-        return Clocks(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of the whole batch, with one output token each and with all of them, and what the steps' clocks say."""
-
-    first: float
-    whole: float
-    first_clocks: Clocks
-    whole_clocks: Clocks
-
-
-@dataclass(frozen=True)
 class Result:
-    """A case's speeds, each beside its share of what the machine's ceilings allow."""
+    """A case's speeds, each beside its share of what the machine's ceilings allow.
+
+    `tok_s` are the answers' tokens over the whole run; decodes are those of the steps in which all requests decode, and
+    `clocks_ms` is TPOT by those steps' own clocks.
+    """
 
     case: str
     prefill_tok_s: float
     prefill_share: float
     tpot_ms: float
+    clocks_ms: float
     decode_tok_s: float
     decode_share: float
+    tok_s: float
     speculated: Speculated | None = None
 
 
@@ -154,7 +94,9 @@ def run_cases(
         results = []
         for case in parsed:
             with console.status(f"Running {case}"):
-                results.append(_time(engine, case, repeats, work, ceilings, acceptance))
+                timing, speculated = time_both(engine, case, repeats, acceptance)
+                result = summarise(case, timing, work, ceilings, on_gpu=device.type == "cuda")
+                results.append(dataclasses.replace(result, speculated=speculated))
     finally:
         engine.close()
     console.print(_table(f"{model_name(path)}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
@@ -185,13 +127,6 @@ def with_room_for(asked: EngineConfig, cases: Sequence[FixedBatch]) -> EngineCon
     )
 
 
-def _time(
-    engine: Engine, case: FixedBatch, repeats: int, work: RankWork, ceilings: Ceilings, acceptance: float | None
-) -> Result:
-    timing, speculated = time_both(engine, case, repeats, acceptance)
-    return dataclasses.replace(_summarise(case, timing, work, ceilings), speculated=speculated)
-
-
 def time_both(
     engine: Engine, case: FixedBatch, repeats: int, acceptance: float | None
 ) -> tuple[Timing, Speculated | None]:
@@ -212,97 +147,28 @@ def _time_with_drafts(engine: Engine, case: FixedBatch, run: int, like: Speculat
     time_requests(engine, lengths, run, learned=answers)
     forced = ForcedSpeculation(answers, like.most, acceptance, like.by_ranks)
     engine.scheduler.speculation = forced
-    first = time_requests(engine, [(case.inputs, 1)] * case.batch, run)
-    before = engine.totals.draft_s
-    whole = time_requests(engine, lengths, run)
+    timing = time_requests(engine, lengths, run)
     engine.scheduler.speculation = None
     totals = forced.totals
     return Speculated(
-        tpot_ms=(whole - first) / (case.outputs - 1) * 1e3,
+        tpot_ms=timing.tpot * 1e3,
         accepted=totals.accepted_tokens,
         drafts=totals.draft_tokens,
-        draft_share=(engine.totals.draft_s - before) / whole,
+        draft_share=timing.decode_clocks.draft / timing.decode,
     )
 
 
-def time_case(engine: Engine, case: FixedBatch, repeats: int, one_prompt: bool = False, warm_up: int = 0) -> Timing:
-    """Fresh random prompts for every run, the same in each of the two lengths; the best run counts.
-
-    A run that does not count comes first, of at least `warm_up` steps, and long enough for all to decode together, as
-    they do in most steps.
-    """
-    requests = [(case.inputs, case.outputs)] * case.batch
-    first = [(case.inputs, 1)] * case.batch
-    prompt_steps = case.batch * case.inputs // engine.scheduler.limits.max_num_batched_tokens
-    decodes = max(2 * prompt_steps + 4, warm_up)
-    time_requests(engine, [(case.inputs, min(case.outputs, decodes))] * case.batch, seed=0)
-    first_run, whole_run = (_best_run(engine, each, repeats, one_prompt) for each in (first, requests))
-    return Timing(first_run[0], whole_run[0], first_run[1], whole_run[1])
-
-
-def _best_run(
-    engine: Engine, lengths: Sequence[tuple[int, int]], repeats: int, one_prompt: bool
-) -> tuple[float, Clocks]:
-    runs = []
-    for run in range(repeats):
-        before = Clocks.of(engine.totals)
-        seconds = time_requests(engine, lengths, run, one_prompt)
-        runs.append((seconds, Clocks.of(engine.totals).since(before)))
-    return min(runs)
-
-
-def time_requests(
-    engine: Engine,
-    lengths: Sequence[tuple[int, int]],
-    seed: int,
-    one_prompt: bool = False,
-    learned: Answers | None = None,
-) -> float:
-    """Seconds for greedy requests of these (input, output) lengths, all there from the start.
-
-    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step. What is
-    answered goes into `learned`.
-    """
-    rng = random.Random(seed)
-    longest = max(inputs for inputs, _ in lengths)
-    shared = [rng.randrange(engine.vocab) for _ in range(longest)] if one_prompt else None
-    prompts = [
-        shared[:inputs] if shared else [rng.randrange(engine.vocab) for _ in range(inputs)] for inputs, _ in lengths
-    ]
-    with settled_memory():
-        start = time.perf_counter()
-        requests = [
-            engine.add(prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=outputs))
-            for prompt, (_, outputs) in zip(prompts, lengths, strict=True)
-        ]
-        while engine.has_work:
-            engine.step()
-        seconds = time.perf_counter() - start
-    if learned is not None:
-        learned.update({tuple(request.tokens[: request.prompt_length]): request.output for request in requests})
-    return seconds
-
-
-@contextmanager
-def settled_memory() -> Iterator[None]:
-    """What has been made so far is kept from the garbage collector, as a server does once it has started."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _summarise(case: FixedBatch, timing: Timing, work: RankWork, ceilings: Ceilings) -> Result:
-    tpot = (timing.whole - timing.first) / (case.outputs - 1)
+def summarise(case: FixedBatch, timing: Timing, work: RankWork, ceilings: Ceilings, on_gpu: bool) -> Result:
+    tpot = timing.tpot
     return Result(
         case=str(case),
         prefill_tok_s=case.batch * case.inputs / timing.first,
         prefill_share=ceilings.seconds(0, work.flops_of(case.prompts)) / timing.first,
         tpot_ms=tpot * 1e3,
+        clocks_ms=timing.clocked(on_gpu) * 1e3,
         decode_tok_s=case.batch / tpot,
         decode_share=ceilings.seconds(work.bytes_of(case.decode_step), work.flops_of(case.decode_step)) / tpot,
+        tok_s=case.batch * case.outputs / timing.whole,
     )
 
 
@@ -312,7 +178,7 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
     )
     table = Table(title=title, caption=caption)
     table.add_column("case")
-    for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit"):
+    for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit", "whole tok/s"):
         table.add_column(name, justify="right")
     if any(result.speculated for result in results):
         for name in DRAFT_COLUMNS:
@@ -325,6 +191,7 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
             f"{result.tpot_ms:.2f}",
             f"{result.decode_tok_s:,.1f}",
             f"{result.decode_share:.0%}",
+            f"{result.tok_s:,.1f}",
             *told_of_drafts(result.tpot_ms, result.speculated),
         )
     return table

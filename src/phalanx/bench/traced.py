@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from phalanx.bench.offline import settled_memory
+from phalanx.bench.timing import settled_memory
 from phalanx.engine.core import Engine
 from phalanx.engine.marks import StepTraces
 from phalanx.engine.sampling import SamplingParams

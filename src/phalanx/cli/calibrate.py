@@ -31,7 +31,7 @@ def calibrate(
         from rich.console import Console
 
         from phalanx.bench.calibrate import calibration_gpu, default_cases, measure_steps
-        from phalanx.bench.offline import FixedBatch
+        from phalanx.bench.timing import FixedBatch
         from phalanx.cost.fitted import own_file, write_fitted
         from phalanx.plan.own_profile import fit_profile, profile_table
         from phalanx.runtime.config import EngineConfig

@@ -17,7 +17,7 @@ def lab(
     isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens. Default: 1024, on CPUs 64.")] = None,
     osl: Annotated[int | None, typer.Option(min=2, help="Answer tokens. Default: 256, on CPUs 16.")] = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, help="Decode steps to time. Default: 100, on CPUs 12.")
+        int | None, typer.Option(min=1, help="Decode steps to time at least. Default: 100, on CPUs 12.")
     ] = None,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Steps before that. Default: 20, on CPUs 2.")] = None,
     emulate: Annotated[

@@ -38,7 +38,7 @@ def trace(
         from phalanx.doctor.report import show_findings
         from phalanx.trace import perfetto
         from phalanx.trace.summary import show
-        from phalanx.trace.timeline import steps_of
+        from phalanx.trace.timeline import steps_of, unsure_clocks
 
         console = Console(highlight=False)
         slowdown = None
@@ -50,6 +50,8 @@ def trace(
             traces, slowdown = _of_batch(model, tp, dtype, load_format, batch, isl, steps, prompts, console)
         show(steps_of(traces), console)
         show_findings(findings_of(picture_of(traces)), console)
+        if unsure := unsure_clocks(traces):
+            console.print(unsure)
         if slowdown is not None:
             console.print(f"Traced steps took {slowdown:.3f} times as long as those between them.")
         if read is None:

@@ -78,7 +78,53 @@ class Request:
     the last token that was read, `drafted` counts all that came true and all that did not.
 
     `prompt_logprobs` and `embedding` are what is known of its prompt so far, if it asked; once it is `told` it has it.
+
+    It has `__slots__`: every row's books are read in every step, and Python is slow to find one of more than 30 fields.
     """
+
+    __slots__ = (
+        "adapter",
+        "arrived",
+        "blocks",
+        "cache_parent",
+        "cached_tokens",
+        "computed",
+        "drafted",
+        "drafts",
+        "embedding",
+        "ends",
+        "error",
+        "finish_reason",
+        "found",
+        "id",
+        "longest",
+        "matcher",
+        "moving_node",
+        "order",
+        "owner",
+        "params",
+        "pending",
+        "phase",
+        "preemptions",
+        "prompt_length",
+        "prompt_logprobs",
+        "queued_s",
+        "refusal",
+        "registered_blocks",
+        "restored",
+        "rewound",
+        "room",
+        "root",
+        "salt",
+        "saved",
+        "seed",
+        "slot",
+        "snapshot_ends",
+        "tokens",
+        "told",
+        "untold",
+        "windows",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -122,22 +122,23 @@ class Scheduler(StepFiller):
             if launched.drafted:
                 booked = self._drafting.proven(launched, result)
         outputs = []
-        block_size, running, finished = self.pool.block_size, Phase.RUNNING, Phase.FINISHED
+        block_size, running, finished, broken = self.pool.block_size, Phase.RUNNING, Phase.FINISHED, NO_TOKEN
         for request, token, logprobs in booked:
             if request.phase is finished:
                 continue
             tokens, reason = request.tokens, None
+            length = len(tokens)
             request.pending -= 1
-            if token == NO_TOKEN:
+            if token == broken:
                 outputs += self._break_off(request, trace)
                 continue
-            if not len(tokens) % block_size and request.phase is running:
+            if not length % block_size and request.phase is running:
                 self.caches.register(request)
             tokens.append(token)
-            if token in request.ends or len(tokens) >= request.longest or request.matcher is not None:
+            if token in request.ends or length + 1 >= request.longest or request.matcher is not None:
                 reason = self._conclude(request, token)
-            cached, queued_s = request.cached_tokens or 0, request.queued_s
-            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, drafted=request.drafted))
+            cached, queued_s, drafted = request.cached_tokens or 0, request.queued_s, request.drafted
+            outputs.append(Output(request.id, token, logprobs, reason, cached, queued_s, None, None, drafted))
         return self._reports.complete(result, outputs) if self._reports.any_in_flight else outputs
 
     def abandon(self, plan: StepPlan, error: RequestError) -> Output:

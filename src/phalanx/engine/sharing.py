@@ -257,7 +257,8 @@ class Sharing:
 
 def charge(left: dict[str, int], rows: list[Request], drafted: Iterable[Drafted]) -> None:
     """Take what rows compute from their owners' parts. What one of them overdraws, the others lack."""
-    for owner, tokens in Counter(map(_owner, rows)).items():
+    of_owners = Counter(map(_owner, rows)) if len(left) > 1 else dict.fromkeys(left, len(rows))
+    for owner, tokens in of_owners.items():
         left[owner] -= tokens
     for row in drafted:
         left[row.request.owner] -= row.tokens

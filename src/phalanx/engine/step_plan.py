@@ -68,7 +68,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     def yielded(self) -> tuple[list[int], list[int]]:
         """Slots and positions of the tokens that this step yields."""
         ends = list(map(int.__add__, self.starts, self.counts))
-        if min(self.samples, default=1) == 1 == max(self.samples, default=1):
+        if self.samples.count(1) == len(self.samples):
             return self.slots, ends
         slots: list[int] = []
         positions: list[int] = []

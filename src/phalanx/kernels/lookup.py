@@ -46,8 +46,12 @@ def look_up(
 
         return gpu.look_up(pool.kept, pool.latest, pool.latest_at, tables, slots, positions, block_size)
     places = places_of(tables, slots, positions, block_size)
-    tokens = torch.where(pool.latest_at[slots] == positions, pool.latest[slots], pool.kept[places[0]])
-    pool.kept[places[0]] = tokens
+    latest, latest_at, kept = (
+        column.index_select(0, where)
+        for column, where in ((pool.latest, slots), (pool.latest_at, slots), (pool.kept, places[0]))
+    )
+    tokens = torch.where(latest_at == positions, latest, kept)
+    pool.kept.index_copy_(0, places[0], tokens)
     return tokens, places
 
 
@@ -58,7 +62,9 @@ def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tens
 
         gpu.keep_sampled(pool.latest, pool.latest_at, slots, positions, tokens)
         return
-    last = torch.ones_like(slots, dtype=torch.bool)
-    last[:-1] = slots[1:] != slots[:-1]
-    pool.latest[slots[last]] = tokens[last]
-    pool.latest_at[slots[last]] = positions[last]
+    others = slots[1:] != slots[:-1]
+    if not others.all():
+        last = torch.cat([others, others.new_ones(1)])
+        slots, positions, tokens = slots[last], positions[last], tokens[last]
+    pool.latest.index_copy_(0, slots, tokens)
+    pool.latest_at.index_copy_(0, slots, positions)

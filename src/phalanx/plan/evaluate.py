@@ -178,10 +178,9 @@ def _predict(case: Case) -> Row:
 
 
 def predict_burst(case: Case, predictor: Predictor) -> Row:
-    """As the benchmark has it: a run with one token each is the prompts, what longer ones take more is the decodes."""
+    """As the benchmark has it: a run with one token each is the prompts, a longer one has steps in which all decode."""
     first, whole = predictor.run_seconds(*case.first_key), predictor.run_seconds(*case.trace_key)
-    rest = case.workload.output_tokens - 1
-    between = Interval.around((whole.mid - first.mid) / rest, log(whole.high / whole.mid))
+    between = predictor.decoding_together(*case.trace_key)
     tokens = case.workload.concurrency * case.workload.output_tokens
     throughput = Interval(tokens / whole.mid, tokens / whole.high, tokens / whole.low)
     return Row(case.measurement, between, predictor.first_run(first.mid, case.workload.input_tokens), throughput)

@@ -171,11 +171,11 @@ def weigh(case: Case) -> WeighedSteps:
     outputs = sum(passage.output_tokens for passage in whole.passages)
     if case.measurement.kind != "burst":
         return _as_few((step, 0.0, count / outputs) for step, count in zip(whole.steps, whole.repeats, strict=True))
-    first = simulate(*case.first_key)
-    rest = case.workload.output_tokens - 1
+    first, (opens, closes) = simulate(*case.first_key), whole.together
+    steps = sum(whole.repeats[opens:closes])
     return [
-        *_as_few((step, 0.0, count / rest) for step, count in zip(whole.steps, whole.repeats, strict=True)),
-        *((step, count, -count / rest) for step, count in zip(first.steps, first.repeats, strict=True)),
+        *_as_few((step, count, 0.0) for step, count in zip(first.steps, first.repeats, strict=True)),
+        *_as_few((whole.steps[place], 0.0, whole.repeats[place] / steps) for place in range(opens, closes)),
     ]
 
 

@@ -46,10 +46,10 @@ class Measurement:
     tokens a second of all replicas, as far as they were published.
 
     `offline`: all requests at once, `concurrency` the most that run. `static`: one batch. `burst`: one batch, its TTFT
-    that of the last request and its TPOT the rest of the run. `is_shard`: one rank of `tp`, alone. `attention_ranks`:
-    of the `tp` ranks, so many have sequences of their own and share the experts. `stages`: of a pipeline, of `tp` GPUs
-    each. `speculates`: up to `drafts` tokens are guessed ahead by the model's own head or a `draft_model`, and come
-    true with the chance `acceptance`; None: as published. `beyond`: what a plan cannot say.
+    that of the last answer, of one token each, and its TPOT of steps in which all decode. `is_shard`: one rank, alone.
+    `attention_ranks`: of the `tp` ranks, so many have sequences of their own and share the experts. `stages`: of a
+    pipeline, of `tp` GPUs each. `speculates`: up to `drafts` tokens are guessed ahead by the model's own head or a
+    `draft_model`, and come true with the chance `acceptance`; None: as published. `beyond`: what a plan cannot say.
     """
 
     engine: str

@@ -252,6 +252,13 @@ class Predictor:
         seconds = trace.times(self.price()).seconds
         return Interval.around(seconds, self._half_width(self.fitted.tpot))
 
+    def decoding_together(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Interval:
+        """Between tokens, of requests that all came at once, while all of them decode."""
+        trace = _closed_loop(workload, rules, kv_tokens)
+        clock, (opens, closes) = trace.clock(self.price()), trace.together
+        seconds = (clock[closes] - clock[opens]) / sum(trace.repeats[opens:closes])
+        return Interval.around(seconds, self._half_width(self.fitted.tpot))
+
     def first_run(self, seconds: float, prompt_tokens: int) -> Interval:
         """TTFT of the last request of a batch, from the seconds of a run that ends with its first token."""
         steps = seconds / self._between_correction

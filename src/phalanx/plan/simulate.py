@@ -87,10 +87,22 @@ class Trace:
             for changes in (ttft, tpot)
         )
 
+    def clock(self, price: StepPrice) -> list[float]:
+        """Seconds at every boundary when steps cost this much."""
+        seconds = self.seconds if price is self.price else map(price, self.steps)
+        return list(accumulate(map(operator.mul, seconds, self.repeats), initial=0.0))
+
+    @property
+    def together(self) -> tuple[int, int]:
+        """The boundaries between which all requests decode: the last first token and the first end. Where some end
+        before others begin, the one step behind the last first token stands for them.
+        """
+        opens = max(passage.first for passage in self.passages)
+        return opens, max(opens + 1, min(passage.last for passage in self.passages))
+
     def times(self, price: StepPrice) -> Times:
         """What requests see when steps cost this much."""
-        seconds = self.seconds if price is self.price else map(price, self.steps)
-        clock = list(accumulate(map(operator.mul, seconds, self.repeats), initial=0.0))
+        clock = self.clock(price)
         longer = [passage for passage in self.passages if passage.output_tokens > 1]
         ttft = [clock[passage.first] - clock[passage.sent] + passage.early for passage in self.passages]
         tpot = [(clock[passage.last] - clock[passage.first]) / (passage.output_tokens - 1) for passage in longer]

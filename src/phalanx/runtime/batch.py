@@ -108,16 +108,8 @@ class Batch:
 
     def lay_out(self, plan: StepPlan) -> StepInputs:
         """The rows of a plan whose news are taken in."""
-        slots, starts, counts, samples = (
-            torch.tensor(column) for column in (plan.slots, plan.starts, plan.counts, plan.samples)
-        )
-        end = counts.cumsum(0)
+        slot_of, positions, wanted = self.send(*_tokens_of(plan))
         singles = self.singles(plan)
-        slot_of, positions, wanted = self.send(
-            slots.repeat_interleave(counts),
-            torch.arange(plan.num_tokens) + (starts - end + counts).repeat_interleave(counts),
-            _last_of_each(end, samples) if any(plan.samples) else end[:1] - 1,
-        )
         tokens, places = look_up(self.tokens, self._tables, slot_of, positions, self.block_size)
         on_gpu, alone = self.device.type == "cuda", sum(plan.counts[:singles])
         tiles = self._prefill_tiles(plan, singles) if on_gpu and singles < len(plan.counts) else None
@@ -298,6 +290,20 @@ class Batch:
             rows.append(PrefillRow(first, count, start, tables[slot, :width].long(), slot))
             first += count
         return rows
+
+
+def _tokens_of(plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots and positions of all tokens of a step, and which of them yield one."""
+    slots, starts = torch.tensor(plan.slots), torch.tensor(plan.starts)
+    if plan.counts.count(1) == len(plan.counts) == sum(plan.samples):
+        return slots, starts, torch.arange(len(plan.slots))
+    counts, samples = torch.tensor(plan.counts), torch.tensor(plan.samples)
+    end = counts.cumsum(0)
+    return (
+        slots.repeat_interleave(counts),
+        torch.arange(plan.num_tokens) + (starts - end + counts).repeat_interleave(counts),
+        _last_of_each(end, samples) if any(plan.samples) else end[:1] - 1,
+    )
 
 
 def _last_of_each(end: Tensor, samples: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class HangWatch:
     async def look(self, told: Mapping[int, Where], silent: set[int], here: bool) -> None:
         """`told` is what the ranks said of themselves last; their pages, where they are at hand, are newer.
 
-        `here`: they are processes of this machine.
+        `here`: they are processes of this machine. A hang is named at once: stacks take a second a rank, or more.
         """
         pages = dict(enumerate(self._read())) or dict(told)
         if pages != self._last:
@@ -55,10 +55,13 @@ class HangWatch:
         seen = {r: RankSeen(where, r in silent, process_state(where.pid) if here else "") for r, where in pages.items()}
         hang = name_hang(seen)
         if hang is not None and (self.hang is None or self.hang.ranks != hang.ranks or self.hang.code != hang.code):
+            self.hang = hang
+            if hang.certain:
+                log.error("hang: %s %s", hang.found, hang.fix)
             stack = await asyncio.to_thread(self._stacks, hang, stacks_of) if here else ""
             hang = msgspec.structs.replace(hang, stack=stack)
-            if hang.certain:
-                log.error("hang: %s %s%s", hang.found, hang.fix, f"\n{stack}" if stack else "")
+            if hang.certain and stack:
+                log.error("hang: %s", stack)
         elif hang is not None and self.hang is not None:
             hang = msgspec.structs.replace(hang, stack=self.hang.stack)
         self.hang = hang

@@ -13,6 +13,8 @@ _FFNS = {"Dense": "FFN", "Moe": "experts"}
 _OUTSIDE = {EMBEDDING: "embedding", HEAD: "head", SAMPLING: "sampling", SAMPLED: "read tokens"}
 PREPARE = "prepare"
 """From a step's beginning on a rank to its first part: inputs are made ready."""
+ALIGNED_NS = 20_000
+"""Clocks of ranks are to be known this well."""
 
 
 @dataclass
@@ -166,3 +168,11 @@ def effects_before_causes(steps: list[Step]) -> Iterator[tuple[Call, int]]:
             early = call.all_there - min(call.left)
             if early > 0:
                 yield call, early
+
+
+def unsure_clocks(traces: StepTraces) -> str:
+    """Which ranks' clocks are not known well enough to say who came first, if any."""
+    unsure = [
+        f"rank {each.rank} to {each.uncertain / 1e3:,.0f} us" for each in traces.ranks if each.uncertain > ALIGNED_NS
+    ]
+    return f"Clocks of other machines are known only so well: {', '.join(unsure)}." if unsure else ""

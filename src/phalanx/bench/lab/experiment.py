@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,8 @@ import torch
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.emulate import SecondsOf, fabric_of, free_memory, parse_degrees, step_collectives
 from phalanx.bench.lab.point import LabPoint, PlannedPoint, Waiting, point_of
-from phalanx.bench.offline import FixedBatch, Timing, least_work, time_case, time_requests
+from phalanx.bench.offline import least_work
+from phalanx.bench.timing import FixedBatch, Timing, time_case, time_prompts
 from phalanx.engine.core import Engine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -38,7 +39,9 @@ _REPEATS = 2
 
 @dataclass(frozen=True)
 class Experiment:
-    """What to try. What is None is chosen by where it runs: much on a GPU, little on CPUs."""
+    """What to try. What is None is chosen by where it runs: much on a GPU, little on CPUs. Runs are repeated until so
+    many `iterations`, steps in which all requests decode, are timed.
+    """
 
     config: EngineConfig
     degrees: str | None = None
@@ -73,7 +76,7 @@ def run_lab(asked: Experiment, tell: Tell) -> Lab:
         path = locate(config.model)
         spec = Checkpoint(path, config.load_format).spec
         device = pick_device(config, 0)
-        case, warm_up = _case(asked, device.type == "cuda")
+        case, iterations, warm_up = _case(asked, device.type == "cuda")
         degrees = _degrees(asked, device)
         for tp in degrees:
             Layout(spec, tp)
@@ -85,6 +88,7 @@ def run_lab(asked: Experiment, tell: Tell) -> Lab:
             spec,
             device,
             case,
+            iterations,
             warm_up,
             measure_ceilings(device, pick_dtype(config, spec, device)),
             tell,
@@ -117,12 +121,13 @@ def checkpoint_of(config: EngineConfig) -> Iterator[EngineConfig]:
         yield msgspec.structs.replace(config, model=folder, load_format="dummy")
 
 
-def _case(asked: Experiment, on_gpu: bool) -> tuple[FixedBatch, int]:
-    """Of the answers, only as many tokens as there are iterations are made."""
-    batch, inputs, outputs, iterations, warm_up = (32, 1024, 256, 100, 20) if on_gpu else (4, 64, 16, 12, 2)
-    wanted = min(asked.outputs or outputs, (asked.iterations or iterations) + 1)
-    case = FixedBatch.parse(f"{asked.batch or batch}x{asked.inputs or inputs}x{max(wanted, 2)}")
-    return case, asked.warm_up if asked.warm_up is not None else warm_up
+def _case(asked: Experiment, on_gpu: bool) -> tuple[FixedBatch, int, int]:
+    usual = (32, 1024, 256, 100, 20) if on_gpu else (4, 64, 16, 12, 2)
+    given = asked.batch, asked.inputs, asked.outputs, asked.iterations, asked.warm_up
+    batch, inputs, outputs, iterations, warm_up = (
+        own if own is not None else default for own, default in zip(given, usual, strict=True)
+    )
+    return FixedBatch.parse(f"{batch}x{inputs}x{outputs}"), iterations, warm_up
 
 
 def _degrees(asked: Experiment, device: torch.device) -> list[int]:
@@ -148,6 +153,7 @@ class _Bench:
     spec: ModelSpec
     device: torch.device
     case: FixedBatch
+    iterations: int
     warm_up: int
     ceilings: Ceilings
     tell: Tell
@@ -165,8 +171,8 @@ class _Bench:
         engine = start_engine(config, self.path, lambda done, total: None, group)
         try:
             self.tell(f"TP={tp}: measuring {self.case}")
-            timing = time_case(engine, self.case, _REPEATS, warm_up=self.warm_up)
-            alone = min(time_requests(engine, [(self.case.inputs, 1)], run) for run in range(_REPEATS))
+            timing = time_case(engine, self.case, _REPEATS, warm_up=self.warm_up, iterations=self.iterations)
+            alone = time_prompts(engine, replace(self.case, batch=1), _REPEATS)
             kv_tokens = engine.scheduler.pool.num_blocks * engine.scheduler.pool.block_size
             waiting = self._waiting(timing, seconds_of, engine)
         finally:
@@ -190,14 +196,18 @@ class _Bench:
         return seconds_of
 
     def _waiting(self, timing: Timing, seconds_of: SecondsOf | None, engine: Engine) -> Waiting:
-        """Seconds of a decode step and of the whole batch's prompts in collectives."""
-        if seconds_of is None:
-            decodes = timing.whole_clocks.all_reduce - timing.first_clocks.all_reduce
-            return Waiting(decodes / (self.case.outputs - 1), timing.first_clocks.all_reduce)
-        element = pick_dtype(self.config, self.spec, self.device).itemsize
-        tokens, budget = self.case.batch * self.case.inputs, engine.scheduler.limits.max_num_batched_tokens
-        steps = [min(budget, tokens - begun) for begun in range(0, tokens, budget)]
-        prompts = sum(step_collectives(self.spec, each, element, seconds_of, gathered=0) for each in steps)
+        """Seconds of a decode step and of the steps until all have their first token in collectives. GPUs do not tell
+        them apart: there they are those of steps that hold prompts alone.
+        """
+        if seconds_of is None or self.device.type == "cpu":
+            return Waiting(timing.decode_clocks.all_reduce / timing.steps, timing.prompt_clocks.all_reduce)
+        element, inputs = pick_dtype(self.config, self.spec, self.device).itemsize, self.case.inputs
+        tokens, budget = self.case.batch * inputs, engine.scheduler.limits.max_num_batched_tokens
+        prompts = 0.0
+        for begun in range(0, tokens, budget):
+            end = min(begun + budget, tokens)
+            ended = end // inputs - begun // inputs
+            prompts += step_collectives(self.spec, end - begun, element, seconds_of, gathered=ended)
         return Waiting(step_collectives(self.spec, self.case.batch, element, seconds_of), prompts)
 
     def _usd(self, tp: int) -> float | None:

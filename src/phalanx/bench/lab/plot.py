@@ -7,7 +7,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from phalanx.bench.lab.experiment import Lab
+from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.report import heading
+from phalanx.bench.timing import FixedBatch
 
 
 def save_plot(lab: Lab, path: Path) -> None:
@@ -19,7 +21,7 @@ def save_plot(lab: Lab, path: Path) -> None:
     ideal = [base.tok_s_per_gpu * tp for tp in degrees]
     axes.plot(degrees, ideal, "--", color="0.6", label=f"replicas of TP={base.tp}, each on its own")
     axes.plot(degrees, [point.tok_s for point in points], "o-", color="tab:blue", label="measured")
-    planned = [(p.tp, p.tok_s * p.tpot_ms / p.planned_tpot_ms) for p in points if p.planned_tpot_ms]
+    planned = [(p.tp, _planned_tok_s(lab, p)) for p in points if p.planned_tpot_ms]
     if planned:
         axes.plot(*zip(*planned, strict=True), "x:", color="tab:orange", label="planned")
     for point in points:
@@ -34,3 +36,11 @@ def save_plot(lab: Lab, path: Path) -> None:
     axes.legend(loc="upper left")
     axes.set_title(heading(lab), fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+def _planned_tok_s(lab: Lab, point: LabPoint) -> float:
+    """Of the whole run, prompts included."""
+    assert point.planned_ttft_ms is not None
+    assert point.planned_tpot_ms is not None
+    case = FixedBatch.parse(lab.case)
+    return 1e3 * case.batch * case.outputs / (point.planned_ttft_ms + (case.outputs - 1) * point.planned_tpot_ms)

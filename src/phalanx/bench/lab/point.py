@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import FixedBatch, Timing
+from phalanx.bench.timing import FixedBatch, Timing
 from phalanx.cost.work import RankWork
-from phalanx.errors import ConfigError
 
 _SECONDS_AN_HOUR = 3600
 _OVERLAPPED = 0.0
@@ -36,9 +35,11 @@ class PlannedPoint(NamedTuple):
 class LabPoint:
     """TTFT is until the whole batch has its first token; `ttft_alone_ms` is that of one prompt on an idle engine.
 
-    `clocks_ms` is a decode step by the steps' own clocks. Shares are of a decode step; those of limits hold what was
-    achieved against what this machine was measured to do. `kv_tokens` is the room of the KV cache and
-    `longest_context` what each request of this batch may have of it.
+    TPOT is of the steps in which all requests decode; `clocks_ms` of it are in those steps by their own clocks,
+    `between_ms` between them. `tok_s` are the answers' tokens over the whole run, `decode_tok_s` those of the steps in
+    which all decode. Shares are of such a step; those of limits hold what was achieved against what this machine was
+    measured to do. `kv_tokens` is the room of the KV cache and `longest_context` what each request of this batch may
+    have of it.
     """
 
     tp: int
@@ -46,6 +47,8 @@ class LabPoint:
     ttft_alone_ms: float
     tpot_ms: float
     clocks_ms: float
+    between_ms: float
+    decode_tok_s: float
     tok_s: float
     tok_s_per_gpu: float
     efficiency: float
@@ -84,21 +87,15 @@ def point_of(
     planned: PlannedPoint | None,
     on_gpu: bool,
 ) -> LabPoint:
-    decodes = case.outputs - 1
-    tpot = (timing.whole - timing.first) / decodes
-    if tpot <= 0:
-        message = f"TP={tp}: {case.outputs} tokens took no longer than the first alone: other work here hides them."
-        raise ConfigError("lab_disturbed", message, "Give a larger --osl, or run it when the machine is quiet.")
-    clocks = timing.whole_clocks.since(timing.first_clocks)
-    parts = (clocks.device, clocks.sample) if on_gpu else clocks
-    tok_s = case.batch / tpot
+    tpot, clocked = timing.tpot, timing.clocked(on_gpu)
+    tok_s = case.batch * case.outputs / timing.whole
     read, multiplied = work.bytes_of(case.decode_step), work.flops_of(case.prompts)
-    host = 0.0 if on_gpu else (clocks.schedule + clocks.launch + clocks.sample) / decodes
+    by_ranks = clocked if on_gpu else (timing.decode_clocks.device + timing.decode_clocks.all_reduce) / timing.steps
     shares = {
         "collectives": waiting.decode / tpot,
         "memory": read / ceilings.bytes_per_s / tpot,
         "products": work.flops_of(case.decode_step) / ceilings.flops_per_s / tpot,
-        "host": host / tpot,
+        "host": (tpot - by_ranks) / tpot,
     }
     worst = max(shares, key=lambda name: shares[name])
     return LabPoint(
@@ -106,7 +103,9 @@ def point_of(
         ttft_ms=timing.first * 1e3,
         ttft_alone_ms=alone * 1e3,
         tpot_ms=tpot * 1e3,
-        clocks_ms=sum(parts) / decodes * 1e3,
+        clocks_ms=clocked * 1e3,
+        between_ms=(tpot - clocked) * 1e3,
+        decode_tok_s=case.batch / tpot,
         tok_s=tok_s,
         tok_s_per_gpu=tok_s / tp,
         efficiency=1.0 if base is None else tok_s / tp / base.tok_s_per_gpu,

@@ -16,7 +16,9 @@ _ROWS: tuple[tuple[str, Callable[[LabPoint], str]], ...] = (
     ("TTFT ms, whole batch", lambda p: _beside(p.ttft_ms, p.planned_ttft_ms, p.least_ttft_ms)),
     ("TTFT ms, one prompt", lambda p: f"{p.ttft_alone_ms:,.1f}"),
     ("TPOT ms", lambda p: _beside(p.tpot_ms, p.planned_tpot_ms, p.least_tpot_ms)),
-    ("step clocks ms", lambda p: f"{p.clocks_ms:,.2f}"),
+    ("in steps, by their clocks", lambda p: f"{p.clocks_ms:,.2f}"),
+    ("between steps", lambda p: f"{p.between_ms:,.2f} ({p.between_ms / p.tpot_ms:.1%})"),
+    ("decode tokens/s", lambda p: f"{p.decode_tok_s:,.1f}"),
     ("tokens/s a replica", lambda p: f"{p.tok_s:,.1f}"),
     ("tokens/s a rank", lambda p: f"{p.tok_s_per_gpu:,.1f}"),
     ("efficiency", lambda p: f"{p.efficiency:.0%}"),
@@ -64,10 +66,16 @@ def _source(lab: Lab) -> str:
 def remarks(lab: Lab) -> list[str]:
     """What a reader should know before believing the figures."""
     apart = [p for p in lab.points if abs(p.clocks_ms / p.tpot_ms - 1) > _CLOCKS_AGREE]
+    beyond = [p for p in lab.points if max(p.of_bandwidth, p.of_flops, p.least_tpot_ms / p.tpot_ms) > 1]
     return [
         f"TP={p.tp}: a step takes {p.tpot_ms:.2f} ms by the wall and {p.clocks_ms:.2f} by its own clocks; the rest "
         "lies between steps."
         for p in apart
+    ] + [
+        f"TP={p.tp} is faster than this machine's limits, a copy and a product of plain numbers: weights here are kept "
+        "in fewer bits than that, or other work had the machine while they were measured. Limits and bottleneck are "
+        "none then."
+        for p in beyond
     ]
 
 
