@@ -273,7 +273,7 @@ INLINE void add_rows(const struct held *w, struct inputs x, index_t place, float
         }
 }
 
-/* Some outputs, from vector `from` on, of at most NEAR rows: a block's weights are unpacked once and stay while rows pass by. */
+/* Some outputs, from vector `from` on, of at most NEAR rows: a block's weights are unpacked once and stay while rows pass. */
 INLINE void multiply_rows(struct panel w, struct inputs x, index_t first, index_t rows, floats (*totals)[AT_ONCE],
                           const int from, KIND) {
     const int together = planes == 1 ? 2 : ROWS;
@@ -288,7 +288,8 @@ INLINE void multiply_rows(struct panel w, struct inputs x, index_t first, index_
             if (has_minimums) held.minimums[v] = load_scales(w.minimums, at + v * LANES, kind);
         }
         index_t place = block * x.rows + first, row = 0;
-        for (; row + together <= rows; row += together) add_rows(&held, x, place + row, totals + row, together, bits, has_minimums, planes);
+        for (; row + together <= rows; row += together)
+            add_rows(&held, x, place + row, totals + row, together, bits, has_minimums, planes);
         for (; row < rows; row++) add_rows(&held, x, place + row, totals + row, 1, bits, has_minimums, planes);
         if (--left == 0) at += PANEL, left = w.group;
     }
