@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def smol() -> Iterator[LLM]:
-    with LLM(dtype="fp32", progress=False, max_num_batched_tokens=256) as llm:
+    with LLM(progress=False, max_num_batched_tokens=256) as llm:
         yield llm
 
 

@@ -1,8 +1,7 @@
 /* Products with weights of 4, 5 and 8 bits, as panels.py lays them out: panels of 16 outputs, blocks of 32 columns.
  *
  * x is brought to whole numbers by blocks of 32 columns of a row: 16 bits each, as two planes of signed bytes (256 * high
- * + low), or 8 bits, one plane, where the weights' own format says so. All sums within a block are exact. A block's sum is
- * then scaled in float32. */
+ * + low), so that all sums within a block are exact. A block's sum is then scaled in float32. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -26,11 +25,10 @@
 #define STEP (PANEL * 4)         /* bytes of a word of all outputs */
 #define VECTORS (STEP / WIDTH)   /* that hold them */
 #define LANES (WIDTH / 4)
-#define PLANES 2                 /* at most */
+#define PLANES 2
 #define BASE 256
-#define AT_ONCE (VECTORS > 2 ? 2 : 1) /* vectors of outputs, of which all weights of a block fit into registers */
-#define ROWS 4                   /* whose sums fit beside them */
-#define NEAR 128                 /* rows that stay near while all weights pass by */
+#define LARGEST (127 * BASE + 127)
+#define ROWS 4                   /* whose sums fit into registers at once */
 #define PARALLEL_FROM 16384      /* multiply-adds, below which one thread is quicker than two */
 
 typedef long long index_t;
@@ -131,44 +129,30 @@ INLINE bytes unpack(const uint8_t *block, const int word, const int vector, cons
 
 INLINE index_t block_bytes(const int bits) { return STEP * bits; }
 
-/* Rows of x in whole numbers, block by block: of each row [planes][32] bytes, what they are scaled by, their sum, and that
- * scaled. */
-struct inputs {
+/* One row of x in whole numbers: blocks of [planes][32] bytes, and for each the scale and the sum of its numbers. */
+struct input {
     int8_t *codes;
-    float *scales, *offsets;
+    float *scales;
     int32_t *sums;
-    index_t rows;
 };
 
-INLINE void round_block(const float *values, struct inputs out, index_t place, const int planes) {
-    float largest = 0, most = planes == 1 ? 127 : 127 * BASE + 127;
-    int32_t whole[BLOCK], sum = 0;
-    int8_t *codes = out.codes + place * planes * BLOCK;
-    for (int i = 0; i < BLOCK; i++) largest = fmaxf(largest, fabsf(values[i]));
-    float inverse = largest > 0x1p-100f ? most / largest : 0;
-    for (int i = 0; i < BLOCK; i++) whole[i] = (int32_t)rintf(values[i] * inverse);
-    for (int i = 0; i < BLOCK && planes == 2; i++) {
-        int32_t high = (whole[i] + BASE / 2) >> 8, low = whole[i] - BASE * high;
-        low = low < -127 ? -127 : low; /* some processors cannot negate -128 */
-        codes[i] = high;
-        codes[BLOCK + i] = low;
-        whole[i] = BASE * high + low;
-    }
-    for (int i = 0; i < BLOCK && planes == 1; i++) codes[i] = whole[i];
-    for (int i = 0; i < BLOCK; i++) sum += whole[i];
-    out.scales[place] = largest / most;
-    out.sums[place] = sum;
-    out.offsets[place] = largest / most * sum;
-}
-
-static void round_row(const float *x, index_t columns, struct inputs out, index_t row, int planes) {
-    for (index_t block = 0; block * BLOCK < columns; block++) {
-        index_t left = columns - block * BLOCK;
-        const float *values = x + block * BLOCK;
-        float padded[BLOCK] = {0};
-        if (left < BLOCK) values = memcpy(padded, values, left * sizeof(float));
-        if (planes == 1) round_block(values, out, block * out.rows + row, 1);
-        if (planes == 2) round_block(values, out, block * out.rows + row, 2);
+static void round_row(const float *x, index_t columns, struct input out) {
+    for (index_t at = 0; at < columns; at += BLOCK) {
+        float values[BLOCK] = {0}, largest = 0;
+        int32_t whole[BLOCK], sum = 0;
+        memcpy(values, x + at, (columns - at < BLOCK ? columns - at : BLOCK) * sizeof(float));
+        for (int i = 0; i < BLOCK; i++) largest = fmaxf(largest, fabsf(values[i]));
+        float scale = largest / LARGEST, inverse = largest > 0x1p-100f ? LARGEST / largest : 0;
+        for (int i = 0; i < BLOCK; i++) whole[i] = (int32_t)rintf(values[i] * inverse);
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t high = (whole[i] + BASE / 2) >> 8, low = whole[i] - BASE * high;
+            low = low < -127 ? -127 : low; /* some processors cannot negate -128 */
+            out.codes[PLANES * at + i] = high;
+            out.codes[PLANES * at + BLOCK + i] = low;
+            sum += BASE * high + low;
+        }
+        out.scales[at / BLOCK] = scale;
+        out.sums[at / BLOCK] = sum;
     }
 }
 
@@ -181,141 +165,159 @@ struct panel {
     int shift;
 };
 
-/* Sums of 8-bit inputs are far below 2^22: begun at the bits of 1.5 * 2^23, they end at those of that number and their own,
- * which takes one subtraction where converting takes four cycles on some processors. */
-#define BITS_OF_1P5_2P23 0x4b400000
-
-INLINE ints begun(const int planes) { return (ints){0} + (planes == 1 ? BITS_OF_1P5_2P23 : 0); }
-
-INLINE floats ended(ints sum, const int planes) {
-    if (planes == 1) return (floats)sum - 0x1.8p23f;
-    return __builtin_convertvector(sum, floats);
-}
-
-INLINE void put(const floats *total, const float *bias, float *y, index_t width, const int vectors) {
+INLINE void put(const floats *total, const float *bias, float *y, index_t width) {
     float out[PANEL];
-    memcpy(out, total, vectors * sizeof(floats));
-    for (index_t i = 0; i < vectors * LANES && i < width; i++) y[i] = out[i] + (bias ? bias[i] : 0);
+    memcpy(out, total, sizeof out);
+    for (index_t i = 0; i < width; i++) y[i] = out[i] + (bias ? bias[i] : 0);
 }
-
-/* What all products are compiled for: the panel's bits and kind of scales, whether it has minimums, and planes of x. */
-#define KIND const int bits, const enum scale_kind kind, const int has_minimums, const int planes
-#define OF_KIND bits, kind, has_minimums, planes
 
 /* 16 outputs of one row, of which `width` are there: both planes at once, so that each weight is unpacked once. */
-INLINE void multiply(struct panel w, struct inputs x, const float *bias, float *y, index_t width, KIND) {
+INLINE void multiply(struct panel w, struct input x, const float *bias, float *y, index_t width, const int bits,
+                     const int small, const enum scale_kind kind, const int has_minimums) {
     floats total[VECTORS] = {{0}};
     index_t at = 0, left = w.group;
     for (index_t block = 0; block < w.blocks; block++) {
         ints acc[PLANES][VECTORS];
-        for (int p = 0; p < planes; p++)
-            for (int v = 0; v < VECTORS; v++) acc[p][v] = begun(planes);
+        memset(acc, 0, sizeof acc);
         const uint8_t *codes = w.codes + block * block_bytes(bits);
         __builtin_prefetch(codes + 8 * block_bytes(bits));
         __builtin_prefetch(codes + 8 * block_bytes(bits) + STEP);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half++) {
             quad inputs[PLANES];
-            for (int p = 0; p < planes; p++) inputs[p] = load_quad(x.codes + (block * planes + p) * BLOCK + half * BLOCK / 2);
+            for (int p = 0; p < PLANES; p++)
+                inputs[p] = load_quad(x.codes + (block * PLANES + p) * BLOCK + half * BLOCK / 2);
 #pragma GCC unroll 4
             for (int word = 0; word < WORDS / 2; word++)
                 for (int v = 0; v < VECTORS; v++) {
                     bytes weights = unpack(codes, half * WORDS / 2 + word, v, bits);
-                    for (int p = 0; p < planes; p++) acc[p][v] = dot(acc[p][v], weights, inputs[p], word, bits < 8);
+                    for (int p = 0; p < PLANES; p++) acc[p][v] = dot(acc[p][v], weights, inputs[p], word, small);
                 }
         }
         for (int v = 0; v < VECTORS; v++) {
-            ints sum = acc[0][v];
-            if (planes == 2) sum = (sum << 8) + acc[1][v];
-            if (!has_minimums && bits < 8) sum -= w.shift * x.sums[block];
-            total[v] += ended(sum, planes) * (load_scales(w.scales, at + v * LANES, kind) * x.scales[block]);
-            if (has_minimums) total[v] += load_scales(w.minimums, at + v * LANES, kind) * x.offsets[block];
+            ints sum = (acc[0][v] << 8) + acc[1][v];
+            if (!has_minimums && small) sum -= w.shift * x.sums[block];
+            total[v] += __builtin_convertvector(sum, floats) * (load_scales(w.scales, at + v * LANES, kind) * x.scales[block]);
+            if (has_minimums)
+                total[v] += load_scales(w.minimums, at + v * LANES, kind) * (x.scales[block] * x.sums[block]);
         }
         if (--left == 0) at += PANEL, left = w.group;
     }
-    put(total, bias, y, width, VECTORS);
+    put(total, bias, y, width);
 }
 
-/* Some outputs of a block, whose weights are in registers. */
-struct held {
-    bytes weights[WORDS][AT_ONCE];
-    floats scales[AT_ONCE], minimums[AT_ONCE];
-    int shift;
-};
-
-/* One plane comes after the other, so that a sum has one register. */
-INLINE void add_rows(const struct held *w, struct inputs x, index_t place, floats (*totals)[AT_ONCE], const int rows,
-                     const int bits, const int has_minimums, const int planes) {
-    const int8_t *codes = x.codes + place * planes * BLOCK;
-    ints acc[ROWS][AT_ONCE];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < AT_ONCE; v++) acc[r][v] = begun(planes);
-#pragma GCC unroll 2
-    for (int plane = 0; plane < planes; plane++) {
-        for (int r = 0; plane && r < rows; r++)
-            for (int v = 0; v < AT_ONCE; v++) acc[r][v] <<= 8;
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
+/* The same for `rows` rows, which lie `stride` apart in y, with a byte a code and scales in float32. One plane comes after
+ * the other: then a sum has one register, and there are enough for four rows. */
+INLINE void multiply_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t stride,
+                          index_t width, const int rows, const int small, const int has_minimums) {
+    floats total[ROWS][VECTORS] = {{{0}}};
+    index_t at = 0, left = w.group;
+    for (index_t block = 0; block < w.blocks; block++) {
+        ints acc[ROWS][VECTORS] = {{{0}}};
+        const uint8_t *codes = w.codes + block * block_bytes(8);
+#pragma GCC unroll 1
+        for (int quarter = 0; quarter < 4; quarter++) {
             quad inputs[ROWS];
-            for (int r = 0; r < rows; r++) inputs[r] = load_quad(codes + (r * planes + plane) * BLOCK + half * BLOCK / 2);
+            if (quarter == 2)
+                for (int r = 0; r < rows; r++)
+                    for (int v = 0; v < VECTORS; v++) {
+                        acc[r][v] <<= 8;
+                        if (!has_minimums && small) acc[r][v] -= w.shift * x[r].sums[block];
+                    }
+            for (int r = 0; r < rows; r++) inputs[r] = load_quad(x[r].codes + block * PLANES * BLOCK + quarter * BLOCK / 2);
 #pragma GCC unroll 4
             for (int word = 0; word < WORDS / 2; word++)
-                for (int r = 0; r < rows; r++)
-                    for (int v = 0; v < AT_ONCE; v++)
-                        acc[r][v] = dot(acc[r][v], w->weights[half * WORDS / 2 + word][v], inputs[r], word, bits < 8);
+                for (int v = 0; v < VECTORS; v++) {
+                    bytes weights = load_bytes(codes + (quarter % 2 * WORDS / 2 + word) * STEP + v * WIDTH);
+                    for (int r = 0; r < rows; r++) acc[r][v] = dot(acc[r][v], weights, inputs[r], word, small);
+                }
         }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < AT_ONCE; v++) {
-            if (!has_minimums && bits < 8) acc[r][v] -= w->shift * x.sums[place + r];
-            totals[r][v] += ended(acc[r][v], planes) * (w->scales[v] * x.scales[place + r]);
-            if (has_minimums) totals[r][v] += w->minimums[v] * x.offsets[place + r];
+        for (int v = 0; v < VECTORS; v++) {
+            floats scales = load_scales(w.scales, at + v * LANES, FLOAT);
+            for (int r = 0; r < rows; r++)
+                total[r][v] += __builtin_convertvector(acc[r][v], floats) * (scales * x[r].scales[block]);
+            if (has_minimums) {
+                floats minimums = load_scales(w.minimums, at + v * LANES, FLOAT);
+                for (int r = 0; r < rows; r++) total[r][v] += minimums * (x[r].scales[block] * x[r].sums[block]);
+            }
         }
-}
-
-/* Some outputs, from vector `from` on, of at most NEAR rows: a block's weights are unpacked once and stay while rows pass. */
-INLINE void multiply_rows(struct panel w, struct inputs x, index_t first, index_t rows, floats (*totals)[AT_ONCE],
-                          const int from, KIND) {
-    const int together = planes == 1 ? 2 : ROWS;
-    index_t at = from * LANES, left = w.group;
-    memset(totals, 0, rows * sizeof(totals[0]));
-    for (index_t block = 0; block < w.blocks; block++) {
-        struct held held = {.shift = w.shift};
-        for (int v = 0; v < AT_ONCE; v++) {
-            for (int word = 0; word < WORDS; word++)
-                held.weights[word][v] = unpack(w.codes + block * block_bytes(bits), word, from + v, bits);
-            held.scales[v] = load_scales(w.scales, at + v * LANES, kind);
-            if (has_minimums) held.minimums[v] = load_scales(w.minimums, at + v * LANES, kind);
-        }
-        index_t place = block * x.rows + first, row = 0;
-        for (; row + together <= rows; row += together)
-            add_rows(&held, x, place + row, totals + row, together, bits, has_minimums, planes);
-        for (; row < rows; row++) add_rows(&held, x, place + row, totals + row, 1, bits, has_minimums, planes);
         if (--left == 0) at += PANEL, left = w.group;
     }
+    for (int r = 0; r < rows; r++) put(total[r], bias, y + r * stride, width);
 }
 
-/* 16 outputs of all rows, which lie `stride` apart in y. */
-INLINE void multiply_all(struct panel w, struct inputs x, const float *bias, float *y, index_t stride, index_t width, KIND) {
-    floats totals[NEAR][AT_ONCE];
-    if (x.rows == 1) multiply(w, x, bias, y, width, OF_KIND);
-    for (index_t first = 0; x.rows > 1 && first < x.rows; first += NEAR) {
-        index_t rows = x.rows - first < NEAR ? x.rows - first : NEAR;
-#pragma GCC unroll 1
-        for (int from = 0; from < VECTORS && from * LANES < width; from += AT_ONCE) {
-            index_t column = from * LANES;
-            multiply_rows(w, x, first, rows, totals, from, OF_KIND);
-            for (index_t row = 0; row < rows; row++)
-                put(totals[row], bias ? bias + column : 0, y + (first + row) * stride + column, width - column, AT_ONCE);
-        }
+static void one_row(struct panel w, struct input x, const float *bias, float *y, index_t width, int bits, int kind) {
+#define CASE(b, k) \
+    if (bits == b && kind == k && !w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 0); \
+    if (bits == b && kind == k && w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 1)
+    CASE(4, HALF);
+    CASE(4, FLOAT);
+    CASE(4, BFLOAT);
+    CASE(5, HALF);
+    CASE(5, FLOAT);
+    CASE(5, BFLOAT);
+    CASE(8, HALF);
+    CASE(8, FLOAT);
+    CASE(8, BFLOAT);
+#undef CASE
+}
+
+/* The same panel with a byte a code and scales in float32, for many rows. */
+INLINE void widen_codes(struct panel w, uint8_t *codes, const int bits) {
+    for (index_t block = 0; block < w.blocks; block++)
+        for (int word = 0; word < WORDS; word++)
+            for (int v = 0; v < VECTORS; v++)
+                *(bytes *)(codes + block * block_bytes(8) + word * STEP + v * WIDTH) =
+                    unpack(w.codes + block * block_bytes(bits), word, v, bits);
+}
+
+INLINE void widen_scales(const void *scales, float *wide, index_t count, const enum scale_kind kind) {
+    for (index_t i = 0; i < count; i += LANES) *(floats *)(wide + i) = load_scales(scales, i, kind);
+}
+
+static struct panel widened(struct panel w, uint8_t *codes, float *scales, int bits, int kind) {
+    index_t count = (w.blocks + w.group - 1) / w.group * PANEL;
+    struct panel wide = w;
+    if (bits == 4) widen_codes(w, codes, 4);
+    if (bits == 5) widen_codes(w, codes, 5);
+    if (bits != 8) wide.codes = codes;
+    for (int part = 0; part < 2; part++) {
+        const void *from = part ? w.minimums : w.scales;
+        if (!from) continue;
+        if (kind == HALF) widen_scales(from, scales + part * count, count, HALF);
+        if (kind == BFLOAT) widen_scales(from, scales + part * count, count, BFLOAT);
+        if (kind == FLOAT) widen_scales(from, scales + part * count, count, FLOAT);
     }
+    wide.scales = scales;
+    wide.minimums = w.minimums ? scales + count : 0;
+    return wide;
+}
+
+INLINE void all_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
+                     index_t width, const int small, const int has_minimums) {
+    index_t row = 0;
+#define TAKE(count) \
+    for (; row + count <= rows; row += count) \
+        multiply_rows(w, x + row, bias, y + row * stride, stride, width, count, small, has_minimums)
+    TAKE(ROWS);
+    TAKE(2);
+    TAKE(1);
+#undef TAKE
+}
+
+static void many_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
+                      index_t width, int small) {
+    if (small && w.minimums) all_rows(w, x, bias, y, rows, stride, width, 1, 1);
+    if (small && !w.minimums) all_rows(w, x, bias, y, rows, stride, width, 1, 0);
+    if (!small && w.minimums) all_rows(w, x, bias, y, rows, stride, width, 0, 1);
+    if (!small && !w.minimums) all_rows(w, x, bias, y, rows, stride, width, 0, 0);
 }
 
 /* As panels.py has it; a group has `group` columns. */
 struct matrix {
     const uint8_t *codes;
     const char *scales, *minimums;
-    index_t rows, columns, group, bits, scale_kind, shift, planes;
+    index_t rows, columns, group, bits, scale_kind, shift;
 };
 
 static struct panel panel_of(const struct matrix *w, index_t number) {
@@ -325,42 +327,41 @@ static struct panel panel_of(const struct matrix *w, index_t number) {
                           w->minimums ? w->minimums + at : 0, blocks, w->group / BLOCK, w->shift};
 }
 
-static void multiply_panel(const struct matrix *w, index_t number, struct inputs x, const float *bias, float *y) {
-    struct panel own = panel_of(w, number);
-    index_t n = w->rows, start = number * PANEL, width = n - start < PANEL ? n - start : PANEL;
-    if (bias) bias += start;
-#define CASE(b, k, p) \
-    if (w->bits == b && w->scale_kind == k && w->planes == p) { \
-        if (own.minimums) multiply_all(own, x, bias, y + start, n, width, b, k, 1, p); \
-        else multiply_all(own, x, bias, y + start, n, width, b, k, 0, p); \
-    }
-    CASE(4, HALF, 1)
-    CASE(5, HALF, 1)
-    CASE(8, HALF, 1)
-    CASE(4, HALF, 2)
-    CASE(4, FLOAT, 2)
-    CASE(4, BFLOAT, 2)
-#undef CASE
-}
-
 /* y = x @ w.T + bias: x is [m, columns] in float32, y [m, rows]. */
 void panel_product(const struct matrix *w, const float *x, const float *bias, float *y, index_t m) {
     index_t n = w->rows, k = w->columns, blocks = (k + BLOCK - 1) / BLOCK, panels = (n + PANEL - 1) / PANEL;
-    int8_t *codes = aligned_alloc(64, m * blocks * PLANES * BLOCK);
-    float *scales = malloc(3 * m * blocks * sizeof(float));
-    struct inputs inputs = {codes, scales, scales + m * blocks, (int32_t *)(scales + 2 * m * blocks), m};
-    if (m == 1) round_row(x, k, inputs, 0, w->planes);
+    int8_t *rounded = aligned_alloc(64, m * blocks * PLANES * BLOCK);
+    float *scales = malloc(m * blocks * sizeof(float));
+    int32_t *sums = malloc(m * blocks * sizeof(int32_t));
+    struct input *inputs = malloc(m * sizeof(struct input));
+    for (index_t row = 0; row < m; row++)
+        inputs[row] = (struct input){rounded + row * blocks * PLANES * BLOCK, scales + row * blocks, sums + row * blocks};
+    if (m == 1) round_row(x, k, inputs[0]);
 #pragma omp parallel if (m * n * k > PARALLEL_FROM)
     {
+        uint8_t *wide = m > 1 ? aligned_alloc(64, blocks * BLOCK * PANEL) : 0;
+        float *wide_scales = m > 1 ? aligned_alloc(64, blocks * PANEL * 2 * sizeof(float)) : 0;
         if (m > 1) {
 #pragma omp for schedule(static)
-            for (index_t row = 0; row < m; row++) round_row(x + row * k, k, inputs, row, w->planes);
+            for (index_t row = 0; row < m; row++) round_row(x + row * k, k, inputs[row]);
         }
 #pragma omp for schedule(static)
-        for (index_t p = 0; p < panels; p++) multiply_panel(w, p, inputs, bias, y);
+        for (index_t p = 0; p < panels; p++) {
+            struct panel own = panel_of(w, p);
+            const float *own_bias = bias ? bias + p * PANEL : 0;
+            index_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+            if (m == 1) one_row(own, inputs[0], own_bias, y + p * PANEL, width, w->bits, w->scale_kind);
+            else
+                many_rows(widened(own, wide, wide_scales, w->bits, w->scale_kind), inputs, own_bias, y + p * PANEL, m, n,
+                          width, w->bits < 8);
+        }
+        free(wide);
+        free(wide_scales);
     }
-    free(codes);
+    free(rounded);
     free(scales);
+    free(sums);
+    free(inputs);
 }
 
 /* 16 numbers e4m3 as float32 over 2^120: sign, exponent and mantissa just change places. */

@@ -24,7 +24,7 @@ class _Record(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "minimums")),
-        *((name, ctypes.c_longlong) for name in ("rows", "columns", "group", "bits", "scale_kind", "shift", "planes")),
+        *((name, ctypes.c_longlong) for name in ("rows", "columns", "group", "bits", "scale_kind", "shift")),
     )
 
 
@@ -33,8 +33,7 @@ class Panels:
     """A matrix [rows, columns] whose weights are (code - shift) * scale + minimum.
 
     `codes` are [panels, blocks, bytes of a block], scales and minimums [panels, groups, 16]; a group has `group`
-    columns. Codes that are e4m3 numbers lie column by column, [panels, columns, 16]. Inputs have a byte for each plane:
-    8 bits where the format is meant for them, with scales in float16, or else 16.
+    columns. Codes that are e4m3 numbers lie column by column, [panels, columns, 16].
     """
 
     rows: int
@@ -45,28 +44,19 @@ class Panels:
     codes: Tensor
     scales: Tensor
     minimums: Tensor | None = None
-    planes: int = 2
     e4m3: bool = False
 
     @classmethod
     def of(
-        cls,
-        codes: Tensor,
-        scales: Tensor,
-        group: int,
-        bits: int,
-        shift: int = 0,
-        minimums: Tensor | None = None,
-        planes: int = 2,
+        cls, codes: Tensor, scales: Tensor, group: int, bits: int, shift: int = 0, minimums: Tensor | None = None
     ) -> Panels:
         """From codes [rows, columns], one a byte, and what each group of a row has."""
-        assert bits == 4 if planes == 2 else scales.dtype == torch.float16, "no kernel is compiled for these"
         rows, columns = codes.shape
         spread = (_by_panels(part) if part is not None else None for part in (scales, minimums))
         packed = _pack(codes.view(torch.uint8), bits)
         own_scales, own_minimums = spread
         assert own_scales is not None
-        return cls(rows, columns, group, bits, shift, packed, own_scales, own_minimums, planes)
+        return cls(rows, columns, group, bits, shift, packed, own_scales, own_minimums)
 
     @classmethod
     def of_e4m3(cls, values: Tensor, scales: Tensor, group: int) -> Panels:
@@ -78,7 +68,7 @@ class Panels:
     def _record(self) -> _Record:
         minimums, kind = self.minimums, _SCALE_KINDS[self.scales.dtype]
         addresses = (self.codes.data_ptr(), self.scales.data_ptr(), None if minimums is None else minimums.data_ptr())
-        return _Record(*addresses, self.rows, self.columns, self.group, self.bits, kind, self.shift, self.planes)
+        return _Record(*addresses, self.rows, self.columns, self.group, self.bits, kind, self.shift)
 
     @cached_property
     def address(self) -> int:
@@ -116,7 +106,7 @@ class Panels:
 
 
 def product(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias. For whole numbers x is in 16 or 8 bits by blocks of 32 columns, for e4m3 as it is."""
+    """x @ weight.T + bias. For whole numbers x is in 16 bits by blocks of 32 columns, for e4m3 as it is."""
     rows = x.shape[0]
     if weight.e4m3 and rows > _FEW:
         return _product_by_tiles(x, weight, bias)
@@ -138,21 +128,8 @@ def _product_by_tiles(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
 
 
 def product_torch(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
-    """The definition."""
-    taken = x if weight.e4m3 else rounded(x, weight.planes)
-    return F.linear(taken, weight.dequantised(x.dtype), bias)
-
-
-def rounded(x: Tensor, planes: int) -> Tensor:
-    """x in whole numbers of so many bytes, each block of 32 columns with a scale of its own."""
-    largest = 127 * 256 + 127 if planes == 2 else 127
-    blocks = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    sizes = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.full_like(sizes, largest) / sizes  # of a plain number torch would make a product with 1 / sizes
-    whole = torch.round(blocks * inverse.where(sizes > 2**-100, 0))
-    if planes == 2:
-        whole += (whole + 128) % 256 == 0  # no low byte is -128, which some processors cannot negate
-    return (whole * (sizes / largest)).flatten(1)[:, : x.shape[1]]
+    """The definition, but for the rounding of x."""
+    return F.linear(x, weight.dequantised(x.dtype), bias)
 
 
 def _by_panels(of_rows: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class GgufWeight:
         return torch.from_numpy(wide)[..., : self.columns].to(dtype)
 
     def panels(self) -> Panels:
-        """[scale, (minimum,) (fifth bits,) codes] of each block, taken apart. The format is for inputs of 8 bits."""
+        """[scale, (minimum,) (fifth bits,) codes] of each block, taken apart."""
         bits, has_minimum = int(self.kind[1]), self.kind.endswith("_1")
         numbers = 2 if has_minimum else 1
         factors = self.values[..., : 2 * numbers].contiguous().view(torch.float16)
@@ -54,8 +54,7 @@ class GgufWeight:
             codes = torch.cat((halves & 15, halves >> 4), -1) | _fifth_bits(codes[..., : -BLOCK // 2])
         minimums = factors[..., 1] if has_minimum else None
         shift = 0 if has_minimum or bits == 8 else 2 ** (bits - 1)
-        codes = codes.flatten(1)[:, : self.columns]
-        return Panels.of(codes, factors[..., 0], BLOCK, bits, shift, minimums, planes=1)
+        return Panels.of(codes.flatten(1)[:, : self.columns], factors[..., 0], BLOCK, bits, shift, minimums)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor | int:

@@ -385,7 +385,7 @@ def test_the_default_model_answers_in_json() -> None:
         "properties": {"capital": {"type": "string"}, "country": {"const": "France"}},
         "required": ["capital", "country"],
     }
-    with LLM(dtype="fp32", progress=False, max_model_len=256) as llm:
+    with LLM(progress=False, max_model_len=256) as llm:
         assert llm.tokenizer is not None
         spec = llm.engine.scheduler
         grammars = Grammars(llm.tokenizer, llm.engine.vocab, sorted(spec.eos_token_ids))
