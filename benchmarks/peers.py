@@ -120,14 +120,14 @@ class Child:
         self._process.communicate(timeout=60)
 
 
-def export_default_model(folder: Path) -> None:
-    """The default model as a Hugging Face folder in float32, which every engine can read."""
+def export_model(model: Path, folder: Path) -> None:
+    """A Llama as a Hugging Face folder in float32, which every engine can read."""
     import torch
     from safetensors.torch import save_file
 
-    from phalanx.weights.checkpoint import Checkpoint, locate
+    from phalanx.weights.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint(locate(None))
+    checkpoint = Checkpoint(model)
     spec, reader = checkpoint.spec, checkpoint.open_reader(torch.device("cpu"))
     whole = {name: tuple(slice(0, size) for size in tensor.shape) for name, tensor in spec.tensors.items()}
     save_file({name: reader.read(name, slices) for name, slices in whole.items()}, folder / "model.safetensors")
@@ -226,13 +226,15 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.folder, *map(int, options.sizes.split(",")))
         return
+    from phalanx.weights.checkpoint import locate
+
     cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
     longest, batch = max(case[1] + case[2] for case in cases), max(case[0] for case in cases)
     pythons = {"phalanx": sys.executable, "transformers": sys.executable}
     if options.vllm_python:
         pythons["vllm"] = options.vllm_python
     with tempfile.TemporaryDirectory() as folder:
-        export_default_model(Path(folder))
+        export_model(locate(None), Path(folder))
         children = [Child(name, python, folder, longest, batch) for name, python in pythons.items()]
         rows = measure(children, cases, options.rounds)
         for child in children:

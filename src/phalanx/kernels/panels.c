@@ -94,8 +94,7 @@ INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
 #else
 INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
     (void)small;
-    for (int lane = 0; lane < LANES; lane++)
-        for (int b = 0; b < 4; b++) acc[lane] += w[4 * lane + b] * x[4 * word + b];
+    for (int b = 0; b < 4; b++) acc += (((ints)w << (24 - 8 * b)) >> 24) * x[4 * word + b];
     return acc;
 }
 #endif
