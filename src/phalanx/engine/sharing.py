@@ -15,9 +15,13 @@ from phalanx.engine.step_line import CostLine, StepLine
 
 LONGEST_STEP_S = 0.1
 """Steps of a shared engine end within this time where they can: a newcomer waits for the one that runs."""
+SOON_S, SHORT_STEP_S = 1.0, 0.025
+"""Whoever has left so lately may be back in a moment: steps without it end within the second of these times."""
 ADDED = 0.5
 """What each other owner may add to a step, in parts of what it would take for one alone. The rest up to a whole one, at
 which one would have half its speed beside another, is for what is done between steps."""
+FEW = 8
+"""As many tokens of a step the owner that needs least has whole, where others may add fewer."""
 FOR_PROMPTS = 4
 """One part in this many of an owner's tokens is for its prompts, where it has both these and answers."""
 _OUTLIER = 2.0
@@ -34,8 +38,10 @@ class StepPace:
     def __init__(self) -> None:
         self._steps = StepLine()
         self._line: CostLine | None = None
+        self.clock = 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
+        self.clock += seconds
         if self._line is not None:
             seconds = min(seconds, _OUTLIER * self._line.of(tokens))
         if seconds <= 0:
@@ -45,15 +51,18 @@ class StepPace:
         if line is not None:
             self._line = CostLine(max(0.0, line.per_step), max(0.0, line.per_token))
 
-    def most_tokens(self, fewest: int, owners: int, drafts: int = 0) -> float:
-        """For a step of so many owners, of whom one needs the fewest tokens, and may add drafts to them."""
+    def in_time(self, longest: float = LONGEST_STEP_S) -> float:
+        """Tokens that a step can have to end within that time, or for them to take half of it."""
         if self._line is None or not self._line.per_token:
             return float("inf")
         per_step, per_token = self._line
-        as_much_again = per_step / per_token
-        in_time = (LONGEST_STEP_S - per_step) / per_token
-        fair = fewest + drafts + ADDED * (owners - 1) * (fewest + as_much_again)
-        return min(max(in_time, as_much_again), fair if owners > 1 else float("inf"))
+        return max(longest - per_step, per_step) / per_token
+
+    def beside(self, tokens: int) -> float:
+        """Tokens that each other owner may add to a step of so many."""
+        if self._line is None or not self._line.per_token:
+            return float("inf")
+        return ADDED * self._line.of(tokens) / self._line.per_token
 
 
 def parts_of(wanted: Mapping[str, int], total: int) -> dict[str, int]:
@@ -101,6 +110,8 @@ class Sharing:
         self._roster = roster
         self._slots, self._budget, self._drafts = slots, budget, drafts
         self._turn = 0
+        self._kept = 0.0
+        self._shared_at = -SOON_S
 
     @property
     def is_shared(self) -> bool:
@@ -110,8 +121,10 @@ class Sharing:
         """Tokens of the next step for each owner that has something to compute."""
         owners = self._roster.owners
         if len(owners) > 1:
+            self._shared_at = self.pace.clock
             return self._parts()
-        in_time = int(min(self._budget, max(1, self.pace.most_tokens(1, 1))))
+        is_lately = self.pace.clock - self._shared_at < SOON_S
+        in_time = int(min(self._budget, max(1, self.pace.in_time(SHORT_STEP_S if is_lately else LONGEST_STEP_S))))
         return {owner: in_time if owner else self._budget for owner in owners}
 
     def _parts(self) -> dict[str, int]:
@@ -124,16 +137,33 @@ class Sharing:
             needed[request.owner] += request.rest
             wanted[request.owner] += request.rest
         if len(needed) > self._budget:
-            self._turn += 1
-            needed = Counter({owner: needed[owner] for owner in self._whose_turn(needed)})
-        least = min(needed, key=needed.__getitem__, default="")
-        most = self.pace.most_tokens(needed[least], len(needed), wanted[least] - needed[least])
-        return parts_of({owner: wanted[owner] for owner in needed}, int(min(self._budget, max(most, len(needed)))))
+            needed = Counter({owner: needed[owner] for owner in self._whose_turn(needed, self._budget)})
+        return self._divided(needed, {owner: wanted[owner] for owner in needed}) if needed else {}
 
-    def _whose_turn(self, owners: Iterable[str]) -> list[str]:
-        """As many as a step has tokens, others with each turn."""
-        ordered, count = sorted(owners), self._budget
-        return [ordered[(self._turn * count + index) % len(ordered)] for index in range(count)]
+    def _divided(self, needed: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
+        """The same for all, of as many tokens as others may add to those of the one that needs least.
+
+        If those are few, it has them whole, and whoever wants more shares what may be added: each a token every few
+        steps where that is less than one.
+        """
+        least = min(needed, key=needed.__getitem__)
+        own, beside = wanted[least], self.pace.beside(needed[least])
+        total = own + sum(beside for owner in wanted if owner != least)
+        limit = int(min(self._budget, max(self.pace.in_time(), len(wanted))))
+        heavy = {owner: count for owner, count in wanted.items() if count > own}
+        if total >= limit or own > FEW or not heavy:
+            return parts_of(wanted, max(int(min(total, limit)), len(wanted)))
+        self._kept = min(self._kept, 1.0) + beside * len(heavy)
+        chosen = self._whose_turn(heavy, int(self._kept))
+        parts = parts_of({owner: heavy[owner] for owner in chosen}, int(self._kept))
+        self._kept -= sum(parts.values())
+        return {owner: count for owner, count in wanted.items() if count <= own} | parts
+
+    def _whose_turn(self, owners: Iterable[str], count: int) -> list[str]:
+        """So many of them, others with each turn."""
+        ordered = sorted(owners)
+        self._turn += count
+        return [ordered[(self._turn + index) % len(ordered)] for index in range(min(count, len(ordered)))]
 
     def for_decodes(self, left: Mapping[str, int]) -> Mapping[str, int]:
         """What answers may take of it, so that an owner's own answers do not keep its prompts out."""
