@@ -24,8 +24,8 @@ _FP8_ATTENTION = 1.6
 """Against bf16: 1.2 PFLOP/s for 740 TFLOP/s on an H100 (FlashAttention-3, 2024-07)."""
 _UNEVEN = 0.11
 """Ranks to this power have the busiest of them do so much more than the mean, where each has experts of its own. Kernel
-tables of H200 and B200 (vLLM 0.24), tokens dealt to experts by a power law against evenly: 1.09 on 2 ranks, 1.16 to
-1.22 on 4, 1.21 to 1.28 on 8."""
+tables of H200 and B200 (vLLM 0.24), tokens dealt to experts by a power law against evenly, beside one rank: 1.09 to
+1.13 on 2 ranks, 1.15 to 1.24 on 4, 1.19 to 1.36 on 8."""
 _ROUNDED_INPUTS = ("fp8", "fp4")
 """Formats of products whose inputs have to be made, a kernel more each."""
 
@@ -96,8 +96,7 @@ class StepCost(NamedTuple):
 @dataclass(frozen=True)
 class Roofline:
     """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured. A
-    pipeline of several `stages` has links `between` them. `overlaps`: the engine's host works
-    while the GPU does.
+    pipeline of several `stages` has links `between` them. `overlaps`: the engine's host works while the GPU does.
     """
 
     work: RankWork
