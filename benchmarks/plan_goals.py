@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.plan.cases import Case
 from phalanx.plan.fit_data import Array, Data, load_data
-from phalanx.plan.held_out import ALWAYS_SEEN, FOLDS, bounds, fold_of, group_of, predict_unseen, read_cases
+from phalanx.plan.held_out import ALWAYS_SEEN, FOLDS, bounds, fold_of, group_of, predict_unseen, read_cases, widths
 
 RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
 NEW_ARCHITECTURE = 1.5
@@ -67,7 +67,9 @@ def is_ours(case: Case) -> bool:
 
 
 def is_other(case: Case) -> bool:
-    return not is_fitted_source(case) and not is_ours(case) and case.measurement.kind != "poisson"
+    """Of another publisher, but for arrivals by the clock, and rows that the file itself marks as suspect."""
+    row = case.measurement
+    return not is_fitted_source(case) and not is_ours(case) and row.kind != "poisson" and row.tier != "suspect"
 
 
 Result = tuple[Data, dict[str, Array], dict[str, Array]]
@@ -82,17 +84,17 @@ def unseen(data: Data, used: Array, fold: Array, told: Array) -> Result:
 
 
 def unfitted(data: Data, fitted: Array, told: Array, wider: float) -> Result:
-    """Rows that are told by a fit of others; intervals from leaving out a publisher of those others at a time."""
+    """Rows that are told by a fit of others; intervals from leaving out a publisher of those others at a time, each of
+    which counts the same.
+    """
     part = data.subset(np.flatnonzero(fitted | told))
     mine = np.where(told, 0, ALWAYS_SEEN)[fitted | told]
     found = predict_unseen(part, mine)
     inner = data.subset(np.flatnonzero(fitted))
-    new = predict_unseen(inner, group_of(inner.cases, "publisher"))
-    half = {
-        name: np.full(len(part.cases), wider * np.nanquantile(np.abs(new[name] - inner.measured[name]), 0.9))
-        for name in found
-    }
-    return part, found, half
+    publisher = group_of(inner.cases, "publisher")
+    new = predict_unseen(inner, publisher)
+    wide = {name: widths(inner.cases, new[name] - inner.measured[name], publisher).overall for name in found}
+    return part, found, {name: np.full(len(part.cases), wider * half) for name, half in wide.items()}
 
 
 def say(what: str, data: Data, found: dict[str, Array], half: dict[str, Array]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,18 @@ def test_overheads_count_layers_rows_and_prompts() -> None:
     assert combine(prompt, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1)).overhead == pytest.approx(1.8e-3)
     quantised = limits(weights="fp8").of(StepSums(8, 8000))
     assert combine(quantised, PERFECT._replace(fp8_layer_us=3)).overhead == pytest.approx(80 * 3e-6)
+
+
+def test_a_host_that_works_ahead_adds_little_until_it_takes_longer() -> None:
+    """100 rows of 10 us take 1 ms, and the GPU some 45. Of a host that takes a second, little else is seen."""
+    waits = limits(machine="1xH100-SXM")
+    works_ahead = replace(waits, overlaps=True)
+    step = StepSums(100, 100_000)
+    alone = seconds(step, waits)
+    slow = PERFECT._replace(row_us=10)
+    assert seconds(step, waits, slow) == pytest.approx(alone + 1e-3)
+    assert alone < seconds(step, works_ahead, slow) < alone + 1e-6
+    assert seconds(step, works_ahead, PERFECT._replace(row_us=10_000)) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_step_priced_in_an_array_costs_the_same() -> None:

@@ -147,7 +147,31 @@ def test_an_engine_that_was_never_seen_on_an_architecture_is_less_certain(plain:
     assert half[30:] == pytest.approx(0.25)
 
 
-def test_slopes_are_what_a_small_shift_does(plain: Data) -> None:
+def test_a_model_that_was_never_seen_is_less_certain(plain: Data) -> None:
+    """Two models in each of two folds, and one in the third alone."""
+    fold = np.array([index % 2 for index in range(len(plain.cases))])
+    row = replace(plain.cases[0].measurement, model="Qwen2.5-7B", precision="bf16")
+    data = load_data([*plain.cases, *[prepare(row)] * 3])
+    found = {name: values + 0.1 for name, values in data.measured.items()}
+    half = bounds(data, found, np.append(fold, [2] * 3))["tpot"]
+    assert half[:-3] == pytest.approx(0.1)
+    assert half[-3:] == pytest.approx(0.14)
+
+
+def test_versions_of_an_engine_tell_of_each_other(plain: Data) -> None:
+    """Half as many microseconds a layer in one version of vLLM: expected of another version, and less of SGLang."""
+    rows = [case.measurement for case in plain.cases]
+    others = [replace(rows[0], version="0.18.0"), replace(rows[0], engine="sglang", version="0.5.9")]
+    data = load_data([*plain.cases, *(prepare(row) for row in others)])
+    data = measured_with(data, {"layer_us": -0.7, "step_ms": -0.7})
+    rates = calibrate(data.subset(np.arange(len(rows)))).rates()
+    assert rates["vllm-0.10"]["layer_us"] == pytest.approx(rates["vllm-0.18"]["layer_us"], rel=0.05)
+    assert rates["vllm-0.18"]["layer_us"] < rates["sglang-0.5.9"]["layer_us"]
+
+
+@pytest.mark.parametrize("overlaps", [0.0, 1.0])
+def test_slopes_are_what_a_small_shift_does(plain: Data, overlaps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "limits", plain.limits._replace(overlaps=np.full(len(plain.row), overlaps)))
     shifts = np.random.default_rng(3).normal(0, 0.4, (len(plain.cases), len(STARTS)))
     here, slopes = plain.predict(shifts), plain.slopes(shifts)
     for index, name in enumerate(STARTS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -21,9 +22,15 @@ from tests.plan.test_recipes import ALL, launch
 WHEEL = f"phalanx-{__version__}-py3-none-any.whl"
 
 
+@cache
+def compose_schema() -> Any:
+    schema = get_builtin_schema("vendor.compose-spec")
+    return jsonschema.validators.validator_for(schema)(schema)
+
+
 def check_compose(text: str) -> Any:
     composed = yaml.safe_load(text)
-    jsonschema.validate(composed, get_builtin_schema("vendor.compose-spec"))
+    compose_schema().validate(composed)
     return composed
 
 

@@ -46,7 +46,7 @@ def closed_loops(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(closed_loops(), admissions, st.integers(3, 200), st.none() | st.integers(64, 1200))
 def test_closed_loops(workload: Workload, admission: AdmissionRule, step_tokens: int, kv_tokens: int | None) -> None:
     rules = Rules(admission, step_tokens)
@@ -54,7 +54,7 @@ def test_closed_loops(workload: Workload, admission: AdmissionRule, step_tokens:
     check(workload, rules, kv_tokens)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 3), st.integers(2, 120), st.integers(1, 80)), min_size=1, max_size=24),
     admissions,
@@ -83,7 +83,7 @@ def test_a_cache_that_never_runs_out_admits_everyone_at_once() -> None:
     assert [step.prompts for step in trace.steps] == [200]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(17, 400), st.integers(1, 6), admissions, st.sampled_from([None, 40_000]))
 def test_prefixes_that_prompts_share(prefix: int, agents: int, admission: AdmissionRule, kv_tokens: int | None) -> None:
     """Found as often as the scheduler's own cache finds them, and requests pass as they do there."""

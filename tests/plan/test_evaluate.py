@@ -237,6 +237,21 @@ def test_a_whole_publisher_is_left_out(tmp_path: Path) -> None:
         evaluate(tmp_path / "rows.csv", leave_out="weather")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sequences", "tokens"), [((1000, 1000), 640, 2048), ((128, 128), 4096, 8192), ((2048, 128), 512, 9216)]
+)
+def test_tensorrt_llm_s_own_benchmark_sets_its_limits(lengths: tuple[int, int], sequences: int, tokens: int) -> None:
+    """8B in FP8 leaves 76 GB of an H100, 95 % of which hold 551, 4,305 and 506 requests of 64 KiB a token."""
+    row = Measurement(
+        "trtllm", "1.0", "H100-SXM", 1, 1, "Llama-3.1-8B", "fp8", "fp8", *lengths, 4096, None, None, throughput=1.0,
+        kind="offline", requests=9000,
+    )  # fmt: skip
+    rules = prepare(row).rules
+    assert (rules.max_sequences, rules.max_batched_tokens) == (sequences, tokens)
+    before = prepare(replace(row, version="0.14")).rules
+    assert (before.max_sequences, before.max_batched_tokens) == (2048, 8192)
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(MeasurementError, match="engine, version"):

@@ -48,7 +48,7 @@ def test_the_published_ladder_within_15_percent_a_step() -> None:
     assert made[1] / made[0] == pytest.approx(PUBLISHED[1] / PUBLISHED[0], rel=0.15)
     assert made[3] / made[1] == pytest.approx(PUBLISHED[2] / PUBLISHED[1], rel=0.15)
     assert runs[2].cached_share == pytest.approx(0.71, abs=0.02)
-    assert made[2] > made[3], "the model has all of the second gain from caching: FP8 reads twice what 4 bits do"
+    assert made[3] < 1.1 * made[2], "the model has nearly all of the second gain from caching, little from FP8"
 
 
 def test_a_static_batch_lets_nobody_in_before_all_have_left() -> None:

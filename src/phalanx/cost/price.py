@@ -18,6 +18,14 @@ from phalanx.spec.machine import Gpu, Link
 
 _ACTIVATION_BYTES = 2
 REFERENCE_BANDWIDTH = 4e12
+_INPUT_BYTES = {"fp8": 1.0, "mxfp4": 1.0, "fp4": 0.5625}
+"""Of a number that is sent to experts who multiply in these formats; NVFP4 has a byte of scale for sixteen."""
+_FP8_ATTENTION = 1.6
+"""Against bf16: 1.2 PFLOP/s for 740 TFLOP/s on an H100 (FlashAttention-3, 2024-07)."""
+_UNEVEN = 0.11
+"""Ranks to this power have the busiest of them do so much more than the mean, where each has experts of its own. Kernel
+tables of H200 and B200 (vLLM 0.24), tokens dealt to experts by a power law against evenly, beside one rank: 1.09 to
+1.13 on 2 ranks, 1.15 to 1.24 on 4, 1.19 to 1.36 on 8."""
 _ROUNDED_INPUTS = ("fp8", "fp4")
 """Formats of products whose inputs have to be made, a kernel more each."""
 
@@ -41,6 +49,7 @@ class RooflineTimes(NamedTuple):
     has_prompt: float
     bandwidth: float
     rounds_inputs: float
+    overlaps: float
 
 
 class Rates(NamedTuple):
@@ -87,7 +96,7 @@ class StepCost(NamedTuple):
 @dataclass(frozen=True)
 class Roofline:
     """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured. A
-    pipeline of several `stages` has links `between` them.
+    pipeline of several `stages` has links `between` them. `overlaps`: the engine's host works while the GPU does.
     """
 
     work: RankWork
@@ -97,6 +106,7 @@ class Roofline:
     calibration: Calibration | None = None
     stages: int = 1
     between: Link | None = None
+    overlaps: bool = False
 
     def of(self, step: StepSums) -> RooflineTimes:
         work, bandwidth, tokens = self.work, self.memory_bandwidth, step.tokens
@@ -112,7 +122,7 @@ class Roofline:
             head_read=work.head_bytes / bandwidth,
             head_compute=(step.decodes + step.prompts) * work.head_flops / self.peak("bf16"),
             cache_read=work.cache_read(step) / bandwidth,
-            prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self.peak("bf16"),
+            prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self.attention_peak,
             all_reduce=all_reduce,
             activations=activations,
             layers=work.layers,
@@ -121,6 +131,7 @@ class Roofline:
             has_prompt=float(step.prompt_tokens > 0),
             bandwidth=self.gpu.bandwidth,
             rounds_inputs=float(work.compute in _ROUNDED_INPUTS),
+            overlaps=float(self.overlaps),
         )
 
     @cached_property
@@ -134,7 +145,7 @@ class Roofline:
         return (
             tokens * work.linear_flops / self.peak(work.compute),
             work.experts_read(tokens) / self.memory_bandwidth,
-            tokens * work.expert_flops / self.peak(work.expert_compute),
+            work.attention_ranks**_UNEVEN * tokens * work.expert_flops / self.peak(work.expert_compute),
             2 * work.layers * self._all_reduce(message) + self._exchange(message) + self._hand_overs(message),
             message * work.layers / self.memory_bandwidth,
         )
@@ -143,6 +154,12 @@ class Roofline:
     def memory_bandwidth(self) -> float:
         """Bytes a second."""
         return self.gpu.bandwidth * bandwidth_factor(self.calibration)
+
+    @cached_property
+    def attention_peak(self) -> float:
+        """FLOP/s of prompts' attention: TensorRT-LLM multiplies keys and values of eight bits as they are."""
+        in_fp8 = self.implementation == "trtllm" and self.work.kv_format == "fp8" and "fp8" in self.gpu.peaks
+        return self.peak("bf16") * (_FP8_ATTENTION if in_fp8 else 1.0)
 
     def peak(self, number_format: str) -> float:
         """FLOP/s in this format."""
@@ -161,11 +178,14 @@ class Roofline:
         return self.gpu.peak(number_format) * compute_factor(self.calibration, number_format)
 
     def _exchange(self, message: float) -> float:
-        """Where attention is data-parallel: tokens of all ranks to the experts and back, as much as an all-reduce."""
+        """Where attention is data-parallel: tokens of all ranks to the experts, as these take them, and back in bf16.
+        There and back in one format is as much as an all-reduce.
+        """
         work = self.work
         if work.attention_ranks == 1:
             return 0.0
-        everyone = message * work.attention_ranks
+        there = _INPUT_BYTES.get(work.expert_compute, _ACTIVATION_BYTES) / _ACTIVATION_BYTES
+        everyone = message * work.attention_ranks * (there + 1) / 2
         once = calibrated_all_reduce(everyone, work.attention_ranks, self.link, self.implementation, self.calibration)
         return work.sparse_layers * once
 
@@ -188,17 +208,26 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     experts = _overlapped(
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
+    experts = experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us
+    attention = limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention
+    all_reduce = limits.all_reduce * rates.all_reduce
     layer = rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
+    beside = 1e-6 * limits.layers * layer + limits.activations * rates.activation_passes
+    gpu = linear + head + experts + attention + all_reduce + beside
+    added = with_host(gpu, host_seconds(limits, rates), limits.overlaps) - gpu
+    return StepCost(linear + head, experts, attention, all_reduce, beside + added)
+
+
+def host_seconds(limits: RooflineTimes, rates: Rates) -> Any:
+    """What the engine's own program takes for a step and its rows."""
     steps = rates.step_ms + limits.has_prompt * rates.prompt_step_ms
-    return StepCost(
-        weights=linear + head,
-        experts=experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us,
-        attention=limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention,
-        all_reduce=limits.all_reduce * rates.all_reduce,
-        overhead=1e-6 * (limits.layers * layer + limits.rows * rates.row_us)
-        + 1e-3 * steps
-        + limits.activations * rates.activation_passes,
-    )
+    return 1e-6 * limits.rows * rates.row_us + 1e-3 * steps
+
+
+def with_host(gpu: Any, host: Any, overlaps: Any) -> Any:
+    """Seconds of a step: one after the other, or, where the host prepares the next step meanwhile, near the longer."""
+    power = 1 + 2 * overlaps
+    return (gpu**power + host**power) ** (1 / power)
 
 
 MOST_OF_PEAK = 0.75

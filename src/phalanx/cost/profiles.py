@@ -16,22 +16,26 @@ class ProfileError(PhalanxError):
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """One engine family: versions from `since` on."""
+    """One engine family: versions from `since` on. `overlaps`: its host prepares a step while the GPU takes the last;
+    by default SGLang since 0.4, TensorRT-LLM since 1.0 (overlap scheduler), vLLM since 0.14 (async scheduling).
+    """
 
     family: str
     engine: str
     since: tuple[int, ...]
     rules: Rules
     all_reduce: str
+    overlaps: bool = False
 
 
 PROFILES = (
-    EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm"),
-    EngineProfile("vllm-0.10", "vllm", (), Rules("mixed", 8192), "vllm"),
-    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang"),
-    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang"),
-    EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
-    EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm"),
+    EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm", overlaps=True),
+    EngineProfile("vllm-0.10", "vllm", (0, 8), Rules("mixed", 8192), "vllm"),
+    EngineProfile("vllm-0.7", "vllm", (), Rules("first", 8192), "vllm"),
+    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang", overlaps=True),
+    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang", overlaps=True),
+    EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
+    EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
     EngineProfile("phalanx", "phalanx", (), Rules("fair", MAX_NUM_BATCHED_TOKENS), "nccl"),
 )
 """Newest family of an engine first. Phalanx was measured on one H200; elsewhere it follows from what bounds it."""

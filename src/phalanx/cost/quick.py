@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from phalanx.cost.price import MOST_OF_PEAK, Rates, Roofline, combine, least_multiplying, least_reading
+from phalanx.cost.price import (
+    MOST_OF_PEAK,
+    Rates,
+    Roofline,
+    combine,
+    host_seconds,
+    least_multiplying,
+    least_reading,
+    with_host,
+)
 from phalanx.engine.step_sums import StepSums
 
 _ELSEWHERE = {"head_read": 0.0, "head_compute": 0.0, "cache_read": 0.0, "prompt_attention": 0.0, "rows": 0.0}
@@ -17,10 +26,12 @@ class QuickPrice:
 
     def __init__(self, roofline: Roofline, rates: Rates, factor: float) -> None:
         self._roofline, self._rates, self._factor = roofline, rates, factor
-        self._of_tokens: dict[tuple[int, bool], tuple[float, float, float]] = {}
+        self._on_gpu = rates._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)
+        self._overlaps = roofline.overlaps
+        self._of_tokens: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
         self._of_sampled: dict[int, tuple[float, float, float]] = {}
         work = roofline.work
-        self._bandwidth, self._peak = roofline.memory_bandwidth, roofline.peak("bf16")
+        self._bandwidth, self._peak = roofline.memory_bandwidth, roofline.attention_peak
         self._cache, self._cache_windows = _by_reach(work.cache_bytes)
         self._pairs, self._pair_windows = _by_reach(work.pair_flops)
         self._state = work.state_bytes
@@ -41,14 +52,17 @@ class QuickPrice:
         read, products = cache / self._bandwidth, pairs / self._peak
         rates = self._rates
         attention = read / rates.cache_bandwidth + products / rates.prompt_attention
-        whole = self._factor * (of_tokens[0] + of_sampled[0] + attention + decodes * self._row_seconds)
+        gpu, host = of_tokens[0] + of_sampled[0] + attention, of_tokens[3] + decodes * self._row_seconds
+        whole = self._factor * (with_host(gpu, host, 1) if self._overlaps else gpu + host)
         return max(whole, of_tokens[1] + of_sampled[1] + read, of_tokens[2] + of_sampled[2] + products / MOST_OF_PEAK)
 
-    def _count_tokens(self, key: tuple[int, bool], step: StepSums) -> tuple[float, float, float]:
-        """Seconds by the rates, least seconds to read and to multiply, of all that is settled by the tokens."""
+    def _count_tokens(self, key: tuple[int, bool], step: StepSums) -> tuple[float, float, float, float]:
+        """The GPU's seconds by the rates, least seconds to read and to multiply, and the host's, of all that is settled
+        by the tokens.
+        """
         limits = self._roofline.of(step)._replace(**_ELSEWHERE)
-        seconds = float(combine(limits, self._rates).total)
-        kept = self._of_tokens[key] = seconds, least_reading(limits), least_multiplying(limits)
+        seconds, host = float(combine(limits, self._on_gpu).total), float(host_seconds(limits, self._rates))
+        kept = self._of_tokens[key] = seconds, least_reading(limits), least_multiplying(limits), host
         return kept
 
     def _count_sampled(self, sampled: int, step: StepSums) -> tuple[float, float, float]:

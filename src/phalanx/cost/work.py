@@ -10,6 +10,7 @@ from phalanx.engine.step_sums import StepSums
 from phalanx.spec.formats import FORMATS
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensors import Tensor
 
 HEAD_FORMAT = "bf16"
 _FLOAT_FORMATS = {"nvfp4": "fp4", "mxfp4": "mxfp4"}
@@ -46,6 +47,7 @@ class RankWork:
     pair_flops: tuple[tuple[int | None, float], ...]
     state_bytes: float
     last_flops: float
+    kv_format: str = "bf16"
     attention_ranks: int = 1
 
     def bytes_of(self, step: StepSums) -> float:
@@ -91,7 +93,8 @@ class RankWork:
 def count_work(spec: ModelSpec, tp: int, weight_format: str, kv_format: str) -> RankWork:
     """Count a model in these formats on `tp` ranks."""
     layout = Layout(spec.in_format(weight_format), tp)
-    return max((_rank_work(layout, rank, weight_format, kv_format) for rank in range(tp)), key=_size)
+    common = _Common.of(layout.spec)
+    return max((_rank_work(layout, rank, weight_format, kv_format, common) for rank in range(tp)), key=_size)
 
 
 def pipelined(work: RankWork, stages: int) -> RankWork:
@@ -122,7 +125,30 @@ def _size(work: RankWork) -> float:
     return work.linear_bytes + work.expert_bytes * work.experts * work.sparse_layers + work.head_bytes
 
 
-def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) -> RankWork:
+@dataclass(frozen=True)
+class _Common:
+    """What all ranks share: numbers that layers read and pairs that they multiply, by reach and for one head, and the
+    tensors behind the last attention.
+    """
+
+    reads: dict[int | None, float]
+    pairs: dict[int | None, float]
+    last: list[Tensor]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> _Common:
+        reads: dict[int | None, float] = {}
+        pairs: dict[int | None, float] = {}
+        for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
+            for found, told in ((reads, mixer.reads), (pairs, mixer.pairs)):
+                for reach, each in told:
+                    found[reach] = found.get(reach, 0.0) + each
+        prefix = f"model.layers.{len(spec.layers) - 1}."
+        layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
+        return cls(reads, pairs, [each for each in layer if ".self_attn." not in each.name or ".o_" in each.name])
+
+
+def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str, common: _Common) -> RankWork:
     spec = layout.spec
     linear, linear_quantised, expert, head = _Sum(), _Sum(), _Sum(), _Sum()
     for tensor, count in spec.tensor_kinds:
@@ -139,6 +165,7 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) ->
     experts = moe.experts if moe else 0
     per_token = moe.experts_per_token if moe else 0
     sparse = len(spec.sparse)
+    pairs = common.pairs.items()
     quantised_is_most = linear_quantised.flops >= linear.flops
     return RankWork(
         layers=len(spec.layers),
@@ -157,10 +184,11 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str) ->
         sparse_layers=sparse,
         head_bytes=head.bytes,
         head_flops=head.flops,
-        cache_bytes=_cache_bytes(layout, rank, kv_format),
-        pair_flops=_pair_flops(layout, rank),
+        cache_bytes=_cache_bytes(layout, rank, kv_format, common),
+        pair_flops=tuple((reach, 2.0 * len(layout.shards[rank].query_heads) * each) for reach, each in pairs),
         state_bytes=_state_bytes(layout),
-        last_flops=_last_flops(layout, rank),
+        last_flops=_last_flops(layout, rank, common.last),
+        kv_format=kv_format,
     )
 
 
@@ -183,25 +211,9 @@ def compute_format(weight_format: str) -> str:
     return "fp8" if weight_format.startswith("fp8") else "bf16"
 
 
-def _cache_bytes(layout: Layout, rank: int, kv_format: str) -> tuple[tuple[int | None, float], ...]:
-    spec = layout.spec
-    element = FORMATS[kv_format].bits / 8
-    share = len(layout.shards[rank].kv_heads) / spec.kv_heads
-    found: dict[int | None, float] = {}
-    for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
-        for reach, each in mixer.reads:
-            found[reach] = found.get(reach, 0.0) + each * element * share
-    return tuple(found.items())
-
-
-def _pair_flops(layout: Layout, rank: int) -> tuple[tuple[int | None, float], ...]:
-    spec = layout.spec
-    heads = len(layout.shards[rank].query_heads)
-    found: dict[int | None, float] = {}
-    for mixer in (layer.mixer for layer in spec.layers if layer.mixer.heads):
-        for reach, each in mixer.pairs:
-            found[reach] = found.get(reach, 0.0) + 2.0 * heads * each
-    return tuple(found.items())
+def _cache_bytes(layout: Layout, rank: int, kv_format: str, common: _Common) -> tuple[tuple[int | None, float], ...]:
+    share = FORMATS[kv_format].bits / 8 * len(layout.shards[rank].kv_heads) / layout.spec.kv_heads
+    return tuple((reach, each * share) for reach, each in common.reads.items())
 
 
 def _state_bytes(layout: Layout) -> float:
@@ -209,11 +221,8 @@ def _state_bytes(layout: Layout) -> float:
     return 2.0 * layout.spec.recurrent_bytes / layout.tp
 
 
-def _last_flops(layout: Layout, rank: int) -> float:
+def _last_flops(layout: Layout, rank: int, last: list[Tensor]) -> float:
     """Of a token in the last layer behind its attention: the output projection, and the experts it is routed to."""
-    spec = layout.spec
-    share = spec.moe.experts_per_token / spec.moe.experts if spec.moe is not None else 1.0
-    prefix = f"model.layers.{len(spec.layers) - 1}."
-    layer = [tensor for tensor in spec.stacked_tensors if tensor.name.startswith(prefix) and len(tensor.shape) > 1]
-    behind = [each for each in layer if ".self_attn." not in each.name or ".o_" in each.name]
-    return sum(2.0 * prod(layout.shape(each, rank)) * each.copies * (share if each.expert else 1) for each in behind)
+    moe = layout.spec.moe
+    share = moe.experts_per_token / moe.experts if moe is not None else 1.0
+    return sum(2.0 * prod(layout.shape(each, rank)) * each.copies * (share if each.expert else 1) for each in last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
@@ -26,6 +27,8 @@ _SWEEP_BATCHED_TOKENS = 2048
 """What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
 _SGLANG_DRAFTED_SEQUENCES = 48
 """SGLang's default where tokens are guessed ahead (`--max-running-requests`)."""
+_BENCH_SHARE = 0.95
+"""Of free memory, what NVIDIA's overviews give the KV cache "in many cases" (`--kv_cache_free_gpu_mem_fraction`)."""
 _MOST_OFFLINE = 2048
 """Sequences that TensorRT-LLM runs at once unless told otherwise."""
 
@@ -65,12 +68,18 @@ def prepare(measurement: Measurement) -> Case:
     spec = _spec(measurement)
     machine = Machine((Gpu.named(measurement.gpu),) * (measurement.tp * measurement.stages))
     found = profile(measurement.engine, measurement.version)
-    rules, workload = _rules(measurement, found), _workload(measurement, spec)
+    rules, workload = _rules(measurement, found, spec, machine), _workload(measurement, spec)
     work = _work(spec.without_drafts, measurement)
     stages, drafter = measurement.stages, _drafter(measurement, spec)
     between = machine.link(len(machine)) if stages > 1 else None
     limits = Roofline(
-        work, machine.gpus[0], machine.link(measurement.tp), found.all_reduce, stages=stages, between=between
+        work,
+        machine.gpus[0],
+        machine.link(measurement.tp),
+        found.all_reduce,
+        stages=stages,
+        between=between,
+        overlaps=found.overlaps,
     )
     traits = traits_of(
         spec,
@@ -149,11 +158,14 @@ def _sent_all_at_once(measurement: Measurement) -> bool:
     return is_inferencex and measurement.concurrency == _UNLIMITED_CLIENTS
 
 
-def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
+def _rules(measurement: Measurement, found: EngineProfile, spec: ModelSpec, machine: Machine) -> Rules:
     if _sent_all_at_once(measurement):
         return replace(found.rules, max_sequences=_UNLIMITED_SEQUENCES)
     if measurement.kind == "offline":
         most = max(1, measurement.concurrency // measurement.attention_ranks)
+        if measurement.engine == "trtllm" and not measurement.version.startswith("0"):
+            sequences, tokens = _bench_limits(measurement, spec, machine)
+            return replace(found.rules, max_sequences=min(most, sequences), max_batched_tokens=tokens)
         return replace(found.rules, max_sequences=min(most, _MOST_OFFLINE))
     if measurement.speculates and measurement.engine == "sglang":
         return replace(found.rules, max_sequences=_SGLANG_DRAFTED_SEQUENCES)
@@ -166,16 +178,35 @@ def _rules(measurement: Measurement, found: EngineProfile) -> Rules:
     return found.rules
 
 
+def _bench_limits(measurement: Measurement, spec: ModelSpec, machine: Machine) -> tuple[int, int]:
+    """Sequences at once and tokens of a step as `trtllm-bench` sets them: by what has room beside the weights on all
+    cards together, and by the lengths it is given (`tensorrt_llm/bench/build/tuning.py` of 1.0, read 2026-11-17).
+    """
+    whole = Layout(spec, 1)
+    weights = sum(spec.tensor_bytes(each, each.shape, spec.number_format) * count for each, count in spec.tensor_kinds)
+    free = sum(gpu.memory_bytes for gpu in machine.gpus) - weights
+    prompt, answer = measurement.input_tokens, measurement.output_tokens
+    held = _BENCH_SHARE * free / (whole.kv_bytes_per_token(0, measurement.kv_dtype) * (prompt + answer))
+    sequences = min(held, 4096.0) / measurement.stages
+    tokens = min(sequences * (1 + prompt / answer), 32768.0)
+    coarse = 32 if sequences < 256 else 128 if sequences < 1024 else 256
+    grain = 256 if tokens < 4096 else 512 if tokens < 8192 else 1024
+    return max(64, coarse * ceil(sequences / coarse)), max(2048, prompt, grain * ceil(tokens / grain))
+
+
 def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequences: int) -> int | None:
     """Room of the KV cache where it is short; None where it never runs out or, by our count, nothing fits at all."""
     if (spec.latent and measurement.ep > 1) or measurement.is_shard:
         return None  # attention is data-parallel then: every rank keeps the latents of its own sequences alone
     longest = measurement.input_tokens + measurement.output_tokens
+    traits = engine_traits(measurement.engine)
+    if measurement.engine == "trtllm" and measurement.kind == "offline":
+        traits = replace(traits, share=_BENCH_SHARE)
     fitted = fit(
         stage_of(spec, measurement.stages),
         machine,
         measurement.tp,
-        engine_traits(measurement.engine),
+        traits,
         weight_format=spec.number_format,
         kv_format=measurement.kv_dtype,
         context=longest,

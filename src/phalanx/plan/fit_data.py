@@ -97,6 +97,7 @@ class Data:
         }
         self.families = sorted({case.profile.family for case in cases})
         self.family = np.array([self.families.index(case.profile.family) for case in cases])
+        self.engine_of_family = _engines(self.families)
         self.architectures = sorted({case.limits.gpu.architecture for case in cases})
         self.architecture = np.array([self.architectures.index(case.limits.gpu.architecture) for case in cases])
 
@@ -115,6 +116,7 @@ class Data:
         part.tells_rates, part.prompt_tokens = self.tells_rates[rows], self.prompt_tokens[rows]
         part.measured = {name: values[rows] for name, values in self.measured.items()}
         part.families, part.family = self.families, self.family[rows]
+        part.engine_of_family = self.engine_of_family
         part.architectures, part.architecture = self.architectures, self.architecture[rows]
         return part
 
@@ -146,6 +148,12 @@ class Data:
 
     def _fitted(self, shifts: Array) -> Rates:
         return Rates(*(start.at(shifts[:, index]) for index, start in enumerate(self.starts.values())))
+
+
+def _engines(families: Sequence[str]) -> Array:
+    """The number of every family's engine."""
+    names = [family.partition("-")[0] for family in families]
+    return np.array([sorted(set(names)).index(name) for name in names])
 
 
 def pace(case: Case) -> float | None:

@@ -107,9 +107,11 @@ def _quantile(off: Array, group: Array) -> float:
 
 def bounds(data: Data, found: dict[str, Array], fold: Array) -> dict[str, Array]:
     """Half-widths for every row from the errors of the other folds: of rows whose engine was seen on their architecture
-    as little as on this row's. Each error is that of a fit without its own fold.
+    as little as on this row's, and wider for a model that was not seen. Each error is that of a fit without its own
+    fold.
     """
     is_new = new_pairs(data.cases, fold)
+    is_model_new = _alone(np.array([case.traits.model for case in data.cases]), fold)
     wide = {name: np.full(len(data.cases), np.nan) for name in found}
     for name, values in found.items():
         off = values - data.measured[name]
@@ -117,20 +119,24 @@ def bounds(data: Data, found: dict[str, Array], fold: Array) -> dict[str, Array]
             others = (fold != number) & (fold != ALWAYS_SEEN)
             seen = np.flatnonzero(others & ~is_new).tolist()
             width = widths([data.cases[row] for row in seen], off[seen], fold[seen])
-            unseen = others & is_new
+            unseen, strange = others & is_new, others & is_model_new & ~is_new
             new = max(_UNSEEN_PAIR * width.overall, _quantile(off[unseen], fold[unseen]))
+            model = max(_USUALLY_WIDER["model"] * width.overall, _quantile(off[strange], fold[strange]))
             for row in np.flatnonzero(fold == number).tolist():
                 own = width.families.get(data.cases[row].traits.family, width.overall)
-                wide[name][row] = new if is_new[row] else own
+                wide[name][row] = new if is_new[row] else max(own, model) if is_model_new[row] else own
     return wide
 
 
 def new_pairs(cases: Sequence[Case], fold: Array) -> Array:
     """Rows whose engine ran on their architecture in no row outside their fold."""
-    pairs = np.array([pair_of(case.traits) for case in cases])
-    spread = {pair: np.unique(fold[pairs == pair]) for pair in np.unique(pairs)}
-    alone = np.array([len(spread[pair]) == 1 for pair in pairs])
-    return alone & (fold != ALWAYS_SEEN)
+    return _alone(np.array([pair_of(case.traits) for case in cases]), fold)
+
+
+def _alone(names: Array, fold: Array) -> Array:
+    """Rows of a name that no row outside their fold has."""
+    spread = {name: np.unique(fold[names == name]) for name in np.unique(names)}
+    return np.array([len(spread[name]) == 1 for name in names]) & (fold != ALWAYS_SEEN)
 
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:

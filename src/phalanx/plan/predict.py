@@ -150,7 +150,9 @@ def predictor(
         spec.in_format(weights), found.family, version, slowest.name, tp, ep, workload, publisher, attention_ranks
     )
     between = machine.link(tp * stages) if stages > 1 else None
-    limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration, stages, between)
+    limits = Roofline(
+        work, slowest, machine.link(tp), found.all_reduce, machine.calibration, stages, between, found.overlaps
+    )
     drafting = drafting_part(spec)
     made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
     return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by, stages * attention_ranks)

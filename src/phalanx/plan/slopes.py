@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.price import REFERENCE_BANDWIDTH, Rates, RooflineTimes
+from phalanx.cost.price import REFERENCE_BANDWIDTH, Rates, RooflineTimes, combine, host_seconds, with_host
 
 Array = Any
 
@@ -24,7 +24,8 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
     nothing = np.zeros_like(reads)
-    return Rates(
+    on_host, on_gpu = _shares(limits, rates)
+    gpu = Rates(
         linear_bandwidth=-reads - head_reads,
         linear_compute=-multiplies - head_multiplies,
         fp8_compute=-multiplies * limits.rounds_inputs,
@@ -39,12 +40,25 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         fp8_layer_us=1e-6 * limits.layers * limits.rounds_inputs * rates.fp8_layer_us,
         sparse_layer_us=1e-6 * limits.sparse_layers * rates.sparse_layer_us,
         prompt_layer_us=1e-6 * limits.layers * limits.has_prompt * rates.prompt_layer_us,
-        step_ms=1e-3 * rates.step_ms,
-        prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms,
-        row_us=1e-6 * limits.rows * rates.row_us,
+        step_ms=nothing,
+        prompt_step_ms=nothing,
+        row_us=nothing,
         first_token_ms=nothing,
         prompt_token_us=nothing,
     )
+    return Rates(*(slope * on_gpu for slope in gpu))._replace(
+        step_ms=1e-3 * rates.step_ms * on_host,
+        prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms * on_host,
+        row_us=1e-6 * limits.rows * rates.row_us * on_host,
+    )
+
+
+def _shares(limits: RooflineTimes, rates: Rates) -> tuple[Array, Array]:
+    """How much of what the host and what the GPU take longer a step does."""
+    host = host_seconds(limits, rates)
+    gpu = combine(limits, rates._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)).total
+    whole = with_host(gpu, host, limits.overlaps)
+    return (host / whole) ** (2 * limits.overlaps), (gpu / whole) ** (2 * limits.overlaps)
 
 
 def _parts(read: Array, compute: Array) -> tuple[Array, Array]:
