@@ -141,9 +141,9 @@ def test_before_anything_is_timed_all_requests_have_decoded_together(case: str) 
     assert sum(len(plan.admissions) for plan in plans[: together + 1]) == batch
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_garbage_collector_looks_away_only_while_requests_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "settled_memory", settled_memory)
-    gc.unfreeze()
     made, kept = Virtual(), list[int]()
     monkeypatch.setattr(made, "price", lambda plan: kept.append(gc.get_freeze_count()) or 1.0)  # type: ignore[func-returns-value]
     made.runner._price = made.price

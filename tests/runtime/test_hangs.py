@@ -24,15 +24,13 @@ from tests.faults import FAULT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_ranks")]
 
-RANKS = 3
-"""One that is at fault, rank 0, and one more."""
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
 @contextmanager
-def watched(model: Path) -> Iterator[tuple[LLM, Executor, HangWatch]]:
+def watched(model: Path, tp: int) -> Iterator[tuple[LLM, Executor, HangWatch]]:
     """An engine with a request, and somebody who watches it."""
-    with LLM(model, tp=RANKS, progress=False, max_model_len=160) as llm:
+    with LLM(model, tp=tp, progress=False, max_model_len=160) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, Executor)
         llm.engine.add([1, 2, 3], LONG)
@@ -65,17 +63,18 @@ def named(watch: HangWatch, code: str) -> Hang:
     raise AssertionError(f"no {code} was named, but {watch.hang}")
 
 
-def test_a_stopped_rank_and_a_lost_order(tiny_llama: Path) -> None:
-    with watched(tiny_llama) as (llm, runner, watch):
-        last = runner.workers.processes[RANKS - 1]
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_stopped_rank_and_a_lost_order(tiny_llama: Path, tp: int) -> None:
+    with watched(tiny_llama, tp) as (llm, runner, watch):
+        last = runner.workers.processes[tp - 1]
         for _ in range(5):
             llm.engine.step()
         os.kill(last.pid, signal.SIGSTOP)
         thread = stepping(llm)
         hang = named(watch, "rank_stopped")
-        assert hang.ranks == [RANKS - 1]
+        assert hang.ranks == [tp - 1]
         assert "Rank 0 waits: step 6, the embedding, in all-reduce" in hang.found
-        assert "_serve" in last_stacks_of(last.pid, watch._folder, RANKS - 1)
+        assert "_serve" in last_stacks_of(last.pid, watch._folder, tp - 1)
         thread.join(60)
         assert not llm.engine.has_work
         assert asyncio.run(watch.look({}, set(), here=True)) is watch.hang is None
@@ -91,19 +90,21 @@ def test_a_stopped_rank_and_a_lost_order(tiny_llama: Path) -> None:
         assert "receive" in hang.stack
 
 
-def test_a_rank_that_is_not_heard_any_more(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_that_is_not_heard_any_more(tiny_llama: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on to the next meeting and waits there for the others, who never see that it was at the last one."""
     monkeypatch.setenv(FAULT, "mute 1@45")
-    with watched(tiny_llama) as (llm, _, watch):
+    with watched(tiny_llama, tp) as (llm, _, watch):
         stepping(llm)
         hang = named(watch, "message_lost")
-        assert hang.ranks == [rank for rank in range(RANKS) if rank != 1]
+        assert hang.ranks == [rank for rank in range(tp) if rank != 1]
         assert "Rank 0 waits though all others have arrived: step 5, layer 2 (mixer), in all-reduce 45." in hang.found
         assert hang.found.endswith("Rank 1 waits: step 5, layer 2 (FFN), in all-reduce 46.")
 
 
-def test_a_rank_that_is_killed_or_raises(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with watched(tiny_llama) as (llm, runner, _):
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_that_is_killed_or_raises(tiny_llama: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(tiny_llama, tp) as (llm, runner, _):
         for _ in range(5):
             llm.engine.step()
         os.kill(runner.workers.processes[1].pid, signal.SIGKILL)
@@ -112,7 +113,7 @@ def test_a_rank_that_is_killed_or_raises(tiny_llama: Path, monkeypatch: pytest.M
         assert re.search("It was at: (idle behind step 5|step 5, the head, in gather)", caught.value.found)
         assert "Rank 0 waits: step 6, the embedding, in all-reduce" in caught.value.found
     monkeypatch.setenv(FAULT, "raise 1@2")
-    with watched(tiny_llama) as (llm, _, _):
+    with watched(tiny_llama, tp) as (llm, _, _):
         with pytest.raises(EngineDeadError, match="Rank 1 raised AttributeError") as caught:
             llm.generate([1, 2, 3], LONG)
         first = caught.value.found.splitlines()[0]
