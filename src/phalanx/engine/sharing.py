@@ -25,19 +25,22 @@ FEW = 8
 FOR_PROMPTS = 4
 """One part in this many of an owner's tokens is for its prompts, where it has both these and answers."""
 _OUTLIER = 2.0
+_SMALL, _NEW = 16, 0.1
+"""Steps of up to so many tokens are remembered by their size, the last one with that weight."""
 
 _order = attrgetter("order")
 _owner = attrgetter("owner")
 
 
 class StepPace:
-    """What steps take, learned from those that ran. One that took far longer than the line through the others counts as
-    no more than twice that: something else had the processor.
+    """What steps take, learned from those that ran: small ones by their size, others by a line through all. One that
+    took far longer than the line says counts as no more than twice that: something else had the processor.
     """
 
     def __init__(self) -> None:
         self._steps = StepLine()
         self._line: CostLine | None = None
+        self._small: dict[int, float] = {}
         self.clock = 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
@@ -47,6 +50,9 @@ class StepPace:
         if seconds <= 0:
             return
         self._steps.observe(tokens, seconds)
+        if tokens <= _SMALL:
+            known = self._small.get(tokens, seconds)
+            self._small[tokens] = known + _NEW * (seconds - known)
         line = self._steps.fit()
         if line is not None:
             self._line = CostLine(max(0.0, line.per_step), max(0.0, line.per_token))
@@ -62,7 +68,17 @@ class StepPace:
         """Tokens that each other owner may add to a step of so many."""
         if self._line is None or not self._line.per_token:
             return float("inf")
-        return ADDED * self._line.of(tokens) / self._line.per_token
+        room = ADDED * self._seconds(tokens)
+        for size in range(tokens, max(tokens, _SMALL)):
+            more = self._seconds(size + 1) - self._seconds(size)
+            if more > room:
+                return size - tokens + room / more
+            room -= max(0.0, more)
+        return max(0, _SMALL - tokens) + room / self._line.per_token
+
+    def _seconds(self, tokens: int) -> float:
+        assert self._line is not None
+        return self._small.get(tokens) or self._line.of(tokens)
 
 
 def parts_of(wanted: Mapping[str, int], total: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-MOST_AT_ONCE = 16
+MOST_AT_ONCE = 8
 
 
 class Turnstile:
