@@ -309,3 +309,13 @@ def test_the_pace_is_learned_from_any_sizes_and_forgets_a_hiccup() -> None:
         tokens = 1 if number % 8 else 4
         pace.learn(tokens, CPU[0] + CPU[1] * tokens)
     assert pace.in_time() == pytest.approx(known, rel=0.05)
+
+
+def test_small_steps_are_known_by_their_size_and_large_ones_by_a_line() -> None:
+    """A second token nearly doubles a step here, though of many each takes little: the line alone would allow three."""
+    pace, seconds = StepPace(), {1: 0.0085, 2: 0.0155, 3: 0.0195, 4: 0.023, 200: 0.4}
+    for number in range(300):
+        tokens = (1, 2, 1, 2, 3, 4, 1, 200)[number % 8]
+        pace.learn(tokens, seconds[tokens])
+    assert pace.beside(1) == pytest.approx(0.5 * 0.0085 / 0.007, rel=0.02)
+    assert pace.beside(100) == pytest.approx(50, rel=0.1)
