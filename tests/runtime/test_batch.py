@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from phalanx.engine.sampling import SamplingParams
@@ -52,13 +51,6 @@ def test_a_sampled_token_finds_its_place_when_its_key_does() -> None:
     assert rows.wanted.tolist() == [0, 1]
     assert rows.attention.decode is not None
     assert rows.attention.decode.positions.tolist() == [2, 3], "drafts are computed as if each were the last one"
-
-
-@pytest.mark.parametrize(("states", "start", "singles"), [(False, 0, 2), (False, 500, 1), (True, 0, 1)])
-def test_a_prompt_of_few_tokens_is_computed_token_by_token(states: bool, start: int, singles: int) -> None:
-    """Unless it looks at many, or states take its tokens one after the other."""
-    batch = Batch(2, 600, 2, 500, torch.device("cpu"), states=states)
-    assert batch.singles(StepPlan(1, [], [0, 1], [9, start], [1, 5], [1, 1], [])) == singles
 
 
 def test_memory_does_not_grow_with_the_longest_sequence_but_for_its_table() -> None:

@@ -20,9 +20,6 @@ from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_p
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
 
-FEW_PAIRS = 1024
-"""Pairs of a prompt's tokens and of those they look at, up to which a CPU computes it token by token."""
-
 
 def tensor_of(values: list[int]) -> Tensor:
     """torch.tensor, which for a list takes seven times as long."""
@@ -152,17 +149,12 @@ class Batch:
         """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
 
         A state takes the tokens of a row one after the other: there a row of drafts is like a prompt. With
-        `token_by_token` prompts are computed so too: a token has the same bits however its prompt is cut. So are, on a
-        CPU, prompts of a few tokens: steps that hold no others take it far less time.
+        `token_by_token` prompts are computed so too: a token has the same bits however its prompt is cut.
         """
-        of_one, rows = plan.counts.count(1), len(plan.counts)
-        if self.token_by_token or of_one == rows:
-            return rows
-        if self.states:
-            return of_one
-        if self.device.type == "cpu" and _are_short(plan):
-            return rows
-        return of_one + sum(wanted > 1 for wanted in plan.samples)
+        if self.token_by_token:
+            return len(plan.counts)
+        of_one = plan.counts.count(1)
+        return of_one if self.states else of_one + sum(wanted > 1 for wanted in plan.samples)
 
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""
@@ -298,14 +290,6 @@ class Batch:
             rows.append(PrefillRow(first, count, start, tables[slot, :width].long(), slot))
             first += count
         return rows
-
-
-def _are_short(plan: StepPlan) -> bool:
-    """Whether prompts have few tokens, with few behind them: each of these looks at all of those by itself."""
-    return (
-        sum(count * (start + count) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1)
-        <= FEW_PAIRS
-    )
 
 
 def _tokens_of(plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
