@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from phalanx import LLM, SamplingParams
-from phalanx.bench.forced import Answers, ForcedSpeculation
+from phalanx.bench.forced import ForcedSpeculation
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
@@ -133,7 +133,7 @@ class Prices(NamedTuple):
 
 
 class DraftingRunner(ModelledRunner):
-    """Ranks that make drafts, which take their time; what they guess is for `ForcedSpeculation` to say."""
+    """Ranks that make drafts, which take their time; which guess is right is for `ForcedSpeculation` to say."""
 
     def __init__(self, prices: Prices, by_ranks: bool) -> None:
         super().__init__(lambda plan: prices.step(plan.sums()), depth=2, token=_token)
@@ -163,20 +163,17 @@ def _token(slot: int, position: int) -> int:
 def virtual_seconds(prices: Prices, batch: int, by_ranks: bool, acceptance: float | None) -> float:
     """Of a batch's answers, behind their first tokens. Without an acceptance, without drafts."""
     prompts = [[number + 1] * PROMPT for number in range(batch)]
-    answers: Answers = {
-        tuple(prompt): [_token(slot, PROMPT + index) for index in range(ANSWER)] for slot, prompt in enumerate(prompts)
-    }
     runner = DraftingRunner(prices, by_ranks and acceptance is not None)
-    speculation = None if acceptance is None else ForcedSpeculation(answers, MOST_DRAFTS, acceptance, by_ranks)
+    speculation = None if acceptance is None else ForcedSpeculation(MOST_DRAFTS, acceptance, by_ranks)
     pool = BlockPool(batch * (PROMPT + ANSWER) // 16 + 2 * batch, 16, prefix_caching=False)
     limits = Limits(max(64, batch), 16384, PROMPT + ANSWER + 1)
     engine = Engine(Scheduler(limits, pool, speculation=speculation), runner, 10_000)
-    requests = [engine.add(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)) for prompt in prompts]
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
     engine.step()
     began = runner.clock
     while engine.has_work:
         engine.step()
-    assert all(request.output == answers[tuple(request.tokens[:PROMPT])] for request in requests)
     return runner.clock - began
 
 

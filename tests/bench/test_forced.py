@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from phalanx.bench.ceilings import Ceilings
-from phalanx.bench.offline import _table, least_work, run_cases, summarise, time_both
+from phalanx.bench.offline import run_cases, table_of_drafts, time_both
 from phalanx.bench.timing import FixedBatch
 from phalanx.cli import app
 from phalanx.engine.speculation import Speculation
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
-from phalanx.runtime.rank import pick_device
 from phalanx.runtime.start import start_engine
 from tests.conftest import tiny_config
-
-CEILINGS = Ceilings("cpu", 1e9, 1e9)
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +34,18 @@ def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptanc
     engine = start_engine(asked, tmp_path, lambda done, total: None)
     speculation = engine.scheduler.speculation
     assert speculation is not None
-    work = least_work(engine.runner.model.place.spec, asked, pick_device(asked, 0))  # type: ignore[attr-defined]
-    case = FixedBatch(2, 5, 40)
-    timing, told = time_both(engine, case, 1, acceptance)
+    timing, told = time_both(engine, FixedBatch(2, 5, 40), 1, acceptance)
     engine.close()
     assert told is not None
     assert told.drafts >= 3
     assert told.accepted / told.drafts == pytest.approx(acceptance, abs=0.35 if acceptance == 0.5 else 0.0)
     assert (told.draft_share > 0) == (speculate == "mtp")
+    assert told.step_ms >= told.tpot_ms * (1 + acceptance / 2)
     assert engine.scheduler.speculation is speculation
-    result = replace(summarise(case, timing, work, CEILINGS, on_gpu=False), speculated=told)
-    assert "speed-up" in [column.header for column in _table("", [result], CEILINGS).columns]
+    table = table_of_drafts([("2x5x40", timing.tpot * 1e3, told), ("without", 1.0, None)])
+    assert table is not None
+    assert table.row_count == 1
+    assert table_of_drafts([("without", 1.0, None)]) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "deepseek_v3"])

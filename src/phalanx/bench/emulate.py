@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.offline import (
-    DRAFT_COLUMNS,
     Speculated,
     check_acceptance,
+    table_of_drafts,
     time_both,
-    told_of_drafts,
     with_room_for,
 )
 from phalanx.bench.timing import FixedBatch, Timing
@@ -94,6 +93,8 @@ def emulate(
             del engine
             free_memory(device)
     console.print(_table(f"{model_name(path)}, one rank of TP on this device; all-reduces {fabric}", results))
+    if drafts := table_of_drafts([(f"{each.case}, TP={each.tp}", each.tpot_ms, each.speculated) for each in results]):
+        console.print(drafts)
     if output is not None:
         output.write_text(json.dumps(_record(path, fabric, device, results), indent=1) + "\n")
     return results
@@ -169,9 +170,6 @@ def _table(title: str, results: list[Scaled]) -> Table:
     table.add_column("case", no_wrap=True)
     for name in ("TP", "TPOT ms", "compute", "all-reduce", "tok/s", "per GPU", "scaling", "prefill"):
         table.add_column(name, justify="right", no_wrap=True)
-    if any(each.speculated for each in results):
-        for name in DRAFT_COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
     for each in results:
         table.add_row(
             each.case,
@@ -183,7 +181,6 @@ def _table(title: str, results: list[Scaled]) -> Table:
             f"{each.tok_s_per_gpu:,.1f}",
             f"{each.efficiency:.0%}",
             f"{each.prefill_tok_s:,.0f}",
-            *told_of_drafts(each.tpot_ms, each.speculated),
         )
     return table
 

@@ -1,26 +1,20 @@
-"""Speculation with a given acceptance: what steps of drafts take, whatever the weights."""
+"""Speculation with a given acceptance: what steps of drafts take, whatever the weights. Answers are then of no use."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 
 from phalanx.engine.request import Request
 from phalanx.engine.speculation import RankDrafter, Speculation
 
-Answers = dict[tuple[int, ...], list[int]]
-"""What follows a prompt."""
 
-
-class KnownAnswers:
-    """Drafts where no ranks make them: those of an earlier run."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+class AnyTokens:
+    """Drafts where no ranks make them."""
 
     def propose(self, request: Request, most: int) -> list[int]:
-        done = len(request.tokens) - request.prompt_length
-        return self._answers[tuple(request.tokens[: request.prompt_length])][done : done + most]
+        return [0] * most
 
     def may_follow(self, request: Request) -> bool:
         return True
@@ -30,17 +24,21 @@ class KnownAnswers:
 
 
 class ForcedSpeculation(Speculation):
-    """Each draft comes true with this chance. Ranks that make drafts do all their work; others take their place."""
+    """Each draft is taken for right with this chance, whatever was drawn in its place."""
 
-    def __init__(self, answers: Answers, most: int, acceptance: float, by_ranks: bool) -> None:
-        self._known, self._acceptance, self._random = KnownAnswers(answers), acceptance, random.Random(0)
-        super().__init__(RankDrafter() if by_ranks else self._known, most)
+    def __init__(self, most: int, acceptance: float, by_ranks: bool) -> None:
+        super().__init__(RankDrafter() if by_ranks else AnyTokens(), most)
+        self._acceptance, self._random = acceptance, random.Random(0)
 
-    def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
-        by_id = {request.id: request for request in requests}
-        proposed = super().propose(requests, rows, room)
-        known = {id: self._known.propose(by_id[id], len(drafts)) for id, drafts in proposed.items()}
-        return {id: self._bent(drafts) for id, drafts in known.items() if drafts}
+    def right(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
+        return sum(1 for _ in takewhile(lambda _: self._random.random() < self._acceptance, drafts))
 
-    def _bent(self, drafts: list[int]) -> list[int]:
-        return [token if self._random.random() < self._acceptance else token ^ 1 for token in drafts]
+
+class AllDrafts(ForcedSpeculation):
+    """As many drafts as there may be, whatever they cost: what their steps need is then there."""
+
+    def _share_of_one_more(self, tokens: int) -> float:
+        return 0.0
+
+    def ahead(self, requests: Sequence[Request]) -> int:
+        return self.most if requests else 0

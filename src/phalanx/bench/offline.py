@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
-from phalanx.bench.forced import Answers, ForcedSpeculation
+from phalanx.bench.forced import AllDrafts, ForcedSpeculation
 from phalanx.bench.timing import FixedBatch, Timing, time_case, time_requests
 from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
-from phalanx.engine.speculation import Speculation
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import pick_device, pick_dtype
@@ -30,7 +29,7 @@ from phalanx.spec.formats import DTYPE_NAMES
 from phalanx.version import __version__
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
-DRAFT_COLUMNS = ("TPOT ms, drafts", "speed-up", "came true", "making them")
+_WARM_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Speculated:
-    """The same case with drafts: milliseconds between tokens, drafts that came true of those that were made, the share
-    of the time that making them took.
+    """The same case with drafts: milliseconds between tokens and of a step, drafts that came true of those that were
+    made, the share of the time that making them took.
     """
 
     tpot_ms: float
+    step_ms: float
     accepted: int
     drafts: int
     draft_share: float
@@ -100,6 +100,8 @@ def run_cases(
     finally:
         engine.close()
     console.print(_table(f"{model_name(path)}, TP={tp}, loaded in {loaded:.1f} s", results, ceilings))
+    if drafts := table_of_drafts([(result.case, result.tpot_ms, result.speculated) for result in results]):
+        console.print(drafts)
     if output is not None:
         output.write_text(json.dumps(_record(path, config, loaded, ceilings, results), indent=1) + "\n")
     return results
@@ -136,22 +138,30 @@ def time_both(
     timing = time_case(engine, case, repeats)
     if speculation is None or acceptance is None:
         return timing, None
-    told = [_time_with_drafts(engine, case, run, speculation, acceptance) for run in range(repeats)]
+    by_ranks = speculation.by_ranks
+    _warm_up_drafts(engine, case, speculation.most, acceptance, by_ranks)
+    told = [
+        _time_with_drafts(engine, case, run, ForcedSpeculation(speculation.most, acceptance, by_ranks))
+        for run in range(repeats)
+    ]
     engine.scheduler.speculation = speculation
     return timing, min(told, key=lambda each: each.tpot_ms)
 
 
-def _time_with_drafts(engine: Engine, case: FixedBatch, run: int, like: Speculation, acceptance: float) -> Speculated:
-    """The answers are learned without drafts, on the prompts that are then timed with them."""
-    lengths, answers = [(case.inputs, case.outputs)] * case.batch, Answers()
-    time_requests(engine, lengths, run, learned=answers)
-    forced = ForcedSpeculation(answers, like.most, acceptance, like.by_ranks)
+def _warm_up_drafts(engine: Engine, case: FixedBatch, most: int, acceptance: float, by_ranks: bool) -> None:
+    """Rows of every length, which nobody times: a kernel that is built in a step would make drafts look dear."""
+    for drafts in range(1, most + 1):
+        engine.scheduler.speculation = AllDrafts(drafts, acceptance, by_ranks)
+        time_requests(engine, [(case.inputs, min(case.outputs, drafts * _WARM_STEPS))] * case.batch, seed=0)
+
+
+def _time_with_drafts(engine: Engine, case: FixedBatch, run: int, forced: ForcedSpeculation) -> Speculated:
     engine.scheduler.speculation = forced
-    timing = time_requests(engine, lengths, run)
-    engine.scheduler.speculation = None
+    timing = time_requests(engine, [(case.inputs, case.outputs)] * case.batch, run)
     totals = forced.totals
     return Speculated(
         tpot_ms=timing.tpot * 1e3,
+        step_ms=timing.decode / timing.steps * 1e3,
         accepted=totals.accepted_tokens,
         drafts=totals.draft_tokens,
         draft_share=timing.decode_clocks.draft / timing.decode,
@@ -180,9 +190,6 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
     table.add_column("case")
     for name in ("prefill tok/s", "of limit", "TPOT ms", "decode tok/s", "of limit", "whole tok/s"):
         table.add_column(name, justify="right")
-    if any(result.speculated for result in results):
-        for name in DRAFT_COLUMNS:
-            table.add_column(name, justify="right")
     for result in results:
         table.add_row(
             result.case,
@@ -192,16 +199,28 @@ def _table(title: str, results: list[Result], ceilings: Ceilings) -> Table:
             f"{result.decode_tok_s:,.1f}",
             f"{result.decode_share:.0%}",
             f"{result.tok_s:,.1f}",
-            *told_of_drafts(result.tpot_ms, result.speculated),
         )
     return table
 
 
-def told_of_drafts(plain_ms: float, told: Speculated | None) -> tuple[str, ...]:
-    if told is None:
-        return ()
-    accepted = told.accepted / told.drafts if told.drafts else 0.0
-    return f"{told.tpot_ms:.2f}", f"{plain_ms / told.tpot_ms:.2f}x", f"{accepted:.0%}", f"{told.draft_share:.0%}"
+def table_of_drafts(told: Sequence[tuple[str, float, Speculated | None]]) -> Table | None:
+    """Cases by name, with their TPOT without drafts; None where nobody drafted."""
+    table = Table(title="With drafts")
+    table.add_column("case", no_wrap=True)
+    for name in ("TPOT ms", "without", "speed-up", "step ms", "making them", "came true"):
+        table.add_column(name, justify="right")
+    for case, plain_ms, drafted in told:
+        if drafted is not None:
+            table.add_row(
+                case,
+                f"{drafted.tpot_ms:.2f}",
+                f"{plain_ms:.2f}",
+                f"{plain_ms / drafted.tpot_ms:.2f}x",
+                f"{drafted.step_ms:.2f}",
+                f"{drafted.draft_share:.0%}",
+                f"{drafted.accepted / max(1, drafted.drafts):.0%}",
+            )
+    return table if table.row_count else None
 
 
 def _record(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.bench.forced import Answers
 from phalanx.engine.core import Engine
 from phalanx.engine.output import NO_TOKEN, Output
 from phalanx.engine.sampling import SamplingParams
@@ -138,17 +137,10 @@ def time_prompts(engine: Engine, case: FixedBatch, repeats: int, one_prompt: boo
     return min(time_requests(engine, lengths, run, one_prompt).first for run in range(repeats))
 
 
-def time_requests(
-    engine: Engine,
-    lengths: Sequence[tuple[int, int]],
-    seed: int,
-    one_prompt: bool = False,
-    learned: Answers | None = None,
-) -> Timing:
+def time_requests(engine: Engine, lengths: Sequence[tuple[int, int]], seed: int, one_prompt: bool = False) -> Timing:
     """A run of greedy requests of these (input, output) lengths, all there from the start.
 
-    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step. What is
-    answered goes into `learned`.
+    With `one_prompt` all begin with the same tokens: a model of experts then needs few of them in a step.
     """
     rng = random.Random(seed)
     longest = max(inputs for inputs, _ in lengths)
@@ -165,8 +157,6 @@ def time_requests(
         while engine.has_work:
             brought = engine.step()
             moments.append(_Moment.now(engine, brought))
-    if learned is not None:
-        learned.update({tuple(request.tokens[: request.prompt_length]): request.output for request in requests})
     return _timing(moments, len(requests))
 
 

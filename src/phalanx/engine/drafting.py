@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from operator import attrgetter
 
 from phalanx.engine.agenda import Agenda, Drafted, Launched
@@ -101,8 +101,7 @@ class Drafting:
             count = 1 + len(row.drafts) if row else 1
             found = list(islice(zip(tokens, logprobs, strict=True), count))
             if row is not None:
-                pairs = zip(row.drafts, found, strict=False)
-                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1][0], pairs))
+                accepted = self.speculation.right(row.drafts, [token for token, _ in found])
                 self._settle(row, accepted)
                 found = found[: 1 + accepted]
             proven += [(request, token, told) for token, told in found]

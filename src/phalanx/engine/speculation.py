@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import msgspec
@@ -190,6 +191,10 @@ class Speculation:
         if self.by_ranks:
             for number, request in enumerate(requests):
                 request.drafts = drafts[number] if drafts else []
+
+    def right(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
+        """How many of a row's drafts stand: those before the first that is not the token drawn in its place."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn, strict=False)))
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         totals = self.totals
