@@ -34,6 +34,12 @@ def check(groups: int, rows: int) -> None:
     gpu.keep_sampled(same.latest, same.latest_at, some, after, chosen)
     assert torch.equal(same.latest, pool.latest)
     assert torch.equal(same.latest_at, pool.latest_at)
+    told = torch.randint(4000, 5000, slots.shape)
+    lookup.write_tokens(pool, tables[0], slots, positions, told, PAGE)
+    gpu.write_tokens(same.kept, same.latest_at, tables[0], slots, positions, told, PAGE, lookup.NOWHERE)
+    assert (same.latest_at[slots] == lookup.NOWHERE).all()
+    assert torch.equal(same.kept, pool.kept)
+    assert torch.equal(same.latest_at, pool.latest_at)
 
 
 if __name__ == "__main__":

@@ -68,3 +68,16 @@ def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tens
         slots, positions, tokens = slots[last], positions[last], tokens[last]
     pool.latest.index_copy_(0, slots, tokens)
     pool.latest_at.index_copy_(0, slots, positions)
+
+
+def write_tokens(
+    pool: TokenPool, tables: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, block_size: int
+) -> None:
+    """Tokens at these positions of their slots, by the first group's tables. What was sampled there does not count."""
+    if tokens.is_cuda:
+        from phalanx.kernels.gpu import lookup as gpu
+
+        gpu.write_tokens(pool.kept, pool.latest_at, tables, slots, positions, tokens, block_size, NOWHERE)
+        return
+    pool.kept[places_of(tables, slots, positions, block_size)] = tokens.to(TOKEN)
+    pool.latest_at.index_fill_(0, slots, NOWHERE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, places_of
-from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
+from phalanx.kernels.lookup import TokenPool, look_up, places_of, write_tokens
+from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
@@ -24,6 +26,17 @@ from phalanx.runtime.masks import Masks
 def tensor_of(values: list[int]) -> Tensor:
     """torch.tensor, which for a list takes seven times as long."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+
+
+def repeated(values: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Each of these so many times. torch's own wakes a thread for every value, which takes milliseconds."""
+    return torch.from_numpy(np.repeat(np.array(values, np.int64), counts))
+
+
+def counted_on(firsts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """So many numbers on from each of these."""
+    ends = np.cumsum(counts)
+    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(np.array(firsts, np.int64) - ends + counts, counts))
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ class Batch:
         active = sorted(set(numbers) - {0})
         if not active:
             return None
-        (of_row,) = self.send(tensor_of(numbers).repeat_interleave(tensor_of(plan.counts)))
+        (of_row,) = self.send(repeated(numbers, plan.counts))
         return StepAdapters(active, of_row)
 
     def singles(self, plan: StepPlan) -> int:
@@ -254,17 +267,13 @@ class Batch:
 
     def write(self, told: list[tuple[int, int, list[int]]]) -> None:
         """Tokens of slots from a position on. What was sampled there does not count."""
-        lengths = tensor_of([len(tokens) for _, _, tokens in told])
-        first, end = tensor_of([position for _, position, _ in told]), lengths.cumsum(0)
-        each = tensor_of([slot for slot, _, _ in told])
-        slots, slot_of, positions, tokens = self.send(
-            each,
-            each.repeat_interleave(lengths),
-            torch.arange(int(end[-1])) + (first - end + lengths).repeat_interleave(lengths),
+        lengths = [len(tokens) for _, _, tokens in told]
+        sent = self.send(
+            repeated([slot for slot, _, _ in told], lengths),
+            counted_on([position for _, position, _ in told], lengths),
             tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
-        self.tokens.kept[places_of(self._tables[0], slot_of, positions, self.block_size)] = tokens.to(TOKEN)
-        self.tokens.latest_at.index_fill_(0, slots, NOWHERE)
+        write_tokens(self.tokens, self._tables[0], *sent, self.block_size)
 
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens at these positions of these slots, which are all computed."""
@@ -294,19 +303,12 @@ class Batch:
 
 def _tokens_of(plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
     """Slots and positions of all tokens of a step, and which of them yield one."""
-    slots, starts = torch.tensor(plan.slots), torch.tensor(plan.starts)
     if plan.counts.count(1) == len(plan.counts) == sum(plan.samples):
-        return slots, starts, torch.arange(len(plan.slots))
-    counts, samples = torch.tensor(plan.counts), torch.tensor(plan.samples)
-    end = counts.cumsum(0)
+        return torch.tensor(plan.slots), torch.tensor(plan.starts), torch.arange(len(plan.slots))
+    ends = list(accumulate(plan.counts))
+    yielding = [end - samples for end, samples in zip(ends, plan.samples, strict=True)]
     return (
-        slots.repeat_interleave(counts),
-        torch.arange(plan.num_tokens) + (starts - end + counts).repeat_interleave(counts),
-        _last_of_each(end, samples) if any(plan.samples) else end[:1] - 1,
+        repeated(plan.slots, plan.counts),
+        counted_on(plan.starts, plan.counts),
+        counted_on(yielding, plan.samples) if any(plan.samples) else torch.tensor([ends[0] - 1]),
     )
-
-
-def _last_of_each(end: Tensor, samples: Tensor) -> Tensor:
-    """The last rows of sequences that end behind `end`, so many of each."""
-    stop = samples.cumsum(0)
-    return torch.arange(int(stop[-1])) + (end - stop).repeat_interleave(samples)

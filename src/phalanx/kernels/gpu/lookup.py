@@ -41,6 +41,19 @@ def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.co
     tl.store(latest_at + slot, tl.load(positions + row, mask=exists, other=0), mask=is_last)
 
 
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions", "tokens"])
+def _write_tokens(
+    kept, latest_at, tables, slots, positions, tokens, rows, slot_stride,
+    NOWHERE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    slot, position = tl.load(slots + row, mask=exists, other=0), tl.load(positions + row, mask=exists, other=0)
+    block = tl.load(tables + slot * slot_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
+    tl.store(kept + block * PAGE + position % PAGE, tl.load(tokens + row, mask=exists, other=0), mask=exists)
+    tl.store(latest_at + slot, NOWHERE, mask=exists)
+
+
 def look_up(
     kept: Tensor, latest: Tensor, latest_at: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, page: int
 ) -> tuple[Tensor, Tensor]:
@@ -57,3 +70,14 @@ def look_up(
 def keep_sampled(latest: Tensor, latest_at: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     rows = len(slots)
     _keep_sampled[(triton.cdiv(rows, _ROWS),)](latest, latest_at, slots, positions, tokens, rows, ROWS=_ROWS)
+
+
+def write_tokens(
+    kept: Tensor, latest_at: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, page: int,
+    nowhere: int,
+) -> None:  # fmt: skip
+    rows = len(slots)
+    _write_tokens[(triton.cdiv(rows, _ROWS),)](
+        kept, latest_at, tables, slots, positions, tokens, rows, tables.stride(0),
+        NOWHERE=nowhere, PAGE=page, ROWS=_ROWS,
+    )  # fmt: skip
