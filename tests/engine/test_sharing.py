@@ -258,6 +258,7 @@ def test_who_computes_again_more_than_its_part_is_not_kept_from_it() -> None:
 def eager(drafter: Guesser) -> Speculation:
     """Drafts cost nothing, so there are always some."""
     speculation = Speculation(drafter, 4)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     return speculation
 

@@ -80,7 +80,10 @@ def test_ranks_take_in_no_step_of_those_that_were_given_up(depth: int) -> None:
 
 
 def by_ranks() -> Speculation:
-    return Speculation(RankDrafter(), 4)
+    """With no trials: what is known of requests decides alone."""
+    speculation = Speculation(RankDrafter(), 4)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+    return speculation
 
 
 def _check_nobody_drafts_behind_a_gap(plans: list[StepPlan]) -> None:
@@ -150,6 +153,7 @@ def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
 def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:
     """A state is taken back as a whole: the tokens that came true since are computed once more, with others beside."""
     speculation = Speculation(Guesser(0.5), 4)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     engine, _ = make_engine(max_num_seqs=3, snapshots=0, max_model_len=200, num_blocks=160, speculation=speculation)
     first, other = engine.add([1, 2, 3], greedy(60)), engine.add([4, 5], greedy(190))

@@ -89,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.owners = owners
         drafter = RankDrafter() if by_ranks else Guesser(guessed or 0.0)
         speculation = None if guessed is None else Speculation(drafter, most_drafts)
+        if speculation is not None:
+            speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
         longest = -(-max_model_len // block_size)
         token_blocks = longest + 2 * spare_blocks if windows and only_windows else 0
         need = CacheLayout(windows).need(longest, block_size)

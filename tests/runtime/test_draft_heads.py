@@ -36,6 +36,7 @@ def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int, in_grap
     engine, made = threaded.engine, []
     speculation = engine.scheduler.speculation
     assert speculation is not None
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
     requests = [engine.add(prompt, SamplingParams(max_tokens=6, temperature=0.0)) for prompt in prompts]
     while engine.has_work:

@@ -34,6 +34,7 @@ class Compared:
 
     def check(self, drafter: Drafter, most: int, right: float) -> None:
         self.scheduler.speculation = speculation = Speculation(drafter, most)
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
         speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
         if speculation.by_ranks:
             self._let_ranks_know(right)
@@ -98,6 +99,7 @@ def test_a_head_that_was_given_up_rests_and_changes_no_answer(
     monkeypatch.setattr("phalanx.engine.speculation.PATIENCE", 3)
     compared, plans, taken_in = Compared(heads(name).folder, references(name).prompts, 1, "mtp"), [], []
     compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 4)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     numbers = count()
     speculation.ahead = lambda requests: 2 if next(numbers) % 16 < 4 else 0  # type: ignore[method-assign]
@@ -118,6 +120,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(references: Callable[[st
     reference = references("qwen2")
     compared = Compared(reference.folder, reference.prompts[2:4], 1, str(reference.folder), caching=False)
     compared.scheduler.speculation = speculation = Speculation(RankDrafter(), 5)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation.ahead = lambda requests: 5  # type: ignore[method-assign]
     _check_blocks(compared)
     compared._check_same(answers_of(compared.threaded, compared.prompts))

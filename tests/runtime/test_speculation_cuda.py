@@ -49,6 +49,7 @@ def test_tokens_are_the_same_with_drafts_and_without(
         drafters: list[Drafter] = [Rememberer(known, 0.67), own._drafter]
         for drafter in drafters:
             scheduler.speculation = speculation = Speculation(drafter, 3)
+            speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
             speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
             speculation.ahead = lambda requests, drafter=drafter: 3 * isinstance(drafter, RankDrafter)  # type: ignore[method-assign, misc]
             assert [answer.token_ids for answer in llm.generate(prompts, way)] == plain

@@ -113,3 +113,11 @@ class Launched(NamedTuple):
     plan: StepPlan
     sampled: list[Request]
     drafted: list[Drafted]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all its rows go on with answers, with drafts or without."""
+        plan = self.plan
+        return (
+            not plan.admissions and all(plan.samples) and plan.counts.count(1) + len(self.drafted) == len(plan.counts)
+        )

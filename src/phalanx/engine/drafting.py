@@ -12,9 +12,13 @@ from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.roster import Roster
 from phalanx.engine.speculation import WORTH_WAITING, Speculation
-from phalanx.engine.step_plan import StepResult
+from phalanx.engine.step_plan import StepResult, StepTimes
 
 _slot = attrgetter("slot")
+
+
+def _seconds(times: StepTimes) -> float:
+    return times.wall or times.total
 
 
 class Drafting:
@@ -28,8 +32,11 @@ class Drafting:
     def observe(self, launched: Launched, result: StepResult) -> None:
         """What the step took, and the drafts that came with it."""
         plan, times = launched.plan, result.times
-        if not plan.admissions and plan.samples == plan.counts:
-            self.speculation.observe(plan.num_tokens, times.total - times.draft, plan.ahead, times.draft)
+        seconds = _seconds(times) - times.draft
+        if launched.decodes:
+            self.speculation.observe(plan.num_tokens, seconds, plan.ahead, times.draft)
+        if not launched.drafted and (rows := plan.counts.count(1)):
+            self.speculation.trials.without_drafts(rows, seconds if launched.decodes else None)
         self.speculation.came(launched.sampled, result.drafts)
 
     def without_waiting(self, rows: list[Request]) -> list[Request]:
@@ -105,6 +112,8 @@ class Drafting:
                 self._settle(row, accepted)
                 found = found[: 1 + accepted]
             proven += [(request, token, told) for token, told in found]
+        if launched.decodes:
+            self.speculation.trials.with_drafts(len(launched.plan.slots), len(proven), _seconds(result.times))
         return proven
 
     def _settle(self, row: Drafted, accepted: int) -> None:

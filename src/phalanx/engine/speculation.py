@@ -16,6 +16,7 @@ import msgspec
 from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
 from phalanx.engine.step_line import STEP_MEMORY, StepLine
+from phalanx.engine.trials import Trials
 
 TRUSTED = 2.0
 """How many drafts that came true a request has to its credit before its first, and half as many that did not."""
@@ -97,7 +98,7 @@ class Speculation:
     """Drafts for requests whose tokens are all known, as long as what they bring is worth the longer step.
 
     A draft is worth computing if, to the tokens that the step makes anyway, its chance is more than the time it adds is
-    to the step's.
+    to the step's; and drafts at all, if trials do not speak against them.
     """
 
     def __init__(self, drafter: Drafter, most: int) -> None:
@@ -109,6 +110,7 @@ class Speculation:
         """Steps since ranks made some."""
         self._draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
+        self.trials = Trials()
         self._drafter = drafter
         self._line = StepLine()
         self._records: dict[int, _Record] = {}
@@ -117,7 +119,7 @@ class Speculation:
     def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
         """Drafts by request, in a step of so many rows that has room for as many tokens more."""
         share = self._share_of_one_more(rows)
-        if room <= 0 or rows * share >= 1:
+        if room <= 0 or rows * share >= 1 or self._wants_plain(rows):
             return {}
         hopeful = zip(self._chances(requests), requests, strict=True)
         proposed = {
@@ -144,7 +146,7 @@ class Speculation:
         """Whether the tokens on their way to these are better read before the next ones, in a step of so many rows:
         drafts may follow them, and enough of those may come true.
         """
-        if not requests or (self.by_ranks and not self.coming):
+        if not requests or (self.by_ranks and not self.coming) or self._wants_plain(rows):
             return False
         least = rows * self._share_of_one_more(rows)
         chances = zip(self._chances(requests), requests, strict=True)
@@ -171,7 +173,7 @@ class Speculation:
         """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,
         and that of the longer rows behind it.
         """
-        if not requests:
+        if not requests or self._wants_plain(len(requests)):
             return 0
         chances = self._chances(requests)
         rows = len(chances)
@@ -220,6 +222,9 @@ class Speculation:
     def forget(self, request: Request) -> None:
         self._records.pop(request.id, None)
         self._drafter.forget(request)
+
+    def _wants_plain(self, rows: int) -> bool:
+        return self.trials.wants_plain(rows)
 
     def _share_of_one_more(self, tokens: int) -> float:
         """What one token more takes, to a step of so many."""

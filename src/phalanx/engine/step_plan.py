@@ -93,7 +93,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens, drafts.
 
-    On a GPU, `device` holds the collectives too: they run inside the same graph.
+    On a GPU, `device` holds the collectives too: they run inside the same graph. `wall` is from the reading of the step
+    before to that of this one, or from its launch, if nothing was to be done between; it is 0 where nobody knows.
     """
 
     launch: float = 0.0
@@ -101,6 +102,7 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     all_reduce: float = 0.0
     sample: float = 0.0
     draft: float = 0.0
+    wall: float = 0.0
 
     @property
     def total(self) -> float:

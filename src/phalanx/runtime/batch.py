@@ -268,12 +268,12 @@ class Batch:
     def write(self, told: list[tuple[int, int, list[int]]]) -> None:
         """Tokens of slots from a position on. What was sampled there does not count."""
         lengths = [len(tokens) for _, _, tokens in told]
-        sent = self.send(
+        slots, positions, tokens = self.send(
             repeated([slot for slot, _, _ in told], lengths),
             counted_on([position for _, position, _ in told], lengths),
             tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
-        write_tokens(self.tokens, self._tables[0], *sent, self.block_size)
+        write_tokens(self.tokens, self._tables[0], slots, positions, tokens, self.block_size)
 
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens at these positions of these slots, which are all computed."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import torch
 
 from phalanx.engine.step_plan import StepTimes
 from phalanx.fabric.group import Group
+
+_PAUSE_S = 0.02
+"""A host that launches nothing for longer had nothing to do."""
 
 
 class StepClock:
@@ -33,8 +37,13 @@ class StepClock:
             event.record()
             self._events.append(event)
 
-    def times(self) -> StepTimes:
-        """Waits for the step to end."""
+    def times(self, read_before: float) -> StepTimes:
+        """Waits for the step to end. The one before was read at `read_before`, by `time.perf_counter`."""
+        times, now = self._parts(), time.perf_counter()
+        since = read_before if self._began - read_before < _PAUSE_S else self._began
+        return msgspec.structs.replace(times, wall=now - since)
+
+    def _parts(self) -> StepTimes:
         prepared, computed, sampled, drafted = (*self._moments, self._moments[-1])[:4]
         if self._on_gpu:
             first, second, third, last = (*self._events, self._events[-1])[:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -113,6 +114,7 @@ class TorchRunner:
         self._suspicious_steps = 0
         self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
+        self._read_at = 0.0
 
     @property
     def where(self) -> Whereabouts:
@@ -240,9 +242,8 @@ class TorchRunner:
         of_prompts = found.read() if found is not None else ([], [])
         of_stream = [] if marks is None else marks.tolist()
         drafted = drafts.read() if drafts is not None else []
-        return StepResult(
-            step, tokens, logprobs, clock.times(), drafted, *of_prompts, marks=[*of_stream, digest(tokens)]
-        )
+        times, self._read_at = clock.times(self._read_at), time.perf_counter()
+        return StepResult(step, tokens, logprobs, times, drafted, *of_prompts, marks=[*of_stream, digest(tokens)])
 
     @torch.inference_mode()
     def find_break(self, slot: int, position: int) -> str:
