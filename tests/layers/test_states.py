@@ -46,7 +46,7 @@ def logits(runner: TorchRunner, slot: int, tokens: list[int], start: int, stop: 
 def test_a_copied_state_goes_on_in_another_place(reference: Reference, runner: TorchRunner) -> None:
     prompt = reference.prompts[-1]
     logits(runner, 0, prompt, 0, CUT, admit=True)
-    runner.model.copy_states(torch.tensor([0]), torch.tensor([2]))
+    runner.model.kept.copy(torch.tensor([0]), torch.tensor([2]), apart=True)
     logits(runner, 0, prompt, CUT, CUT + 5, admit=False)
     resumed = logits(runner, 2, prompt, CUT, len(prompt), admit=True)
     torch.testing.assert_close(resumed, reference.logits[CUT:], atol=LOGIT_NOISE, rtol=0)
@@ -87,6 +87,6 @@ def test_models_without_states_have_none_to_copy(references: References) -> None
     for name in ("llama", "deepseek_v32"):
         model = load_model(EngineConfig(), Checkpoint(references(name).folder), Solo(), lambda done, total: None)
         model.allocate_states(5)
-        model.copy_states(torch.tensor([0]), torch.tensor([1]))
+        model.kept.copy(torch.tensor([0]), torch.tensor([1]), apart=True)
         assert model.state_bytes_per_place == 0
         assert all(layer.mixer.states() == [] for layer in model.layers)

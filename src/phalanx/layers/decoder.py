@@ -12,6 +12,7 @@ from phalanx.engine.whereabouts import EMBEDDING, HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm, PanelGemm
 from phalanx.kernels.panels import Panels
+from phalanx.kernels.states import States
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.draft_head import DraftHeadPart
 from phalanx.layers.ffn.dense import Mlp
@@ -44,6 +45,7 @@ class Decoder:
         self.norm = RmsNorm(place, "model.norm")
         self.head = Head(place, self.embedding)
         self.rotary = Rotary(place, place.spec.ropes)
+        self.kept = States([])
         self.watch: LayerWatch | None = None
         self._laid_out: list[tuple[str, object]] | None = None
         record = place.spec.draft_head
@@ -150,12 +152,7 @@ class Decoder:
         """Make room for what the layers keep of this many sequences whatever their lengths."""
         for layer in self.all_layers:
             layer.mixer.allocate_states(places)
-
-    def copy_states(self, source: Tensor, target: Tensor) -> None:
-        """What is in each place of `source` is then in that of `target` too."""
-        for layer in self.all_layers:
-            for state in layer.mixer.states():
-                state[target] = state[source]
+        self.kept = States(state for layer in self.all_layers for state in layer.mixer.states())
 
     def sketch(self) -> Decoder:
         """This model with one layer of each kind and the last one: every kernel of the whole in a fraction of its time.

@@ -180,7 +180,9 @@ class TorchRunner:
 
     def _copy_states(self, places: list[tuple[int, int]]) -> None:
         if places:
-            self.model.copy_states(*self.batch.send(*(tensor_of(list(column)) for column in zip(*places, strict=True))))
+            sources, targets = (list(column) for column in zip(*places, strict=True))
+            source, target = self.batch.send(tensor_of(sources), tensor_of(targets))
+            self.model.kept.copy(source, target, apart=set(sources).isdisjoint(targets))
 
     def suspect(self) -> None:
         """For some steps have the canary look at every layer, which graphs do not hold."""
@@ -198,6 +200,8 @@ class TorchRunner:
     @torch.inference_mode()
     def rehearse(self, plan: StepPlan, model: Decoder) -> None:
         """Launch a step kernel by kernel with this model, the whole or a sketch of it. Nothing comes of it."""
+        if self.batch.states:
+            self._copy_states([(0, 1)])
         ran = self._forward(plan, StepClock(model.place.device, model.place.group), model)
         self._draft(plan, ran)
         if ran.sampled is not None:
