@@ -1,16 +1,17 @@
 """Is it warm when it says ready: `python benchmarks/warm.py`.
 
 Starts an engine twice for each way to warm up, first without any kernel on disk, and puts the second one under a load
-of random lengths at once: arrivals at random, prompts and answers of all sizes, greedy, drawn and penalised. The time
-between two tokens of a request is told window by window; the last column is the p99 of the first window over that of
-the last. One process a start; the requests come in the engine's own process. With `--once` the first start is the only
-one.
+of random lengths at once: arrivals at random, prompts and answers of all sizes, greedy, drawn and penalised, in every
+window the same ones. The time between two tokens of a request is told window by window; the last column is the p99 of
+a window over that of the last. One process a start; the requests come in the engine's own process. With `--once` the
+first start is the only one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,6 @@ class Load:
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
         self.engine = engine
-        self.rng = random.Random(1)
         self.rate, self.window, self.until = options.rate, options.window, options.until
         self.told: dict[int, float] = {}
         self.gaps: list[list[float]] = [[] for _ in range(int(self.until // self.window) + 1)]
@@ -74,21 +75,28 @@ class Load:
         gc.collect()
         gc.freeze()
         began = time.perf_counter()
-        arrival = 0.0
+        arrivals = self._arrivals()
+        arrival, rng = next(arrivals)
         while (now := time.perf_counter() - began) < self.until + self.window:
             while arrival <= now:
-                self._ask()
-                arrival += self.rng.expovariate(self.rate)
+                self._ask(rng)
+                arrival, rng = next(arrivals)
             if self.engine.has_work:
                 self._step(began)
             elif not self.engine.runner.tend():
                 time.sleep(min(0.001, max(0.0, arrival - now)))
         return {"windows": [summary(gaps) for gaps in self.gaps], "most_running": self.most_running}
 
-    def _ask(self) -> None:
+    def _arrivals(self) -> Iterator[tuple[float, random.Random]]:
+        """When requests come, and the numbers to make each of."""
+        for window in itertools.count():
+            rng, arrival = random.Random(1), 0.0
+            while (arrival := arrival + rng.expovariate(self.rate)) < self.window:
+                yield window * self.window + arrival, random.Random(rng.random())
+
+    def _ask(self, rng: random.Random) -> None:
         from phalanx.engine.sampling import SamplingParams
 
-        rng = self.rng
         inputs, outputs = (int(2 ** rng.uniform(low, high)) for low, high in ((2, 10.5), (3, 8)))
         wishes = rng.choice(({"temperature": 0}, {}, {"top_p": 0.9}, {"presence_penalty": 0.5, "logprobs": 2}))
         params = SamplingParams(max_tokens=outputs, ignore_eos=True, **wishes)

@@ -13,6 +13,9 @@ from phalanx.fabric.group import Group
 _PAUSE_S = 0.02
 """A host that launches nothing for longer had nothing to do."""
 
+_spare_events: list[torch.cuda.Event] = []
+"""Those of steps that were read: to make one takes longer than to record it."""
+
 
 class StepClock:
     """Marks three moments of a step: inputs prepared, layers computed, tokens chosen; and a fourth: drafts made.
@@ -33,7 +36,7 @@ class StepClock:
         self._moments.append(time.perf_counter())
         self._waited.append(self._group.seconds - self._waited_before)
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
+            event = _spare_events.pop() if _spare_events else torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
 
@@ -49,7 +52,9 @@ class StepClock:
             first, second, third, last = (*self._events, self._events[-1])[:4]
             last.synchronize()
             parts = [before.elapsed_time(after) / 1e3 for before, after in ((first, second), (second, third))]
-            return StepTimes(drafted - self._began, parts[0], 0.0, parts[1], third.elapsed_time(last) / 1e3)
+            drafting = third.elapsed_time(last) / 1e3
+            _spare_events.extend(self._events)
+            return StepTimes(drafted - self._began, parts[0], 0.0, parts[1], drafting)
         waited = self._waited[2]
         return StepTimes(
             prepared - self._began, computed - prepared - waited, waited, sampled - computed, drafted - sampled

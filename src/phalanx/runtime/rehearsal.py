@@ -91,4 +91,5 @@ def varied_steps(seats: int, tokens: int, longest: int, vocab: int) -> list[Step
         steps += [step_of([decode] * rows + [resumed], DRAWN) for rows in sorted(beside)]
     asked = everything(vocab)
     ways = (GREEDY, DRAWN, asked, msgspec.structs.replace(asked, temperature=0.0))
-    return steps + [step_of([(longest - 1, 1)] * min(seats, tokens, 2), params) for params in ways]
+    few = sorted({min(seats, tokens, rows) for rows in (1, 2, 3)})
+    return steps + [step_of([(longest - 1, 1)] * rows, params) for rows in few for params in ways]

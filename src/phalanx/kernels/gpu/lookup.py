@@ -10,7 +10,7 @@ from torch import Tensor
 _ROWS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _look_up(
     kept, latest, latest_at, tables, slots, positions, tokens, places, rows, group_stride, slot_stride,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
@@ -31,7 +31,7 @@ def _look_up(
     tl.store(tokens + row, token, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
