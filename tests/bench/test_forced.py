@@ -16,8 +16,10 @@ from phalanx.cli import app
 from phalanx.engine.speculation import Speculation
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.held import held_weights
 from phalanx.runtime.rank import pick_device
 from phalanx.runtime.start import start_engine
+from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import tiny_config
 
 CEILINGS = Ceilings("cpu", 1e9, 1e9)
@@ -39,7 +41,8 @@ def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptanc
     engine = start_engine(asked, tmp_path, lambda done, total: None)
     speculation = engine.scheduler.speculation
     assert speculation is not None
-    work = least_work(engine.runner.model.place.spec, asked, pick_device(asked, 0))  # type: ignore[attr-defined]
+    source, device = Checkpoint(tmp_path, "dummy"), pick_device(asked, 0)
+    work = least_work(source.spec, held_weights(asked, source, device), asked, device)
     case = FixedBatch(2, 5, 40)
     timing, told = time_both(engine, case, 1, acceptance)
     engine.close()
