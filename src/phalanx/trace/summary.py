@@ -171,7 +171,8 @@ def _show(kind: str, summary: Summary, console: Console) -> None:
 
 def _parts_table(kind: str, summary: Summary) -> Table:
     calls = f"; {summary.calls} collectives, {summary.call_bytes / 1024:,.0f} KiB a rank" if summary.call_bytes else ""
-    title = f"{summary.steps} {kind} steps on {summary.ranks} ranks, {summary.period:.2f} ms each{calls}"
+    steps, ranks = _counted(summary.steps, f"{kind} step"), _counted(summary.ranks, "rank")
+    title = f"{steps} on {ranks}, {summary.period:.2f} ms each{calls}"
     table = Table(title=title, title_justify="left")
     table.add_column("part")
     for name in ("ms a step", "of it", "most", "on rank"):
@@ -182,6 +183,10 @@ def _parts_table(kind: str, summary: Summary) -> Table:
             rank = "" if part.rank is None else str(part.rank)
             table.add_row(part.name, f"{part.mean:.3f}", f"{share:.1%}", f"{part.most:.3f}", rank)
     return table
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _layers_table(summary: Summary, most: int = 5) -> Table:
