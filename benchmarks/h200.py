@@ -53,9 +53,10 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
     from phalanx.bench.ceilings import measure_ceilings
     from phalanx.bench.offline import least_work
     from phalanx.bench.timing import time_requests
-    from phalanx.models import read_config
     from phalanx.runtime.config import EngineConfig
+    from phalanx.runtime.held import held_weights
     from phalanx.runtime.start import start_engine
+    from phalanx.weights.checkpoint import Checkpoint
 
     stored = checkpoint.is_dir()
     folder = checkpoint if stored else Path(tempfile.mkdtemp())
@@ -79,15 +80,16 @@ def measure(model: str, cases: list[str], began: float, checkpoint: Path) -> Non
 
     import torch
 
-    spec, dtype = read_config(folder), torch.bfloat16
-    ceilings = measure_ceilings(torch.device("cuda", 0), dtype, fp8=spec.number_format.startswith("fp8"))
+    gpu, source = torch.device("cuda", 0), Checkpoint(folder, config.load_format)
+    spec, held = source.spec, held_weights(config, source, gpu)
+    ceilings = measure_ceilings(gpu, torch.bfloat16, held.scheme)
     tell(
         metric="machine",
         **machine_facts(),
         tb_s=ceilings.bytes_per_s / 1e12,
         tflop_s=ceilings.flops_per_s / 1e12,
     )
-    work = least_work(spec, config, torch.device("cuda", 0))
+    work = least_work(spec, held, config, gpu)
     for one_prompt in (False, True) if spec.moe is not None else (False,):
         for case in cases:
             tell(**(run_mix(engine, one_prompt) if case == MIX else run_case(engine, case, work, ceilings, one_prompt)))

@@ -1,15 +1,16 @@
 """What proofs cost: decode steps of two engines in turns, one with the option and one without.
 
     python benchmarks/proof.py canary
-    python benchmarks/proof.py invariant --rows 32
+    python benchmarks/proof.py invariant --rows 32 --dtype fp32
     python benchmarks/proof.py trace --rows 4
     python benchmarks/proof.py invariant --device cuda --model llama-3.1-8b --rows 32 --context 1024
 
-Both engines have one rank. On CPUs time is that of the processor: what else the machine does does not count. On a GPU
-it is the wall clock's over runs of steps, of which the first ones are left out: steps of the other engine may still be
-on their way. With `canary` that rank also digests its residual stream, which only ranks with others do; waiting for
-them is not in it. With `trace` it is the share of one of two ranks, whose collectives take no time, in turns of traced
-steps and others. A model of `h200_facts.py` has random weights.
+Both engines have one rank, with `canary` and `trace` the share of one of two, whose collectives take no time: waiting
+for others is not in it. On CPUs time is that of the processor: what else the machine does does not count. On a GPU it
+is the wall clock's over runs of steps, of which the first ones are left out: steps of the other engine may still be on
+their way. With `trace` it is one engine, in turns of traced steps and others. `--dtype` is of the engine without the
+option: invariant products are float32 on a CPU, where the usual ones may be in the bits that weights are stored in. A
+model of `h200_facts.py` has random weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from phalanx.engine.core import Engine
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.tracing import EngineTracer
 from phalanx.fabric.emulated import EmulatedGroup
-from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import SOLO, start_engine
 from phalanx.weights.checkpoint import locate
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("option", choices=(*OPTIONS, "trace"))
     parser.add_argument("--model", help="A folder, or one of h200_facts.py. Default: the default model.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="auto", help="Of the engine without the option.")
     parser.add_argument("--load-format", help="dummy: random weights.")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=128)
@@ -115,14 +116,13 @@ def main() -> None:
             "max_model_len": room,
             "num_blocks": asked.rows * -(-room // 16) + 8,
         }
-        group = EmulatedGroup(2, lambda size: 0.0, torch.device("cpu")) if asked.option == "trace" else SOLO
+        group = SOLO if asked.option == "invariant" else EmulatedGroup(2, lambda size: 0.0, torch.device(asked.device))
+        plain, *others = OPTIONS.get(asked.option, ({},))
+        options = [plain | {"dtype": asked.dtype}, *others]
         engines = [
             stack.enter_context(closing(start_engine(EngineConfig(**common, **given), folder, lambda *_: None, group)))
-            for given in OPTIONS.get(asked.option, ({},))
+            for given in options
         ]
-        if asked.option == "canary":
-            model = engines[1].runner.model  # type: ignore[attr-defined]
-            model.watch = Canary(len(model.layers), model.place.device)
         for engine in engines:
             filled(engine, asked, outputs)
         stack.enter_context(settled_memory())

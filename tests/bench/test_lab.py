@@ -14,6 +14,7 @@ from phalanx.bench import timing
 from phalanx.bench.ceilings import Ceilings
 from phalanx.bench.lab import experiment
 from phalanx.bench.lab.experiment import Experiment, Lab, checkpoint_of, run_lab
+from phalanx.bench.lab.plot import draw
 from phalanx.bench.lab.point import LabPoint
 from phalanx.bench.lab.report import markdown, remarks
 from phalanx.bench.lab.verdict import verdicts
@@ -26,6 +27,7 @@ from phalanx.errors import ConfigError, LayoutError
 from phalanx.fabric import emulated
 from phalanx.runtime import clock
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.held import held_weights
 from phalanx.weights.checkpoint import Checkpoint
 
 COLLECTIVE_MS = 0.5
@@ -39,7 +41,7 @@ def asked(model: Path, degrees: str, **options: object) -> Experiment:
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "measure_ceilings", lambda device, dtype: Ceilings("a CPU", 1e10, 1e11))
+    monkeypatch.setattr(experiment, "measure_ceilings", lambda *how: Ceilings("a CPU", 1e10, 1e11))
 
 
 class Ticks:
@@ -71,7 +73,8 @@ def test_figures_are_those_of_bench_offline_and_of_the_clocks(
     monkeypatch.setattr(experiment, "time_case", timed)
     lab = run_lab(asked(tiny_llama, "3", emulate=True, all_reduce_us=COLLECTIVE_MS * 1e3), lambda text: None)
     (point,), case = lab.points, FixedBatch.parse(lab.case)
-    work = least_work(Checkpoint(tiny_llama).spec, EngineConfig(tp=3), torch.device("cpu"))
+    source, config, cpu = Checkpoint(tiny_llama), EngineConfig(tp=3), torch.device("cpu")
+    work = least_work(source.spec, held_weights(config, source, cpu), config, cpu)
     said = summarise(case, runs[0], work, lab.ceilings, on_gpu=False)
     assert lab.case == "2x8x6"
     for name in ("tpot_ms", "clocks_ms", "decode_tok_s", "tok_s", "prefill_tok_s"):
@@ -167,3 +170,16 @@ def test_figures_that_the_clocks_do_not_confirm_are_said(tiny_llama: Path) -> No
 def test_who_beats_the_limits_is_told_that_they_are_none(figures: dict[str, float]) -> None:
     lab = Lab("a model", "a CPU", "4x8x6", "", False, Ceilings("", 1, 1), [replace(point(1, 10, 1), **figures)], False)
     assert ["TP=1 is faster than this machine's limits" in told for told in remarks(lab)] == [True] * bool(figures)
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_picture_has_what_was_expected_beside_what_was_measured(on_gpus: bool) -> None:
+    """Replicas on CPUs would share the cores: there is no line for them."""
+    planned = {"planned_ttft_ms": 200.0, "planned_tpot_ms": 8.0} if on_gpus else {}
+    points = [replace(point(tp, 10, 1), **planned) for tp in (1, 2)]
+    lab = Lab("a model", "a machine", "4x8x6", "", False, Ceilings("", 1, 1), points, on_gpus)
+    (axes,) = draw(lab).axes
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
+    names = ["replicas of TP=1, each on its own"] * on_gpus + ["measured"]
+    assert list(lines) == [*names, "planned" if on_gpus else "the most that memory and products allow"]
+    assert lines.popitem()[1] == pytest.approx([24e3 / (200 + 5 * 8) if on_gpus else 24e3 / (100 + 5 * 5)] * 2)

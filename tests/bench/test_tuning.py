@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 import tomllib
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from phalanx.bench import tuning
 from phalanx.bench.tuning import Bench, LinearPrice, drive, tune_for_real
 from phalanx.bench.waterfall import config_toml, save_plot, table
 from phalanx.cli.serve import serve
-from phalanx.plan.goodput import Traffic
+from phalanx.plan.goodput import SeenRun, Traffic
+from phalanx.plan.predict import Interval
 from phalanx.plan.slo import Slo
 from phalanx.plan.tuning import Rung, Setting, Value
 from phalanx.runtime.config import EngineConfig
@@ -43,7 +46,7 @@ def _check_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks()
     monkeypatch.setattr(tuning, "time", ticks)
     bench.deadline = 5.0
-    first, *_ = tune_for_real(bench, [Rung("start", START, Value(1.0)), Rung("sequences", BETTER, Value(2.0))], [])
+    first, *_ = tune_for_real(bench, START, [("sequences", BETTER)])
     assert ticks.now < 7
     assert first.value.rate < 10
     cut = drive(bench.engine(BETTER), [(8, 400)] * 20, [0.0] * 20, 0, seed=3, until=ticks.now + 0.5)
@@ -61,7 +64,7 @@ def test_the_start_and_the_best_are_measured(tiny_llama: Path, monkeypatch: pyte
         assert isinstance(price, LinearPrice)
         assert price.step > 0
         assert kv_tokens >= 8 * 72
-        rungs = tune_for_real(bench, [Rung("start", START, Value(1.0)), Rung("sequences", BETTER, Value(2.0))], [])
+        rungs = tune_for_real(bench, START, [("sequences", BETTER)])
         seen = bench._at(bench.engine(BETTER), 1000.0, until=time.monotonic() + 600)
         _check_budget(bench, monkeypatch)
     finally:
@@ -73,6 +76,51 @@ def test_the_start_and_the_best_are_measured(tiny_llama: Path, monkeypatch: pyte
     assert len(seen.requests_ttft) == 100
 
 
+class KnownBench(Bench):
+    """Engines that make so many tokens a second, less in short runs, whose beginnings and ends count for more."""
+
+    def __init__(self, speeds: dict[Setting, float]) -> None:
+        self.traffic, self.seconds = Traffic(Workload(64, 16), Slo.parse("ttft:600")), 3.0
+        self.deadline, self.tell = time.monotonic() + 600, lambda words: None
+        self.speeds, self.runs = speeds, list[tuple[Setting, int]]()
+
+    def engine(self, setting: Setting) -> Setting:  # type: ignore[override]
+        return setting
+
+    def _saturated(self, engine: Setting, requests: int, until: float) -> float:  # type: ignore[override]
+        self.runs.append((engine, requests))
+        return self.speeds[engine] * requests / (requests + 4)
+
+    def _at(self, engine: Setting, rate: float, until: float) -> SeenRun:  # type: ignore[override]
+        ttft = Interval.around(0.1, 0.0)
+        return SeenRun(ttft, ttft, [0.1], [0.1], Interval.around(rate, 0.0), 0.0)
+
+
+GUESSING = replace(BETTER, speculate="ngram")
+
+
+@pytest.mark.parametrize(
+    ("better", "guessing", "gains", "chosen"),
+    [
+        (100.0, 100.5, [1.0, 1.0], START),
+        (150.0, 150.5, [1.5, 1.0], BETTER),
+        (150.0, 180.0, [1.5, 1.2], GUESSING),
+        (100.5, 180.0, [1.0, 1.8], GUESSING),
+        (90.0, 80.0, [1.0, 1.0], START),
+    ],
+)
+def test_each_lever_has_what_it_bought_and_nothing_of_the_others(
+    better: float, guessing: float, gains: list[float], chosen: Setting
+) -> None:
+    """Whoever is held against each other ran the same requests; what brings nothing is left where it was."""
+    bench = KnownBench({START: 100.0, BETTER: better, GUESSING: guessing})
+    rungs = tune_for_real(bench, START, [("sequences", BETTER), ("speculation", GUESSING)])
+    assert [rung.lever for rung in rungs] == ["start", "sequences", "speculation"]
+    assert [after.gain(before) for before, after in pairwise(rungs)] == pytest.approx(gains)
+    assert rungs[-1].setting == chosen
+    assert bench.runs[-1][0] == START
+
+
 def test_options_are_those_of_serve_and_the_picture_is_drawn(tmp_path: Path) -> None:
     setting = Setting(tp=2, replicas=4, weights="fp8", kv="fp8", prefix_caching=True, max_num_seqs=512)
     text = config_toml(setting, "Llama-3.3-70B", "bf16", 4096, "made for a test")
@@ -80,6 +128,8 @@ def test_options_are_those_of_serve_and_the_picture_is_drawn(tmp_path: Path) -> 
     assert options.pop("model") == "Llama-3.3-70B"
     assert {name.replace("-", "_") for name in options} <= set(inspect.signature(serve).parameters)
     assert options["max-num-seqs"] == 512
+    assert "max-model-len" not in options
+    assert "at most 4,096 tokens" in text
     assert options["kv-cache-dtype"] == "fp8"
     assert "Run 4 of these" in text
     assert "Weights in fp8" in text

@@ -128,13 +128,13 @@ def test_every_rule_has_been_seen_here_and_stands_in_the_docs() -> None:
     ]
 
 
-def sample(*ranks: list[float], busy: float = 0.98, preemptions: int = 0) -> Sample:
+def sample(*ranks: list[float], busy: float = 0.98, preemptions: int = 0, working: float = 1.0) -> Sample:
     """A second of an engine with ranks of these parts of a step."""
     return Sample(
         time=0.0, up=True, inputs=0.0, cached=0.0, outputs=100.0, expected_out=None, ttft=None, itl=None, itl_mean=None,
         expected_itl=None, running=4.0, waiting=0.0, held=0.5, kept=0.1, hits=None, preemptions=preemptions,
         accepted=None, steps=20.0,
-        ranks=[RankSample(parts, busy) for parts in ranks],
+        ranks=[RankSample(parts, busy) for parts in ranks], working=working,
     )  # fmt: skip
 
 
@@ -146,6 +146,7 @@ def test_the_last_minute_of_a_server() -> None:
     assert notes_of([sample(PLAIN, PLAIN)] * 30, False, even) == []
     assert notes_of([sample(PLAIN, PLAIN, busy=0.7)] * 5, False, even) == []
     assert codes(notes_of([sample(PLAIN, PLAIN, busy=0.7)] * 30, False, even)) == ["host_gaps"]
+    assert notes_of([sample(PLAIN, PLAIN, busy=0.7, working=0.7)] * 30, False, even) == [], "nobody asked for more"
     assert codes(notes_of([sample(PLAIN, [0, 1, 29, 18, 1])] * 30, False, even)) == ["slow_rank"]
     assert notes_of([sample(PLAIN, [0, 1, 29, 18, 1])] * 30, False, [38 / 33.5, 29 / 33.5]) == []
     assert codes(notes_of([sample(PLAIN, PLAIN, preemptions=3)] * 30, False, even)) == ["preemption_thrash"]

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from phalanx.doctor.running import ServerError, parse_metrics, read_server
+from phalanx.doctor.running import ServerError, _get, parse_metrics, read_server
 
 PAGE = """# HELP phalanx:num_requests_running Requests in the batch.
 phalanx:num_requests_running{{model_name="m",engine="0"}} {running}
@@ -109,3 +109,13 @@ def test_samples_are_summed_over_labels_and_oddities_are_left_out() -> None:
     samples = ('a{x="1"} 1', 'a{x="2"} 2', "b NaN", 'd_bucket{le="1"} 4', "e nonsense")
     text = "\n".join(f"phalanx:{sample}" for sample in samples) + "\nother:c 3\n"
     assert parse_metrics(text) == {"a": 3.0}
+
+
+def test_a_server_that_says_why_it_refuses_is_quoted() -> None:
+    starting = json.dumps({"error": {"message": "The server is starting.", "code": "server_starting"}})
+    with server({"/health": [starting], "/metrics": [BEFORE]}, health=503) as url:
+        with pytest.raises(ServerError, match=r"answered 503\. The server is starting\.") as caught:
+            _get(f"{url}/health", None)
+        assert "/ready" in caught.value.fix
+        with pytest.raises(ServerError, match=r"answered 404\.( Check|$)"):
+            _get(f"{url}/trace", None)

@@ -10,18 +10,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.agreement import disagreement
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.fabric.group import Solo
 from phalanx.kernels.digest import plain_digest, row_digest, row_digest_torch
+from phalanx.layers.decoder import Decoder
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import load_model
 from phalanx.runtime.weight_watch import WeightWatch
 from phalanx.weights.checkpoint import Checkpoint
 from tests import faults
 from tests.conftest import Reference
+from tests.runtime.test_stored_on_cpu import MODELS, gguf_of, needs_compiler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[3, 5, 8], [*range(20, 60)]]
@@ -139,6 +142,42 @@ def test_a_bit_of_any_weight_is_found_in_one_pass(some_reference: Reference) -> 
         with pytest.raises(EngineDeadError, match=f"{name} on rank 0"):
             one_pass(watch)
         faults.flip_bit(tensor, bit)
+    one_pass(watch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", MODELS)
+def test_a_bit_of_any_weight_that_lies_in_panels_or_beside_them_is_found_too(tmp_path: Path, model: str) -> None:
+    """Codes, scales and minimums of matrices and experts; norms and routers as they are."""
+    spared = dict[str, torch.Tensor]()
+    lay_out = Decoder.lay_out
+
+    def remembering(decoder: Decoder) -> None:
+        spared.update({name: part for name, part in decoder.parts() if isinstance(part, torch.Tensor)})
+        lay_out(decoder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "lay_out", remembering)
+        path = gguf_of(tmp_path, model, Kind.Q4_1)
+        loaded = load_model(EngineConfig(device="cpu"), Checkpoint(path), Solo(), lambda done, total: None)
+    watch = WeightWatch(loaded)
+    names = {"model.layers.1.input_layernorm.weight", "model.norm.weight"}
+    assert names | ({"model.layers.0.mlp.gate.weight"} if model == "qwen3_moe" else set()) <= set(spared)
+    layer = loaded.layers[1]
+    panels = {
+        "model.embed_tokens.weight": loaded.embedding.weight,
+        r"layers\.1\.self_attn\.q_proj and .*k_proj and .*v_proj": layer.mixer.qkv.product.weight,  # type: ignore[attr-defined]
+    }
+    if model == "qwen3_moe":
+        panels["an expert of layer 1"] = layer.ffn.held.down.matrices[2]  # type: ignore[union-attr]
+    in_panels = ((name, part) for name, weight in panels.items() for part in vars(weight).values())
+    for name, tensor in [*spared.items(), *in_panels]:
+        if isinstance(tensor, torch.Tensor):
+            bit = random.randrange(8 * tensor.nbytes)
+            faults.flip_bit(tensor, bit)
+            with pytest.raises(EngineDeadError, match=f"{name}.* on rank 0"):
+                one_pass(watch)
+            faults.flip_bit(tensor, bit)
     one_pass(watch)
 
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.engine.marks import PLACE, StepTraces
+from phalanx.engine.whereabouts import HEAD
 from phalanx.errors import ConfigError
 from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.trace import perfetto
@@ -31,6 +33,39 @@ def test_who_waited_for_whom_and_for_how_long() -> None:
     assert found.of("attention") == found.of("FFN") == pytest.approx(LAYERS * 11e-3)
     assert [layer.total for layer in found.layers] == pytest.approx([30e-3] * LAYERS)
     assert found.period == pytest.approx(2 * LAYERS * 15e-3 + 2e-3)
+
+
+def test_shares_are_of_all_steps_and_not_of_the_time_without_requests() -> None:
+    """One step takes ten times as long, and before another one the engine had nothing to do for a second."""
+    traces = make_traces([10, 10], exchange_us=2)
+    late = msgspec.convert(msgspec.to_builtins(traces), type(traces))
+    even = summarise(steps_of(traces))
+    late.hosts[2].running = late.hosts[2].waiting = 0
+    _shift(late, 3, 10**9)
+    assert summarise(steps_of(late)).period == pytest.approx(even.period, rel=0.02)
+    late.hosts[2].waiting = 1
+    assert summarise(steps_of(late)).period == pytest.approx(even.period + 1e3 / 5, rel=0.02)
+    assert {step.pause for step in steps_of(late)} == {None, 1000, 10**9 + 1000}
+    _shift(late, 4, 10 * 10**6, stretched=True)
+    found = summarise(steps_of(late))
+    assert sum(part.mean for part in found.parts) == pytest.approx(found.period, rel=0.02)
+
+
+def _shift(traces: StepTraces, first: int, ns: int, stretched: bool = False) -> None:
+    """All from a step on comes later; or this step ends later, its head being what takes so long."""
+    for host in traces.hosts[first:]:
+        is_it = stretched and host is traces.hosts[first]
+        for name in ("collected", "applied") if is_it else ("begun", "scheduled", "launched", "collected", "applied"):
+            setattr(host, name, getattr(host, name) + ns)
+    for rank in traces.ranks:
+        for step in rank.steps[first:]:
+            is_it = stretched and step is rank.steps[first]
+            step.begun, step.ended = step.begun + ns * (not is_it), step.ended + ns
+            head = [number for number, mark in enumerate(step.marks) if mark.value == HEAD and mark.what == PLACE].pop()
+            step.marks = [
+                msgspec.structs.replace(mark, time=mark.time + ns * (not is_it or number > head))
+                for number, mark in enumerate(step.marks)
+            ]
 
 
 @given(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from rich.console import Console
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.marks import StepTraces
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.tracing import EngineTracer, Traceable, repeated_tokens
+from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.executor import Executor
+from phalanx.runtime.start import start_engine
 from phalanx.runtime.tracer import Tracer
+from phalanx.trace.summary import show
 from phalanx.trace.timeline import effects_before_causes, steps_of
+from tests.runtime.test_stored_on_cpu import gguf_of, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -72,6 +80,31 @@ def test_a_trace_may_end_early_and_is_bounded(tiny_llama: Path) -> None:
         assert len(steps_of(traces)) == 1
         assert not steps_of(traces)[0].calls
         assert traces.prompt_tokens == len(PROMPTS[0])
+
+
+@needs_compiler
+def test_layers_that_a_cpu_computes_in_one_call_tell_their_halves(tmp_path: Path) -> None:
+    """A decode of panels is one call a layer, but for the last one."""
+    config = EngineConfig(device="cpu", max_num_seqs=2, num_blocks=16)
+    with closing(start_engine(config, gguf_of(tmp_path, "llama", Kind.Q4_1), lambda done, total: None)) as engine:
+        told = list[StepTraces]()
+        engine.add([5, 7, 11], PARAMS)
+        engine.step()
+        layers = engine.runner.model.layers  # type: ignore[attr-defined]
+        EngineTracer(engine, 3, told.append)
+        while not told:
+            engine.step()
+        assert [layer.whole is not None for layer in layers] == [True, False]
+        assert not any("in_one_call" in vars(layer) for layer in layers)
+    for step in steps_of(told[0]):
+        parts = [part for part in step.ranks[0].slices if part.layer is not None]
+        assert [(part.name, part.layer) for part in parts] == [
+            ("attention", 0), ("FFN", 0), ("attention", 1), ("FFN", 1)
+        ]  # fmt: skip
+        assert all(part.ended > part.begun for part in parts)
+    output = StringIO()
+    show(steps_of(told[0]), Console(file=output))
+    assert "3 decode steps on 1 rank," in output.getvalue()
 
 
 def test_a_modelled_runner_has_nothing_to_trace() -> None:

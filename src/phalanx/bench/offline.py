@@ -22,6 +22,7 @@ from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.core import Engine
 from phalanx.errors import ConfigError
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.held import HeldWeights, held_weights
 from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import start_engine
 from phalanx.spec import ModelSpec
@@ -64,13 +65,18 @@ class Speculated:
     draft_share: float
 
 
-def least_work(spec: ModelSpec, config: EngineConfig, device: torch.device) -> RankWork:
-    """What one device does at least, in the formats it holds. Ranks on CPUs share one, those on GPUs have their own."""
-    on_gpu, dtype = device.type == "cuda", pick_dtype(config, spec, device)
-    plain = DTYPE_NAMES[str(dtype).removeprefix("torch.")]
-    held = spec.number_format if on_gpu and spec.quantization is not None else plain
+def least_work(spec: ModelSpec, held: HeldWeights, config: EngineConfig, device: torch.device) -> RankWork:
+    """What one device does at least, with weights in the bits that are `held`: for one rank, or for all."""
+    plain = DTYPE_NAMES[str(pick_dtype(config, spec, device)).removeprefix("torch.")]
     cached = "fp8" if config.kv_cache_dtype == "fp8" else plain
-    return count_work(spec, config.tp if on_gpu else 1, held, cached)
+    work = count_work(spec, config.tp if held.ranks == 1 else 1, spec.number_format, cached)
+    stacks = work.experts * work.sparse_layers
+    return dataclasses.replace(
+        work,
+        linear_bytes=float(held.linear),
+        expert_bytes=held.experts / stacks if stacks else 0.0,
+        head_bytes=float(held.head),
+    )
 
 
 def run_cases(
@@ -81,11 +87,11 @@ def run_cases(
     parsed = [FixedBatch.parse(text) for text in cases.split(",")]
     console, path, tp = Console(), locate(asked.model), asked.tp
     config = with_room_for(asked, parsed)
-    spec = Checkpoint(path, config.load_format).spec
-    device = pick_device(config, 0)
+    checkpoint, device = Checkpoint(path, config.load_format), pick_device(config, 0)
+    held = held_weights(config, checkpoint, device, all_ranks=device.type == "cpu")
+    work = least_work(checkpoint.spec, held, config, device)
     with console.status("Measuring the machine"):
-        ceilings = measure_ceilings(device, pick_dtype(config, spec, device))
-    work = least_work(spec, config, device)
+        ceilings = measure_ceilings(device, pick_dtype(config, checkpoint.spec, device), held.scheme)
     began = time.perf_counter()
     with console.status(f"Loading {model_name(path)}, TP={tp}"):
         engine = start_engine(config, path, progress=lambda done, total: None)

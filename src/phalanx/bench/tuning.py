@@ -123,12 +123,18 @@ class Bench:
             requests *= 2
         return left[0], speeds
 
-    def value(self, setting: Setting, saturated: float, share: float = 1.0) -> Value:
-        """The most goodput within the SLO, by bisection on the rate below what it makes at saturation, in this share of
-        the time that is left.
+    def requests_for(self, speed: float) -> int:
+        """As many as take about the time of two runs at so many tokens a second."""
+        return max(2 * _FEWEST, min(1000, round(2 * self.seconds * speed / self.traffic.load.mean_output)))
+
+    def value(self, setting: Setting, requests: int, share: float) -> Value:
+        """The most goodput within the SLO, by bisection on the rate below what it makes of so many requests at once, in
+        this share of the time that is left.
         """
-        load, slo, engine = self.traffic.load, self.traffic.slo, self.engine(setting)
-        most, end = saturated / load.mean_output * HELD, self._until(share)
+        load, slo, end = self.traffic.load, self.traffic.slo, self._until(share)
+        self.tell(f"{requests} requests at once: {_named(setting)}")
+        saturated = self._saturated(self.engine(setting), requests, self._until(_CHOOSING, end))
+        most, engine = saturated / load.mean_output * HELD, self.engine(setting)
         low, high, rate, found = 0.0, most, most, None
         for number in range(_MOST_PROBES):
             self.tell(f"{rate:.2f} requests/s: {_named(setting)}")
@@ -253,13 +259,20 @@ def _prompt_s(engine: Engine, tokens: int) -> float:
     return median(times)
 
 
-def tune_for_real(bench: Bench, rungs: Sequence[Rung], extra: Sequence[Setting]) -> list[Rung]:
-    """The start and the best, measured: of what virtual time chose and of what it cannot know. The start comes last."""
-    start = rungs[0].setting
-    candidates = [rung.setting for rung in rungs if rung.setting != start] + list(extra)
-    best, speeds = bench.best_of([start, *candidates])
-    value = bench.value(best, speeds[best], share=0.5) if best != start else None
-    first = Rung("start", start, bench.value(start, speeds[start]))
-    if value is None or value.goodput < REAL_WORTH * first.value.goodput:
-        return [first]
-    return [first, Rung("measured", best, value, len(set(candidates)))]
+def tune_for_real(bench: Bench, start: Setting, levers: Sequence[tuple[str, Setting]]) -> list[Rung]:
+    """The start and what each lever buys on top of those before it, all measured by the same requests, the start last.
+    Levers behind the one that short runs find fastest are not looked at again.
+    """
+    best, speeds = bench.best_of([start, *(setting for _, setting in levers)])
+    tried = [setting for _, setting in levers]
+    path = [] if best == start else tried[: tried.index(best) + 1]
+    requests = bench.requests_for(max(speeds.values()))
+    values: dict[Setting, Value] = {}
+    for done, setting in enumerate(order := [*path, start]):
+        values[setting] = bench.value(setting, requests, share=1 / (len(order) - done))
+    rungs = [Rung("start", start, values[start])]
+    for name, setting in levers:
+        here, value = rungs[-1], values.get(setting, Value(0.0))
+        pays = value.goodput > REAL_WORTH * here.value.goodput
+        rungs.append(Rung(name, setting, value) if pays else replace(here, lever=name))
+    return rungs

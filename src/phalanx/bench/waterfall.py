@@ -68,19 +68,20 @@ def save_plot(title: str, rungs: Sequence[Rung], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def config_toml(setting: Setting, model: str | None, checkpoint_format: str, context: int, note: str) -> str:
-    """For `phalanx serve --config`. What no option says stands in comments."""
+def config_toml(setting: Setting, model: str | None, checkpoint_format: str, longest: int, note: str) -> str:
+    """For `phalanx serve --config`. What no option says stands in comments. Requests longer than those it was found for
+    are not refused.
+    """
     options: dict[str, object] = {
         **({} if model is None else {"model": model}),
         "tp": setting.tp,
         "max-num-seqs": setting.max_num_seqs,
         "max-num-batched-tokens": setting.max_num_batched_tokens,
-        "max-model-len": context,
         "prefix-caching": setting.prefix_caching,
         "kv-cache-dtype": "fp8" if setting.kv == "fp8" else "auto",
         "speculate": setting.speculate,
     }
-    lines = [f"# {note}"]
+    lines = [f"# {note}", f"# Requests had at most {longest:,} tokens; longer ones take longer and more room."]
     if setting.replicas > 1:
         lines.append(f"# Run {setting.replicas} of these, each on {setting.tp} GPUs of its own.")
     if setting.weights != checkpoint_format:

@@ -54,7 +54,8 @@ def tune(
             rungs, own_format = _plan(model, machine, traffic, same_answers, from_static, console)
         else:
             rungs, own_format = _measure(model, traffic, seconds, budget, planned, console)
-        _write(output, rungs, model, own_format, traffic, slo, console)
+        how = "in virtual time" if machine or planned else "measured"
+        _write(output, rungs, model, own_format, traffic, slo, how, console)
 
 
 def _plan(
@@ -93,27 +94,38 @@ def _measure(
     from phalanx.plan.goodput import Priced
     from phalanx.plan.tuning import Setting, caching, climb, scheduling
     from phalanx.runtime.config import EngineConfig
+    from phalanx.runtime.held import held_weights
+    from phalanx.runtime.rank import pick_device
     from phalanx.weights.checkpoint import Checkpoint, locate
 
-    path = locate(model)
-    spec = Checkpoint(path).spec
-    start = Setting(weights=spec.number_format, kv=spec.number_format, max_num_seqs=4, max_num_batched_tokens=512)
+    checkpoint = Checkpoint(locate(model))
     config = EngineConfig(model=model, max_num_seqs=32, max_num_batched_tokens=2048)
+    scheme = held_weights(config, checkpoint, pick_device(config, 0)).scheme
+    own = checkpoint.spec.number_format if scheme is None else scheme.format.name
+    start = Setting(weights=own, kv=checkpoint.spec.dtype, max_num_seqs=4, max_num_batched_tokens=512)
     with console.status("Loading") as status:
         bench = Bench(config, traffic, seconds, time.monotonic() + budget, status.update)
         price, kv_tokens = bench.price(replace(start, max_num_seqs=16))
         judge = Priced(price, kv_tokens, traffic)
-        levers = [*scheduling(32, 2048)[1:], *([caching()] if traffic.load.shared_prefix else [])]
-        rungs = climb(start, levers, judge, status.update)
+        known = [*scheduling(32, 2048)[1:], *([caching()] if traffic.load.shared_prefix else [])]
+        rungs = climb(start, known, judge, status.update)
         if planned:
-            return rungs, spec.number_format
+            return rungs, own
         console.print(table("In virtual time, by the price of steps measured here", rungs))
-        guessing = replace(rungs[-1].setting, speculate="ngram")
-        return tune_for_real(bench, rungs[:1] + rungs[-1:], [guessing]), spec.number_format
+        best = rungs[-1].setting
+        levers = [] if best == start else [("as in virtual time", best)]
+        return tune_for_real(bench, start, [*levers, ("speculation", replace(best, speculate="ngram"))]), own
 
 
 def _write(
-    output: Path, rungs: list[Rung], model: str | None, own: str, traffic: Traffic, slo: str, console: Console
+    output: Path,
+    rungs: list[Rung],
+    model: str | None,
+    own: str,
+    traffic: Traffic,
+    slo: str,
+    how: str,
+    console: Console,
 ) -> None:
     import json
     from dataclasses import asdict
@@ -124,13 +136,14 @@ def _write(
     best = rungs[-1]
     load = traffic.load
     name = model or "SmolLM2-135M-Instruct"
-    title = f"{name}: {load.mean_input:.0f} in, {load.mean_output:.0f} out, {load.shared_prefix} shared; {slo} ms"
+    lengths = f"{load.mean_input:.0f} tokens in and {load.mean_output:.0f} out on average"
+    title = f"{name}, {how}: {lengths}, {load.shared_prefix} shared; {slo} ms"
     console.print(table(title, rungs))
     if best.value.problem:
         console.print(f"Nothing that was tried serves this: {best.value.problem}. Loosen the SLO or shorten requests.")
     output.mkdir(parents=True, exist_ok=True)
-    note = f"{best.value.goodput:,.0f} output tokens/s within {slo} ms, by phalanx tune"
-    (output / "serve.toml").write_text(config_toml(best.setting, model, own, load.longest + 1, note), encoding="utf-8")
+    note = f"{best.value.goodput:,.0f} output tokens/s within {slo} ms, {how} by phalanx tune"
+    (output / "serve.toml").write_text(config_toml(best.setting, model, own, load.longest, note), encoding="utf-8")
     (output / "tune.json").write_text(json.dumps([asdict(rung) for rung in rungs], indent=1) + "\n")
     drawn = find_spec("matplotlib") is not None
     if drawn:

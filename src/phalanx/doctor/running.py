@@ -127,6 +127,21 @@ def _json(url: str, key: str | None, any_status: bool = False) -> Any:
         ) from None
 
 
+_FIXES = {
+    401: "Give its key with --api-key-file.",
+    403: "Give the key of an administrator with --api-key-file.",
+    503: "Ask again once its /ready says 200.",
+}
+
+
+def _reason(body: str) -> str:
+    """What an OpenAI-compatible server says of an error, if it does."""
+    try:
+        return f" {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
 def _get(
     url: str, key: str | None, any_status: bool = False, body: bytes | None = None, patience_s: float = _PATIENCE_S
 ) -> str:
@@ -139,9 +154,10 @@ def _get(
         with urlopen(Request(url, body, headers), timeout=patience_s) as answer:
             return str(answer.read().decode("utf-8", "replace"))
     except HTTPError as error:
+        told = error.read().decode("utf-8", "replace")
         if any_status:
-            return error.read().decode("utf-8", "replace")
-        fix = "Give its key with --api-key-file." if error.code == 401 else "Check the address."
-        raise ServerError("server_refused", f"{url} answered {error.code}.", fix) from None
+            return told
+        fix = _FIXES.get(error.code, "Check the address.")
+        raise ServerError("server_refused", f"{url} answered {error.code}.{_reason(told)}", fix) from None
     except (URLError, TimeoutError, OSError) as error:
         raise ServerError("no_server", f"{url} does not answer ({error}).", "Start it, or check the address.") from None

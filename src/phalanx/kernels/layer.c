@@ -1,5 +1,6 @@
 /* A whole decoder layer of the plainest kind (see layer.py): the kernels of cpu.c and panels.c, one after the other. */
 #include <stdlib.h>
+#include <time.h>
 
 typedef long long index_t;
 struct matrix;
@@ -23,10 +24,12 @@ struct layer {
     const float *sinks;
     index_t hidden, heads, kv_heads, head_dim, inner, block_size, window, chunked;
     float eps, scale;
+    index_t halfway;
 };
 
-/* residual += part, and `out` is what is to be added next; it may be `part`, which is missing in the first layer. */
-void decode_layer(const struct layer *own, float *residual, const float *part, float *out, const float *cos,
+/* residual += part, and `out` is what is to be added next; it may be `part`, which is missing in the first layer.
+   `halfway` gets the ns of the monotonic clock between the mixer and the FFN. */
+void decode_layer(struct layer *own, float *residual, const float *part, float *out, const float *cos,
                   const float *sin, const index_t *write_to, const index_t *table, const index_t *positions, index_t rows,
                   index_t table_width, index_t rotary) {
     index_t heads = own->heads * own->head_dim, width = heads + 2 * own->kv_heads * own->head_dim;
@@ -39,6 +42,9 @@ void decode_layer(const struct layer *own, float *residual, const float *part, f
     decode_attention(qkv, own->cache, table, positions, attended, rows, width, table_width, own->block_size, own->heads,
                      own->kv_heads, own->head_dim, own->window, own->chunked, own->sinks, own->scale);
     panel_product(own->output, attended, own->output_bias, out, rows);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    own->halfway = now.tv_sec * 1000000000LL + now.tv_nsec;
     add_rms_norm(out, residual, own->ffn_norm, normed, rows, own->hidden, own->eps);
     panel_product(own->gate_up, normed, own->gate_up_bias, gate_up, rows);
     silu_and_mul(gate_up, gated, rows, own->inner);

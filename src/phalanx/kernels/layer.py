@@ -23,6 +23,7 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner", "block_size")),
         *((name, ctypes.c_longlong) for name in ("window", "chunked")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("halfway", ctypes.c_longlong),
     )
 
 
@@ -60,6 +61,7 @@ class WholeLayer:
             *(len(parts.mixer_norm), parts.heads, kv_heads, head_dim, parts.down.pack().columns, block_size),
             *(sight.window or 0, int(sight.chunked)),
             *(parts.eps, parts.scale),
+            0,
         )
         self._address = ctypes.addressof(self._record)
 
@@ -76,6 +78,11 @@ class WholeLayer:
             *(residual.shape[0], table.shape[1], cos.shape[-1]),
         )
         return out
+
+    @property
+    def halfway(self) -> int:
+        """When the last call went on from the mixer to the FFN, in ns of the monotonic clock."""
+        return int(self._record.halfway)
 
 
 def _address(tensor: Tensor | None) -> int | None:

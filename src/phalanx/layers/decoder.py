@@ -47,7 +47,7 @@ class Decoder:
         self.rotary = Rotary(place, place.spec.ropes)
         self.kept = States([])
         self.watch: LayerWatch | None = None
-        self._laid_out: list[tuple[str, object]] | None = None
+        self._laid_out: list[tuple[str, Tensor | Panels]] | None = None
         record = place.spec.draft_head
         self.draft_head = DraftHeadPart(place, record, self.embedding, self.head, self.rotary) if record else None
         self.companion: Decoder | None = None
@@ -79,6 +79,8 @@ class Decoder:
 
     def lay_out(self) -> None:
         """Put what a CPU multiplies as it is stored into panels, once all is loaded."""
+        plain = [(name, part) for name, part in self.parts() if isinstance(part, Tensor)]
+        named = {id(linear.product): " and ".join(linear.names) for linear in self.linears()}
         self.embedding.pack()
         self.head.pack()
         found: list[tuple[str, object]] = [(self.embedding.name, self.embedding.weight)]
@@ -89,13 +91,14 @@ class Decoder:
                 for product in part.products():
                     if isinstance(product, PanelGemm):
                         product.pack()
-                    found.append((f"a matrix of layer {number}", product.weight))
+                    found.append((named.get(id(product), f"a matrix of layer {number}"), product.weight))
             found += ((f"an expert of layer {number}", weight) for weight in layer.ffn.lay_out())
-        if any(isinstance(weight, Panels) for _, weight in found):
-            self._laid_out = found
+        panels = [(name, weight) for name, weight in found if isinstance(weight, Panels)]
+        if panels:
+            self._laid_out = [*plain, *panels]
 
     def weights(self) -> Iterator[tuple[str, object]]:
-        """All weights, or all matrices where they lie in panels, in the memory that they are multiplied from."""
+        """All weights, in the memory that they are multiplied from."""
         yield from self.parts() if self._laid_out is None else self._laid_out
 
     def linears(self) -> Iterator[Linear]:

@@ -35,7 +35,7 @@ class DecoderLayer:
         self.record = layer
         self.number = number
         self.group = place.group
-        self._whole: WholeLayer | None = None
+        self.whole: WholeLayer | None = None
         self._asked_for: Tensor | None = None
 
     @property
@@ -51,7 +51,7 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         where = self.group.where
         where.at(2 * self.number)
-        if step.only_decodes and rows is None and self._in_one_call(stream, step):
+        if step.only_decodes and rows is None and self.in_one_call(stream, step):
             return
         taken = self.around_mixer.enter(stream, self.mixer.takes_fp8)
         if step.watch is not None:
@@ -63,16 +63,16 @@ class DecoderLayer:
         where.at(2 * self.number + 1)
         self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
 
-    def _in_one_call(self, stream: Stream, step: StepContext) -> bool:
-        """Whether that was done: a CPU has a kernel for the whole of some layers."""
+    def in_one_call(self, stream: Stream, step: StepContext) -> bool:
+        """Whether that was done: a CPU has a kernel for the whole of some layers, `whole`."""
         if not isinstance(self.mixer, Attention):
             return False
         if self._asked_for is not self.mixer.cache:
             self._asked_for = self.mixer.cache
-            self._whole = whole_layer(self.around_mixer, self.mixer, self.around_ffn, self.ffn)
+            self.whole = whole_layer(self.around_mixer, self.mixer, self.around_ffn, self.ffn)
         rope = self.mixer.record.rope
-        if self._whole is None or rope is None:
+        if self.whole is None or rope is None:
             return False
         batch = step.batch.of(self.mixer.cache_group)
-        stream.part = self._whole(stream.residual, stream.part, step.turns(rope), batch)
+        stream.part = self.whole(stream.residual, stream.part, step.turns(rope), batch)
         return True

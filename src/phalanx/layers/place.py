@@ -56,7 +56,7 @@ class Place:
     def kept(self, names: Sequence[str]) -> SchemeAtWork | None:
         """The format in which all of these checkpoint matrices are held as they are stored; None: they are widened."""
         tensors = [self.spec.tensors[f"{name}.weight"] for name in names]
-        schemes = {self._scheme_of(tensor) for tensor in tensors} if self.quantised else {None}
+        schemes = {self.scheme_of(tensor) for tensor in tensors} if self.quantised else {None}
         scheme = schemes.pop()
         if scheme is None or schemes:
             return None
@@ -65,7 +65,8 @@ class Place:
         whole = all(part.start % unit == 0 or part.start == part.stop for part in columns)
         return found if whole and (found.in_panels if self.in_panels else found.keeps) else None
 
-    def _scheme_of(self, tensor: TensorSpec) -> Scheme | None:
+    def scheme_of(self, tensor: TensorSpec) -> Scheme | None:
+        """In which the checkpoint keeps a matrix; None: in plain numbers."""
         quantization = self.spec.quantization
         if quantization is not None and self.spec.is_quantised(tensor):
             return quantization.scheme_for(tensor.expert)

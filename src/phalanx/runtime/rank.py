@@ -115,32 +115,14 @@ def load_model(
 
 def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, progress: Progress, spot: Spot) -> Decoder:
     device = pick_device(config, spot.gpu)
-    dtype, on_gpu = pick_dtype(config, checkpoint.spec, device), device.type == "cuda"
-    fp8_cache = config.kv_cache_dtype == "fp8"
+    on_gpu = device.type == "cuda"
     if on_gpu:
-        if fp8_cache:
+        if config.kv_cache_dtype == "fp8":
             _check_fp8(device)
         torch.cuda.set_device(device)
-    layout, units = Layout(checkpoint.spec, group.size), None
-    if config.invariant:
-        _check_invariant(config, checkpoint.spec, dtype, device)
-        layout = invariant_layout(checkpoint.spec, group.size)
-        units = inner_units(checkpoint.spec) // group.size
-        group = TreeGroup(group, dtype) if group.size > 1 else group
     reader = checkpoint.open_reader(device)
-    in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
-    place = Place(
-        layout,
-        group,
-        dtype,
-        device,
-        quantised=on_gpu or in_panels,
-        fp8_cache=fp8_cache,
-        in_panels=in_panels,
-        stored=_stored(checkpoint.spec, reader) if in_panels else {},
-        units=units,
-    )
     try:
+        place = place_of(config, checkpoint.spec, group, device, reader)
         check_tensors(place.layout, reader, group.rank)
         model = Decoder(place)
         load_weights(model, reader, progress, checked=True)
@@ -155,6 +137,29 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
     if config.canary and group.size > 1:
         model.watch = Canary(len(checkpoint.spec.layers), device)
     return model
+
+
+def place_of(config: EngineConfig, spec: ModelSpec, group: Group, device: torch.device, reader: Reader) -> Place:
+    """Where this rank's layers are built: its share, and in which formats weights are held."""
+    dtype, on_gpu = pick_dtype(config, spec, device), device.type == "cuda"
+    layout, units = Layout(spec, group.size), None
+    if config.invariant:
+        _check_invariant(config, spec, dtype, device)
+        layout = invariant_layout(spec, group.size)
+        units = inner_units(spec) // group.size
+        group = TreeGroup(group, dtype) if group.size > 1 else group
+    in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
+    return Place(
+        layout,
+        group,
+        dtype,
+        device,
+        quantised=on_gpu or in_panels,
+        fp8_cache=config.kv_cache_dtype == "fp8",
+        in_panels=in_panels,
+        stored=_stored(spec, reader) if in_panels else {},
+        units=units,
+    )
 
 
 def _check_invariant(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from phalanx.engine.marks import CALL_ENDS, PLACE, SAMPLED, SAMPLING, Hooks, Mar
 from phalanx.engine.whereabouts import ALL_REDUCE, GATHER, Whereabouts
 from phalanx.fabric.group import Group
 from phalanx.layers.decoder import Decoder
+from phalanx.layers.layer import DecoderLayer
 
 Stamped = tuple[int, int, Any]
 """What, its value, and when: ns of the host's clock, or an event of the device's queue."""
@@ -62,6 +63,8 @@ class Tracer(Whereabouts):
         self._hooks.around(self._group, "all_gather_columns", self._call_of(GATHER))
         if type(self._group).all_reduce_add_norm is not Group.all_reduce_add_norm:
             self._hooks.around(self._group, "all_reduce_add_norm", self._call_of(ALL_REDUCE))
+        for layer in self._model.layers:
+            self._hooks.around(layer, "in_one_call", self._halves_of(layer))
         self._hooks.around(self._model, "scores", self._then(SAMPLING))
         self._hooks.around(runner, "sampler", self._then(SAMPLED))
 
@@ -82,6 +85,21 @@ class Tracer(Whereabouts):
                     self.marks.append((CALL_ENDS, 0, now()))
 
             return call if self._group.size == 1 else traced
+
+        return make
+
+    def _halves_of(self, layer: DecoderLayer) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Around a layer that may be computed in one call, which itself writes down when its FFN began."""
+
+        def make(in_one_call: Callable[..., Any]) -> Callable[..., Any]:
+            def traced(*given: Any) -> Any:
+                done = in_one_call(*given)
+                if done:
+                    assert layer.whole is not None
+                    self.marks.append((PLACE, 2 * layer.number + 1, layer.whole.halfway))
+                return done
+
+            return traced
 
         return make
 

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.trace.timeline import Step
+from phalanx.trace.timeline import Step, mean_period
 
 WAIT, EXCHANGE, SCHEDULE, PAUSE = "waiting for a rank", "exchange", "schedule and book", "between steps"
 _MS = 1e-6
@@ -43,7 +43,8 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """`period` is from one step's beginning to the next one's, in ms, the median. Parts by their time, layers in order.
+    """`period` is from one step's end to the next one's, in ms, the mean, as are all parts. Parts by their time, layers
+    in order.
     `waits` holds who was waited for: rank -> ms a step that all others lost to it together.
     """
 
@@ -69,7 +70,7 @@ def summarise(steps: Sequence[Step]) -> Summary:
     return Summary(
         steps=len(steps),
         ranks=len(steps[0].ranks) if steps else 0,
-        period=_period(steps),
+        period=mean_period(steps) * _MS,
         parts=sorted(parts, key=lambda part: -part.mean),
         layers=_layers(steps),
         calls=round(_mean((len(step.calls) for step in steps), 1.0)),
@@ -91,11 +92,6 @@ def _host(step: Step) -> int:
     """Of the engine alone: choosing the step, and booking its tokens."""
     host = step.host
     return host.scheduled - host.begun + host.applied - host.collected
-
-
-def _period(steps: Sequence[Step]) -> float:
-    periods = [step.host.applied - step.host.begun if step.period is None else step.period for step in steps]
-    return median(periods) * _MS if periods else 0.0
 
 
 def _by_rank(steps: Sequence[Step]) -> dict[str, dict[int, float]]:
@@ -171,7 +167,8 @@ def _show(kind: str, summary: Summary, console: Console) -> None:
 
 def _parts_table(kind: str, summary: Summary) -> Table:
     calls = f"; {summary.calls} collectives, {summary.call_bytes / 1024:,.0f} KiB a rank" if summary.call_bytes else ""
-    title = f"{summary.steps} {kind} steps on {summary.ranks} ranks, {summary.period:.2f} ms each{calls}"
+    steps, ranks = _counted(summary.steps, f"{kind} step"), _counted(summary.ranks, "rank")
+    title = f"{steps} on {ranks}, {summary.period:.2f} ms on average{calls}"
     table = Table(title=title, title_justify="left")
     table.add_column("part")
     for name in ("ms a step", "of it", "most", "on rank"):
@@ -182,6 +179,10 @@ def _parts_table(kind: str, summary: Summary) -> Table:
             rank = "" if part.rank is None else str(part.rank)
             table.add_row(part.name, f"{part.mean:.3f}", f"{share:.1%}", f"{part.most:.3f}", rank)
     return table
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _layers_table(summary: Summary, most: int = 5) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from phalanx.engine.marks import CALL_ENDS, PLACE, SAMPLED, SAMPLING, HostStep, RankTrace, StepMarks, StepTraces
 from phalanx.engine.whereabouts import ALL_REDUCE, EMBEDDING, HEAD
@@ -76,7 +77,7 @@ class RankStep:
 @dataclass
 class Step:
     """A step over all ranks. Since the step before was booked, `period` has passed until this one was; for a `pause`
-    of it the engine did neither. None for the first.
+    of it the engine did neither. None for the first, and where no request was there in between.
     """
 
     host: HostStep
@@ -90,6 +91,13 @@ class Step:
     @property
     def has_prompts(self) -> bool:
         return self.host.prompt_tokens > 0
+
+
+def mean_period(steps: Sequence[Step]) -> float:
+    """Nanoseconds from one step's end to the next one's, as far as they followed on each other."""
+    whole = [step.period for step in steps if step.period is not None]
+    alone = [step.host.applied - step.host.begun for step in steps]
+    return fmean(whole or alone) if steps else 0.0
 
 
 def steps_of(traces: StepTraces) -> list[Step]:
@@ -111,6 +119,8 @@ def steps_of(traces: StepTraces) -> list[Step]:
         else:
             idle_since = None
         before = host
+        if not host.running and not host.waiting:
+            before = idle_since = None
     return found
 
 

@@ -12,12 +12,14 @@ from phalanx.web.sampler import PARTS, RankSample, Sample
 MINUTE = 60
 _FEWEST = 10
 """Samples with requests running all the time, before anything is said."""
+_ALL_THE_TIME = 0.99
 _DEVICE, _ALL_REDUCE = PARTS.index("device"), PARTS.index("all_reduce")
 
 
 def notes_of(samples: Sequence[Sample], on_gpus: bool, shares: Sequence[float]) -> list[Finding]:
     """Of the seconds of the last minute that had requests all the time. `shares`: what the layout deals to ranks."""
-    busy = [sample for sample in samples[-MINUTE:] if sample.up and sample.running >= 1 and sample.steps > 0]
+    lately = samples[-MINUTE:]
+    busy = [sample for sample in lately if sample.up and sample.working >= _ALL_THE_TIME and sample.steps > 0]
     told = [sample for sample in busy if sample.ranks and None not in sample.ranks]
     if len(told) < _FEWEST:
         return []

@@ -50,7 +50,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     `ttft` and `itl` are milliseconds: the 50th, 90th and 99th percentile of the last ten seconds. `expected_itl` has
     its bounds beside it. Of the prompts' tokens, `cached` were found in the prefix cache; `hits` is their share over
     the last ten seconds, `accepted` that of drafts that came true. `held` and `kept` are shares of the KV blocks: held
-    by requests, and kept for their prefix.
+    by requests, and kept for their prefix. Requests ran in a share of the time, `working`.
     """
 
     time: float
@@ -73,6 +73,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"inputs": "in", 
     steps: float
     ranks: list[RankSample | None]
     gpus: list[GpuSample] = []
+    working: float = 1.0
 
 
 class LoadSampler:
@@ -145,6 +146,7 @@ class LoadSampler:
             steps=_short(steps / heard.seconds),
             ranks=self._rank_samples(client) if up else [],
             gpus=[_gpu_sample(reading) for reading in self._gpus()],
+            working=_short(busy),
         )
 
     def _expected(self, before: Totals, after: Totals, gap_s: float | None) -> Expected | None:

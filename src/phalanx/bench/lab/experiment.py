@@ -17,6 +17,7 @@ from phalanx.bench.emulate import SecondsOf, fabric_of, free_memory, parse_degre
 from phalanx.bench.lab.point import LabPoint, PlannedPoint, Waiting, point_of
 from phalanx.bench.offline import least_work
 from phalanx.bench.timing import FixedBatch, Timing, time_case, time_prompts
+from phalanx.cost.work import RankWork
 from phalanx.engine.core import Engine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.fabric.emulated import EmulatedGroup
@@ -25,6 +26,7 @@ from phalanx.models.catalog import entries
 from phalanx.plan.predict import Predictor, predictor
 from phalanx.plan.price import Tariff, cost
 from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.held import held_weights
 from phalanx.runtime.rank import pick_device, pick_dtype
 from phalanx.runtime.start import SOLO, start_engine
 from phalanx.spec import Layout, ModelSpec
@@ -74,8 +76,8 @@ def run_lab(asked: Experiment, tell: Tell) -> Lab:
     """Measure every degree. Those that the model cannot be dealt to are refused before anything loads."""
     with checkpoint_of(asked.config) as config:
         path = locate(config.model)
-        spec = Checkpoint(path, config.load_format).spec
-        device = pick_device(config, 0)
+        checkpoint, device = Checkpoint(path, config.load_format), pick_device(config, 0)
+        spec = checkpoint.spec
         case, iterations, warm_up = _case(asked, device.type == "cuda")
         degrees = _degrees(asked, device)
         for tp in degrees:
@@ -84,13 +86,12 @@ def run_lab(asked: Experiment, tell: Tell) -> Lab:
         bench = _Bench(
             asked,
             msgspec.structs.replace(config, max_num_seqs=case.batch, prefix_caching=False),
-            path,
-            spec,
+            checkpoint,
             device,
             case,
             iterations,
             warm_up,
-            measure_ceilings(device, pick_dtype(config, spec, device)),
+            measure_ceilings(device, pick_dtype(config, spec, device), held_weights(config, checkpoint, device).scheme),
             tell,
         )
         points: list[LabPoint] = []
@@ -149,8 +150,7 @@ class _Bench:
 
     asked: Experiment
     config: EngineConfig
-    path: Path
-    spec: ModelSpec
+    checkpoint: Checkpoint
     device: torch.device
     case: FixedBatch
     iterations: int
@@ -158,6 +158,10 @@ class _Bench:
     ceilings: Ceilings
     tell: Tell
     fabric: str = "no ranks wait for each other"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
 
     def point(self, tp: int, base: LabPoint | None) -> LabPoint:
         seconds_of = self._seconds_of(tp)
@@ -168,7 +172,7 @@ class _Bench:
             if seconds_of is not None:
                 group = EmulatedGroup(tp, seconds_of, self.device)
         self.tell(f"TP={tp}: loading")
-        engine = start_engine(config, self.path, lambda done, total: None, group)
+        engine = start_engine(config, self.checkpoint.path, lambda done, total: None, group)
         try:
             self.tell(f"TP={tp}: measuring {self.case}")
             timing = time_case(engine, self.case, _REPEATS, warm_up=self.warm_up, iterations=self.iterations)
@@ -179,12 +183,18 @@ class _Bench:
             engine.close()
             del engine
             free_memory(self.device)
-        work = least_work(self.spec, msgspec.structs.replace(self.config, tp=tp), self.device)
+        work = self._work(msgspec.structs.replace(self.config, tp=tp))
         longest = min(self.spec.max_positions, kv_tokens // self.case.batch)
         return point_of(
             tp, self.case, timing, alone, work, self.ceilings, waiting, (kv_tokens, longest), self._usd(tp), base,
             self._planned(tp), on_gpu=self.device.type == "cuda",
         )  # fmt: skip
+
+    def _work(self, config: EngineConfig) -> RankWork:
+        """Of one rank on its own device, or of all that share the CPUs."""
+        together = self.device.type == "cpu" and not self.asked.emulate
+        held = held_weights(config, self.checkpoint, self.device, all_ranks=together)
+        return least_work(self.spec, held, config, self.device)
 
     def _seconds_of(self, tp: int) -> SecondsOf | None:
         """What a collective takes; None where the ranks' own clocks say it."""

@@ -59,8 +59,10 @@ def table(lab: Lab) -> Table:
 
 
 def _source(lab: Lab) -> str:
-    plan = "plan: the planner's model" if lab.points[0].planned_tpot_ms else "≥: the limits of this machine, measured"
-    return f"Collectives {lab.fabric}; {plan}."
+    planned, least = "plan: the planner's model", "≥: the least that this machine's memory and products allow"
+    plan = planned if lab.points[0].planned_tpot_ms else least
+    cores = "" if lab.on_gpus else " Ranks share the cores."
+    return f"Collectives {lab.fabric}; {plan}.{cores}"
 
 
 def remarks(lab: Lab) -> list[str]:
@@ -72,9 +74,8 @@ def remarks(lab: Lab) -> list[str]:
         "lies between steps."
         for p in apart
     ] + [
-        f"TP={p.tp} is faster than this machine's limits, a copy and a product of plain numbers: weights here are kept "
-        "in fewer bits than that, or other work had the machine while they were measured. Limits and bottleneck are "
-        "none then."
+        f"TP={p.tp} is faster than this machine's limits, a copy and a large product: other work had the machine while "
+        "they were measured. Limits and bottleneck are none then."
         for p in beyond
     ]
 

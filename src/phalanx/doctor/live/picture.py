@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import fmean
 
 import msgspec
 
@@ -13,7 +13,7 @@ from phalanx.cost.profiles import profile
 from phalanx.engine.marks import StepTraces
 from phalanx.errors import PhalanxError
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.trace.timeline import Step, steps_of
+from phalanx.trace.timeline import Step, mean_period, steps_of
 
 _MS = 1e-6
 _LAUNCH_MS = 0.5
@@ -75,7 +75,7 @@ def picture_of(traces: StepTraces) -> Picture:
         ranks=len(traces.ranks),
         on_gpus=first.device != "cpu",
         steps=len(steps),
-        step=_period(chosen),
+        step=mean_period(chosen) * _MS,
         decodes=fmean(step.host.decodes for step in chosen),
         waited=_calls(chosen, "waited"),
         exchanged=_calls(chosen, "exchanged"),
@@ -85,7 +85,7 @@ def picture_of(traces: StepTraces) -> Picture:
         share=[rank.weights / mean_weights for rank in traces.ranks] if mean_weights else [],
         last=_last(chosen, len(traces.ranks)),
         least=_least(traces) if decodes else None,
-        prompt_step=_period(prompts) if decodes and prompts else None,
+        prompt_step=mean_period(prompts) * _MS if decodes and prompts else None,
         prompt_exchanged=_calls(prompts, "exchanged") if prompts else None,
         prompt_worked=max(_worked(prompts, rank) for rank in range(len(traces.ranks))) if prompts else None,
         prompt_least=_least_of_prompts(traces, prompts) if prompts else None,
@@ -97,10 +97,6 @@ def picture_of(traces: StepTraces) -> Picture:
         repeated=traces.repeated_tokens / traces.prompt_tokens if traces.prompt_tokens else None,
         found=traces.found_tokens / traces.prompt_tokens if traces.prompt_tokens else None,
     )
-
-
-def _period(steps: Sequence[Step]) -> float:
-    return median(step.host.applied - step.host.begun if step.period is None else step.period for step in steps) * _MS
 
 
 def _calls(steps: Sequence[Step], what: str) -> float:
