@@ -51,16 +51,17 @@ class Nets:
             qkvz[:, : sum(net.widths[:2])] = qkvz[0, : sum(net.widths[:2])]
         return qkvz, (torch.randn(tokens, 2 * net.v_heads) * 2).to(self.device, self.dtype)
 
-    def batch(self, spans: list[Span], turns: int = 1) -> AttentionBatch:
-        """Both by whole prompts and by tiles, with some of no rows; rows of few tokens, in turns, come first."""
+    def batch(self, spans: list[Span]) -> AttentionBatch:
+        """Both by whole prompts and by tiles, with some of no rows; rows of one token come first."""
         empty = torch.empty(0, device=self.device)
-        singles = [span for span in spans if span[2] <= turns]
+        singles = [span for span in spans if span[2] == 1]
         decode = None
         if singles:
-            rows = [(place, start + at) for place, start, count in singles for at in range(count)]
-            slots, positions = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
-            decode = DecodeRows(empty.new_empty(self.spare + 1, 1), slots, positions, turns=turns)
-        prompts, tiles, first = [], [], sum(count for _, _, count in singles)
+            slots, positions = (
+                torch.tensor(column, device=self.device) for column in list(zip(*singles, strict=True))[:2]
+            )
+            decode = DecodeRows(empty.new_empty(self.spare + 1, 1), slots, positions)
+        prompts, tiles, first = [], [], len(singles)
         for place, start, count in spans[len(singles) :]:
             prompts.append(PrefillRow(first, count, start, empty, place))
             tiles += tile_prompt(place, first, count, start)
@@ -69,12 +70,12 @@ class Nets:
         cut = PrefillTiles(empty, sent, True) if prompts else None
         return AttentionBatch(empty, decode, prompts, cut)
 
-    def check(self, spans: list[Span], atol: float, quantised: bool = False, turns: int = 1) -> Tensor:
+    def check(self, spans: list[Span], atol: float, quantised: bool = False) -> Tensor:
         """A step by the kernels gives what the definition does, and touches the states of its spans alone.
 
-        A row of one token in the spare place leaves no state there. Few tokens in turns are what a short prompt is.
+        A row of one token in the spare place leaves no state there.
         """
-        batch = self.batch(spans, turns)
+        batch = self.batch(spans)
         qkvz, rates = self.inputs(sum(count for _, _, count in spans))
         places = {place for place, *_ in spans} - {self.spare}
         others = [place for place in range(self.spare + 1) if place not in places]
@@ -83,7 +84,7 @@ class Nets:
         if isinstance(found, Quantised):
             found = dequantise(found.values, found.scales, 1, self.dtype)
             atol = max(atol, 0.07 * float(found.abs().max()))
-        plain = replace(self.batch(spans), tiles=None)
+        plain = replace(batch, tiles=None)
         wanted = delta_net_torch(qkvz, rates, self.net, self.states[1], self.wanted_columns, plain)
         torch.testing.assert_close(found.float(), wanted.float(), atol=atol, rtol=2 * atol)
         ours, theirs = (states[sorted(places)] for states in self.states)

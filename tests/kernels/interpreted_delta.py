@@ -18,8 +18,6 @@ def main() -> None:
     shared.check([(3, 0, 1), (shared.spare, 0, 1), (1, 0, 63), (0, 0, 64), (4, 0, 65)], 1e-5)
     shared.check([(3, 1, 1), (1, 63, 1), (0, 64, 2), (4, 65, 130)], 1e-5)
     shared.check([(3, 2, 1), (0, 0, 1), (1, 64, 3)], 1e-5)
-    filling = (shared.spare, 0, 1)
-    shared.check([(3, 3, 1), filling, filling, (0, 1, 7), (2, 0, 2), (1, 67, 5)], 1e-5, turns=7)
     odd = Nets(random_net((2, 2), (12, 5), 3, torch.float32, "cpu"), 4)
     odd.check([(2, 0, 1), (0, 0, 129), (3, 0, 2)], 1e-5)
     odd.check([(2, 1, 1), (0, 129, 1), (3, 2, 17)], 1e-5)

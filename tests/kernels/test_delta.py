@@ -152,25 +152,3 @@ def test_lengths_and_the_gated_norm_are_those_of_transformers() -> None:
         ours = gated_norm(x.to(dtype).float(), gate.to(dtype), norm.weight, 1e-3, dtype)
         torch.testing.assert_close(ours, wanted)
     torch.testing.assert_close(unit_length(x * 1e-3), l2norm(x * 1e-3))
-
-
-def test_few_tokens_in_turns_are_a_short_prompt() -> None:
-    """Rows of three sequences, and two that fill up, whose place is the last."""
-    spans, spare = [(1, 0, 3), (4, 9, 1), (2, 5, 2)], PLACES - 1
-    taps, mixed = torch.randn(KERNEL, CHANNELS), torch.randn(8, CHANNELS)
-    rows, started = random_rows(8), torch.randn(PLACES, HEADS, K_DIM, V_DIM)
-    kept = torch.randn(PLACES, KERNEL, CHANNELS)
-    prompts, first = [], 0
-    for slot, start, count in spans:
-        prompts.append(PrefillRow(first, count, start, torch.empty(0), slot))
-        first += count
-    places = [(slot, start + at) for slot, start, count in spans for at in range(count)] + [(spare, 0)] * 2
-    slots, positions = (torch.tensor(column) for column in zip(*places, strict=True))
-    turns = AttentionBatch(torch.empty(0), DecodeRows(torch.empty(PLACES, 1), slots, positions, turns=3), [])
-    found = []
-    for batch in (turns, AttentionBatch(torch.empty(0), None, prompts)):
-        states, columns = started.clone(), kept.clone()
-        found.append((convolve(mixed, taps, columns, batch)[:first], delta_rule(rows, states, batch)[:first]))
-        found[-1] += states[:spare], columns[:spare]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

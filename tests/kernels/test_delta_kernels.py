@@ -34,13 +34,11 @@ def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: f
     nets.check([(5, 0, 1000)], atol, quantised)
     nets.check([(5, 1000, 1)], atol, quantised)
     nets.alike = True
-    nets.check([(6, 0, 200)], 4 * atol, quantised)
+    nets.check([(6, 0, 200)], 3 * atol, quantised)
     nets.alike = False
     nets.check([(0, 0, 2), (1, 0, 63), (2, 0, 64), (3, 0, 65), (4, 0, 129)], atol, quantised)
     nets.check([(place, 0, 1) for place in range(32, 35)], atol, quantised)
     nets.check([(7, 0, 1), (nets.spare, 0, 1), (1, 63, 1), (0, 2, 4), (2, 64, 300), (5, 1001, 128)], atol, quantised)
-    filling = (nets.spare, 0, 1)
-    nets.check([(0, 6, 1), filling, filling, (7, 1, 4), (1, 64, 7), (8, 0, 3)], atol, quantised, turns=7)
     for rows in (32, 128):
         for position in range(3):
             nets.check([(place, position, 1) for place in range(rows)], atol, quantised)

@@ -1,6 +1,4 @@
-"""Gated delta nets in graphs: rows that fill up touch no state but the spare one, and drafts go in turns, or as prompts
-do.
-"""
+"""Gated delta nets in graphs: rows that fill up touch no state but the spare one, and drafts go as prompts do."""
 
 from __future__ import annotations
 
@@ -10,13 +8,11 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan
-from phalanx.runtime.graphs import DecodeGraphs, Replayed
+from phalanx.runtime.graphs import DecodeGraphs
 from phalanx.runtime.prompt_graphs import PromptGraphs, lay_out, size_for
 from phalanx.runtime.runner import TorchRunner
 from tests.conftest import NEW_TOKENS, Reference
-from tests.drafts import Rememberer
 from tests.runtime.replays import Repeater
 
 TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
@@ -44,37 +40,6 @@ def test_padded_steps_give_the_tokens_of_transformers(
         group, tokens = runner.model.place.group, runner.limits[1]
         runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater(group), tokens)
         check_answers(llm, reference)
-
-
-def test_rows_of_drafts_are_computed_in_turns(
-    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU, as graphs of decodes would: with drafts that came true and with such that did not, behind which tokens
-    are computed once more.
-    """
-    reference, run = references("qwen3_5_text"), DecodeGraphs.run
-    plans: list[StepPlan] = []
-
-    def noted(graphs: DecodeGraphs, plan: StepPlan, drawn: bool) -> Replayed:
-        plans.append(plan)
-        return run(graphs, plan, drawn)
-
-    monkeypatch.setattr(DecodeGraphs, "run", noted)
-    with LLM(reference.folder, progress=False, dtype="fp32", speculate="ngram", **TIGHT) as llm:
-        runner, scheduler = llm.engine.runner, llm.engine.scheduler
-        assert isinstance(runner, TorchRunner)
-        plain = [answer.token_ids for answer in llm.generate(reference.prompts, GREEDY)]
-        known = {tuple(prompt): tokens for prompt, tokens in zip(reference.prompts, plain, strict=True)}
-        scheduler.speculation = speculation = Speculation(Rememberer(known, 0.7), 2)
-        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
-        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
-        runner.batch.turns = 5
-        runner.graphs = DecodeGraphs(runner.model, runner.batch)
-        runner.graphs.recorder = Repeater(runner.model.place.group)
-        check_answers(llm, reference)
-    assert any(max(plan.counts) == 3 and plan.samples == plan.counts for plan in plans)
-    assert any(plan.samples != plan.counts for plan in plans)
-    assert {kind.turns for kind in runner.graphs._graphs} == {1, 3, 5}
 
 
 def test_drafts_that_go_as_prompts_have_room_for_all_their_tokens() -> None:

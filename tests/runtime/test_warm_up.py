@@ -148,7 +148,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         drawn = rng.random() < 0.5
         singles = plan_of([(rng.choice((3, 120)), 1)] * rng.randint(1, 6))
         assert decode.take(singles)
-        kind = decode.kind_for(singles, drawn)
+        kind = decode._kind_for(singles.starts, drawn)
         stand_in = decode._stand_in(kind)
         assert stand_in in decode._graphs
         assert stand_in is not None

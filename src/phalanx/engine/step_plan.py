@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -65,22 +64,6 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
-
-    def rows(self) -> tuple[list[int], list[int]]:
-        """Slots and positions of all tokens of this step."""
-        if self.counts.count(1) == len(self.counts):
-            return self.slots, self.starts
-        slots: list[int] = []
-        positions: list[int] = []
-        for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
-            slots += [slot] * count
-            positions += range(start, start + count)
-        return slots, positions
-
-    def yielding(self) -> list[int]:
-        """Which of its rows, one a token, yield one."""
-        ends = accumulate(self.counts)
-        return [row for end, wanted in zip(ends, self.samples, strict=True) for row in range(end - wanted, end)]
 
     def yielded(self) -> tuple[list[int], list[int]]:
         """Slots and positions of the tokens that this step yields."""

@@ -31,9 +31,6 @@ class DeltaRows(NamedTuple):
     def span(self, first: int, stop: int) -> DeltaRows:
         return DeltaRows(*(part[first:stop] for part in self))
 
-    def at(self, rows: Tensor) -> DeltaRows:
-        return DeltaRows(*(part[rows] for part in self))
-
 
 def delta_net(
     qkvz: Tensor,
@@ -100,12 +97,12 @@ def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Te
     """
     out, kernel = torch.empty_like(x), len(taps)
     back = torch.arange(1 - kernel, 0, device=x.device)
-    for rows in batch.decode.by_turn() if batch.decode is not None else ():
-        slots, positions = _where(batch, rows)
+    if batch.decode is not None:
+        slots, positions = batch.decode.slots, batch.decode.positions
         before = _looked_back(kept[slots], positions[:, None] + back)
-        window = torch.cat((before, x[rows, None]), 1)
-        out[rows] = _weigh(window.transpose(0, 1), taps, x.dtype)
-        kept[slots, positions % kernel] = x[rows]
+        window = torch.cat((before, x[: len(positions), None]), 1)
+        out[: len(positions)] = _weigh(window.transpose(0, 1), taps, x.dtype)
+        kept[slots, positions % kernel] = x[: len(positions)]
     for row in prompts_of(batch):
         span = slice(row.first, row.first + row.count)
         before = _looked_back(kept[row.slot][None], row.start + back[None])[0]
@@ -114,12 +111,6 @@ def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Te
         last = torch.arange(max(0, row.count - kernel), row.count, device=x.device)
         kept[row.slot, (row.start + last) % kernel] = x[row.first + last]
     return out
-
-
-def _where(batch: AttentionBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and positions of rows of one token."""
-    assert batch.decode is not None
-    return batch.decode.slots[rows], batch.decode.positions[rows]
 
 
 def _looked_back(kept: Tensor, positions: Tensor) -> Tensor:
@@ -139,9 +130,10 @@ def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
 def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor:
     """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there."""
     out = torch.empty_like(rows.v)
-    for turn in batch.decode.by_turn() if batch.decode is not None else ():
-        slots, positions = _where(batch, turn)
-        out[turn], states[slots] = delta_step(rows.at(turn), _begun(states[slots], positions))
+    if batch.decode is not None:
+        slots, positions = batch.decode.slots, batch.decode.positions
+        begun = _begun(states[slots], positions)
+        out[: len(positions)], states[slots] = delta_step(rows.span(0, len(positions)), begun)
     for row in prompts_of(batch):
         state = states[row.slot] if row.start else torch.zeros_like(states[row.slot])
         stop = row.first + row.count

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 PROMPT_TILE = 128
@@ -44,10 +43,6 @@ class DecodeRows:
 
     `tables` are the blocks of all slots, whatever their number; only `blocks` of each are looked at, where that is
     known. `uneven` says that some are much longer than the others, which is known where they are planned.
-
-    Rows of one sequence lie together. Where a state goes from one of them to the next they are computed in `turns`: the
-    first of each sequence, then the second, as many as there are. Rows of the last slot, the spare one, keep no state,
-    and have one turn.
     """
 
     tables: Tensor
@@ -55,22 +50,11 @@ class DecodeRows:
     positions: Tensor
     uneven: bool = False
     blocks: int | None = None
-    turns: int = 1
 
     @cached_property
     def block_table(self) -> Tensor:
         """The blocks of each row, gathered."""
         return self.tables[self.slots, : self.blocks].long()
-
-    def by_turn(self) -> list[Tensor]:
-        """The rows of each turn."""
-        number = torch.arange(len(self.slots), device=self.slots.device)
-        if self.turns == 1:
-            return [number]
-        begins = torch.ones_like(self.slots, dtype=torch.bool)
-        begins[1:] = (self.slots[1:] != self.slots[:-1]) | (self.slots[1:] == len(self.tables) - 1)
-        turn = number - torch.where(begins, number, 0).cummax(0).values
-        return [number[turn == which] for which in range(self.turns)]
 
 
 @dataclass(frozen=True)

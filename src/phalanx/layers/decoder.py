@@ -114,12 +114,6 @@ class Decoder:
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether all that keep a state take several tokens of a sequence as so many rows."""
-        keepers = [layer.mixer for layer in self.layers if layer.mixer.states()]
-        return bool(keepers) and self.place.units is None and all(mixer.takes_turns for mixer in keepers)
-
-    @property
     def _with_blocks(self) -> list[DecoderLayer]:
         return [self.all_layers[number] for number in self.place.spec.with_blocks]
 

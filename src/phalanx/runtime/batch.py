@@ -95,10 +95,8 @@ class Batch:
         whole_prompts: bool = False,
         token_by_token: bool = False,
         token_blocks: int = 0,
-        turns: int = 1,
     ) -> None:
         self.block_size = block_size
-        self.turns = turns
         self.token_by_token = token_by_token
         self.states = states
         self._whole_prompts = whole_prompts or device.type == "cpu"
@@ -171,10 +169,6 @@ class Batch:
         of_one = plan.counts.count(1)
         return of_one if self.states else of_one + sum(wanted > 1 for wanted in plan.samples)
 
-    def goes_in_turns(self, plan: StepPlan) -> bool:
-        """Whether a plan for a model with states has rows of few tokens only, which can be computed turn by turn."""
-        return self.turns > 1 and all(plan.samples) and max(plan.counts) <= self.turns
-
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""
         if self.device.type == "cpu":
@@ -210,13 +204,11 @@ class Batch:
             where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
             self._tables[group][where, at] = values.to(torch.int32)
 
-    def decode_inputs(
-        self, slots: Tensor, positions: Tensor, uneven: bool, turns: int = 1
-    ) -> tuple[Tensor, AttentionBatch]:
+    def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
         tokens, places = look_up(self.tokens, self._tables, slots, positions, self.block_size)
         attention = [
-            AttentionBatch(write_to, DecodeRows(tables, slots, positions, uneven, turns=turns), prefills=[])
+            AttentionBatch(write_to, DecodeRows(tables, slots, positions, uneven), prefills=[])
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
         return tokens, _grouped(attention)

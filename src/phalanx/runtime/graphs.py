@@ -15,7 +15,7 @@ from phalanx.kernels.lookup import keep_sampled
 from phalanx.kernels.sampling import draw, flag_broken, likeliest
 from phalanx.kernels.tiling import is_uneven
 from phalanx.layers.decoder import Decoder
-from phalanx.runtime.batch import Batch, tensor_of
+from phalanx.runtime.batch import Batch
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -91,14 +91,11 @@ def score_and_keep(
 
 
 class GraphKind(NamedTuple):
-    """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven, and how
-    many rows of one sequence it takes, one after the other, where that matters.
-    """
+    """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven."""
 
     size: int
     drawn: bool
     uneven: bool
-    turns: int = 1
 
 
 class DecodeGraphs:
@@ -120,7 +117,6 @@ class DecodeGraphs:
         self._sketch = model.sketch()
         self._batch = batch
         self._sizes = graph_sizes(batch.spare_slot)
-        self._turns = sorted({1, batch.turns // 2 + 1, batch.turns})
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
         self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
@@ -137,13 +133,7 @@ class DecodeGraphs:
     def kinds(self) -> list[GraphKind]:
         """All that may be needed, the largest first: it can stand in for any other."""
         ways = [(True, False), (True, True), (False, False), (False, True)]
-        return [
-            GraphKind(size, drawn, uneven, turns)
-            for drawn, uneven in ways
-            for turns in reversed(self._turns)
-            for size in reversed(self._sizes)
-            if turns == 1 or size > 1
-        ]
+        return [GraphKind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
 
     @property
     def first_kinds(self) -> list[GraphKind]:
@@ -151,38 +141,26 @@ class DecodeGraphs:
         return [kind for kind in self.kinds if kind.drawn]
 
     def take(self, plan: StepPlan) -> bool:
-        """Whether all tokens of this step yield one, each on its own or in its turn, and there is a graph for so many,
-        or will be.
-        """
-        alone = plan.samples == plan.counts and self._batch.singles(plan) == len(plan.counts)
-        if not alone and not self._batch.goes_in_turns(plan):
+        """Whether all tokens of this step yield one, each on its own, and there is a graph for so many, or will be."""
+        if plan.samples != plan.counts or self._batch.singles(plan) < len(plan.counts):
             return False
         return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def kind_for(self, plan: StepPlan, drawn: bool) -> GraphKind:
-        positions, most = plan.rows()[1], max(plan.counts)
+    def _kind_for(self, positions: list[int], drawn: bool) -> GraphKind:
         rows = len(positions)
         size = next(size for size in self._sizes if size >= rows)
-        uneven = is_uneven(positions + [0] * (size - rows), self._kv_heads)
-        return GraphKind(size, drawn, uneven, next((turns for turns in self._turns if turns >= most), 1))
+        return GraphKind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
 
     def _stand_in(self, kind: GraphKind) -> GraphKind | None:
         """The captured graph that does best what this kind would do."""
-        able = [
-            other
-            for other in self._graphs
-            if other.size >= kind.size and other.drawn >= kind.drawn and other.turns >= kind.turns
-        ]
-        return min(
-            able, key=lambda other: (other.uneven != kind.uneven, other.turns, other.size, other.drawn), default=None
-        )
+        able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
+        return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
 
     def run(self, plan: StepPlan, drawn: bool) -> Replayed:
-        """Scores and tokens of the rows of a plan that yield one, and hidden states of all; the next run overwrites
-        them.
-        """
-        slots, positions = plan.rows()
-        kind = self.kind_for(plan, drawn)
+        """Scores, tokens and hidden states of a plan that they take; the next run overwrites them."""
+        slots, after = plan.yielded()
+        positions = [position - 1 for position in after]
+        kind = self._kind_for(positions, drawn)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
@@ -198,10 +176,7 @@ class DecodeGraphs:
         self._positions[:size].copy_(where[1], non_blocking=True)
         graph, (scores, tokens, hidden) = self._graphs[kind]
         graph.replay()
-        if plan.samples == plan.counts:
-            return scores[:rows], tokens[:rows], hidden[:rows]
-        (yielding,) = self._batch.send(tensor_of(plan.yielding()))
-        return scores[yielding], tokens[yielding], hidden[:rows]
+        return scores[:rows], tokens[:rows], hidden[:rows]
 
     @torch.inference_mode()
     def capture(self, kind: GraphKind) -> None:
@@ -217,6 +192,6 @@ class DecodeGraphs:
 
     def _forward(self, model: Decoder, kind: GraphKind) -> Replayed:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
-        tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven, kind.turns)
+        tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
         hidden = model(tokens, positions, attention)
         return score_and_keep(model, self._batch, hidden, slots, positions, kind.drawn)

@@ -100,7 +100,6 @@ class TorchRunner:
             whole_prompts=spec.has_states and not model.in_graphs,
             token_by_token=model.place.units is not None,
             token_blocks=0 if spec.keeps_all_tokens else token_blocks(slots, max_model_len, model.block_size),
-            turns=2 * most_drafts + 1 if DecodeGraphs.serve(model) and model.takes_turns else 1,
         )
         self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = None

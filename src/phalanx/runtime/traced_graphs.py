@@ -20,13 +20,13 @@ class TracedGraphs(DecodeGraphs):
         self.recorder = usual.recorder
         self.replayed = 0
         self._tracer = tracer
-        self._in_turn: list[dict[GraphKind, Recorded]] = [{}, {}]
+        self._turns: list[dict[GraphKind, Recorded]] = [{}, {}]
         self._events: dict[torch.cuda.CUDAGraph, list[Stamped]] = {}
 
     def run(self, plan: StepPlan, drawn: bool) -> Replayed:
-        self._in_turn.reverse()
-        self._graphs = self._in_turn[0]
-        kind = self.kind_for(plan, drawn)
+        self._turns.reverse()
+        self._graphs = self._turns[0]
+        kind = self._kind_for([position - 1 for position in plan.yielded()[1]], drawn)
         if kind not in self._graphs:
             self.capture(kind)
             self._tracer.leave_out(plan.step)

@@ -38,27 +38,30 @@ def _next_column(
     return silu(total, new.dtype).to(tl.float32)
 
 
-@triton.jit
-def _decode_row(
-    qkvz, rates, taps, decays, decay_bias, norm, states, columns, place, position, out, out_scales, rows, stride, spare,
-    eps, scale, head, row, FIRST: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KERNEL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUANTISED: tl.constexpr,
-    LARGEST: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "spare"], do_not_specialize_on_alignment=["slots", "positions"])
+def _decode(
+    qkvz, rates, taps, decays, decay_bias, norm, states, columns, slots, positions, out, out_scales, rows, stride,
+    spare, eps, scale, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one row."""
+    """One value head of one row. Its state is read once and written once.
+
+    It was written a step ago at the latest, and slots and positions were before this one: none of them waits for the
+    kernel ahead. Value heads that share a key head all make its column, and the first of them keeps it. Of the spare
+    slot no state is kept.
+    """
+    let_next_start()
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     shared: tl.constexpr = V_HEADS // K_HEADS
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     key = head // shared
     i, j = tl.arange(0, K), tl.arange(0, V)
     some_k, some_v = i < K_DIM, j < V_DIM
+    place, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
     inside = some_k[:, None] & some_v[None, :]
     spot = states + (place * V_HEADS + head) * (K_DIM * V_DIM) + i[:, None] * V_DIM + j[None, :]
-    if FIRST:
-        state = tl.load(spot, mask=inside & (position > 0), other=0.0)
-        wait_for_ahead()
-    else:
-        wait_for_ahead()
-        state = tl.load(spot, mask=inside, other=0.0)
+    state = tl.load(spot, mask=inside & (position > 0), other=0.0)
+    wait_for_ahead()
     first = head % shared == 0
     q = _next_column(
         qkvz, taps, columns, row, place, position, key * K_DIM + i, some_k, stride, first, channels, KERNEL
@@ -83,50 +86,20 @@ def _decode_row(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "spare", "turn"], do_not_specialize_on_alignment=["slots", "positions"])
-def _decode(
-    qkvz, rates, taps, decays, decay_bias, norm, states, columns, slots, positions, out, out_scales, rows, stride,
-    spare, turn, eps, scale, FIRST: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KERNEL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUANTISED: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """One value head of one row, if it is the row's turn. Its state is read once and written once.
-
-    In the first turn it was written a step ago at the latest, and slots and positions were before this one: none of
-    them waits for the kernel ahead. That every program waits, the next kernel relies on. Value heads that share a key
-    head all make its column, and the first of them keeps it. Of the spare slot no state is kept.
-    """
-    let_next_start()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
-    begins = row - turn
-    first = tl.load(slots + begins, mask=begins >= 0, other=-1)
-    before = tl.load(slots + begins - 1, mask=begins > 0, other=-1)
-    if ((place == spare) & (turn == 0)) | ((place != spare) & (first == place) & (before != place)):
-        _decode_row(
-            qkvz, rates, taps, decays, decay_bias, norm, states, columns, place, position, out, out_scales, rows,
-            stride, spare, eps, scale, head, row, FIRST, K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL, K, V, QUANTISED,
-            LARGEST,
-        )  # fmt: skip
-    else:
-        wait_for_ahead()
-
-
 def _step(
     qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, decode: DecodeRows,
     out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
-    for turn in range(decode.turns):
-        _decode[(net.v_heads, len(decode.positions))](
-            qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, decode.slots, decode.positions,
-            values, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, turn, net.eps, net.k_dim**-0.5,
-            FIRST=turn == 0, K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
-            KERNEL=net.taps.shape[1], K=triton.next_power_of_2(net.k_dim), V=triton.next_power_of_2(net.v_dim),
-            QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=8, maxnreg=MOST_REGISTERS,
-            launch_pdl=starts_early(),
-        )  # fmt: skip
+    _decode[(net.v_heads, len(decode.positions))](
+        qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, decode.slots, decode.positions,
+        values, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps, net.k_dim**-0.5,
+        K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
+        KERNEL=net.taps.shape[1], K=triton.next_power_of_2(net.k_dim), V=triton.next_power_of_2(net.v_dim),
+        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=8, maxnreg=MOST_REGISTERS,
+        launch_pdl=starts_early(),
+    )  # fmt: skip
 
 
 def delta_net(

@@ -43,7 +43,6 @@ class CompressedAttention:
     """Keeps entries in blocks, and the last vectors of a sequence in its place."""
 
     in_graphs = True
-    takes_turns = False
     takes_fp8 = False
 
     def __init__(self, place: Place, record: Compressed, prefix: str) -> None:

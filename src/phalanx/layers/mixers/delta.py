@@ -25,7 +25,6 @@ class DeltaMixer:
     """
 
     in_graphs = True
-    takes_turns = True
     takes_fp8 = False
 
     def __init__(self, place: Place, record: DeltaNet, prefix: str) -> None:
