@@ -21,7 +21,7 @@ def check(pairs: int) -> None:
     source, target = torch.randperm(places)[: 2 * pairs].view(2, pairs)
     States(kept).copy(source, target, apart=True)
     states = States(copied)
-    gpu.copy_states(states._table, states._most_words, source, target)
+    gpu.copy_states(states.table, states.most_words, source, target)
     for one, other in zip(kept, copied, strict=True):
         assert torch.equal(one, other)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,25 +16,20 @@ class States:
 
     def __init__(self, states: Iterable[Tensor]) -> None:
         self._states = list(states)
-
-    @cached_property
-    def _table(self) -> Tensor:
-        """Where each lies, and how many words of it a place has."""
-        words = [state[0].nbytes // WORD for state in self._states]
-        assert all(state[0].nbytes % WORD == 0 for state in self._states)
+        bytes_of_place = [state[0].nbytes for state in self._states]
+        assert not any(count % WORD for count in bytes_of_place)
+        words = [count // WORD for count in bytes_of_place]
+        self.most_words = max(words, default=0)
         rows = [[state.data_ptr(), count] for state, count in zip(self._states, words, strict=True)]
-        return torch.tensor(rows, device=self._states[0].device)
-
-    @cached_property
-    def _most_words(self) -> int:
-        return max(state[0].nbytes // WORD for state in self._states)
+        self.table = torch.tensor(rows, device=self._states[0].device if rows else None)
+        """Where each lies, and how many words of it a place has."""
 
     def copy(self, source: Tensor, target: Tensor, apart: bool) -> None:
         """What is in each place of `source` is then in that of `target` too. `apart`: no place is in both."""
         if self._states and source.is_cuda and apart:
             from phalanx.kernels.gpu import states as gpu
 
-            gpu.copy_states(self._table, self._most_words, source, target)
+            gpu.copy_states(self.table, self.most_words, source, target)
             return
         for state in self._states:
             state[target] = state[source]

@@ -36,11 +36,6 @@ FEW_EXPERTS = Tile(16, 64, 128, 4, 6)
 
 FEW_EXPERT_PAIRS = 32
 
-UNSORTED_TOKENS = 4
-UNSORTED_SHARE = 4
-"""Up to so many tokens, where they choose no more than this part of the experts, few are chosen twice: to read those
-again takes less than to sort."""
-
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _count(chosen, counts, pairs, experts, chunks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
@@ -128,10 +123,10 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Ten
     """A counting sort: `order` lists pair numbers by expert, padded with the number of pairs to whole tiles of rows.
 
     `owner` says whose a tile is, -1 being nobody's. Both have room for the worst case, so that nobody need be asked.
-    The experts of a single token are all different, those of a few mostly: each gets a tile.
+    The experts of a single token are all different: each gets a tile.
     """
-    if len(chosen) == 1 or (len(chosen) <= UNSORTED_TOKENS and chosen.numel() * UNSORTED_SHARE <= experts):
-        return _one_row_a_tile(chosen.numel(), tile, chosen.device), chosen.flatten()
+    if len(chosen) == 1:
+        return _one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0]
     pairs, block = chosen.numel(), triton.next_power_of_2(experts)
     tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
     order = torch.empty(tiles * tile, dtype=torch.int32, device=chosen.device)
