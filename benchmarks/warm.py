@@ -2,9 +2,9 @@
 
 Starts an engine twice for each way to warm up, first without any kernel on disk, and puts the second one under a load
 of random lengths at once: arrivals at random, prompts and answers of all sizes, greedy, drawn and penalised, in every
-window the same ones. The time between two tokens of a request is told window by window; the last column is the p99 of
-a window over that of the last. One process a start; the requests come in the engine's own process. With `--once` the
-first start is the only one.
+window the same ones but for their words. The time between two tokens of a request is told window by window; the last
+column is the p99 of a window over that of the last. One process a start; the requests come in the engine's own
+process. With `--once` the first start is the only one.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Load:
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
         self.engine = engine
+        self.words = random.Random(2)
         self.rate, self.window, self.until = options.rate, options.window, options.until
         self.told: dict[int, float] = {}
         self.gaps: list[list[float]] = [[] for _ in range(int(self.until // self.window) + 1)]
@@ -100,7 +101,7 @@ class Load:
         inputs, outputs = (int(2 ** rng.uniform(low, high)) for low, high in ((2, 10.5), (3, 8)))
         wishes = rng.choice(({"temperature": 0}, {}, {"top_p": 0.9}, {"presence_penalty": 0.5, "logprobs": 2}))
         params = SamplingParams(max_tokens=outputs, ignore_eos=True, **wishes)
-        self.engine.add([rng.randrange(self.engine.vocab) for _ in range(inputs)], params)
+        self.engine.add([self.words.randrange(self.engine.vocab) for _ in range(inputs)], params)
 
     def _step(self, began: float) -> None:
         outputs = self.engine.step()
