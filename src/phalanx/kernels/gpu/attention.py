@@ -45,7 +45,7 @@ def _widened(values, queries):
     return values.to(queries.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _decode(
     q, cache, tables, slots, positions, sinks, out, partial, peaks, totals, q_stride, table_width, window, scale,
     value_scale, SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,

@@ -15,7 +15,7 @@ from phalanx.kernels.tiling import DecodeRows
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_compressed(
     q, new, ring, entries, tables, slots, positions, chosen, sinks, out, partial, peaks, totals, table_width, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RATIO: tl.constexpr,

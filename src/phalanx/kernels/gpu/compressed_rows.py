@@ -107,7 +107,7 @@ def place_of(table, number, known, table_width, RATIO: tl.constexpr, PAGE: tl.co
     return page * ROOM + last % PAGE // RATIO
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _compress(
     inputs, ring, bias, weight, cos, sin, entries, tables, slots, positions, table_width, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, ROPE: tl.constexpr,
@@ -166,7 +166,7 @@ def compress(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _remember(new, ring, slots, positions, rows, WIDTH: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr):
     """Unless a later row of the sequence has the same place there."""
     let_next_start()

@@ -11,7 +11,7 @@ from phalanx.kernels.gpu.compressed_rows import place_of
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _index_scores(
     q, weights, keys, tables, slots, positions, scores, table_width, width, HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, ROOM: tl.constexpr, RATIO: tl.constexpr, HEADS_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr,

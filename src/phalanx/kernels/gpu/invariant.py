@@ -245,7 +245,7 @@ def _expert_leaves(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend(
     q, cache, tables, slots, positions, sinks, partial, peaks, totals, q_stride, table_width, window, scale,
     SINKS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,

@@ -42,7 +42,7 @@ def turned(q, cos, sin, d, mask, ROPE: tl.constexpr):
     return rotated.to(straight.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_latents(
     brought, q, cos, sin, cache, tables, slots, positions, tiles, chosen, out, partial, peaks, totals, table_width,
     scale, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr,

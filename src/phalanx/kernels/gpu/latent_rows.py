@@ -15,7 +15,7 @@ NUMBERS_AT_ONCE = 16384
 """Of a matrix, that a program holds."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["write_to"])
 def _keep_latents(
     entered, weight, cos, sin, write_to, cache, kept, stride, eps, RANK: tl.constexpr, ROPE: tl.constexpr,
     RANK_WIDE: tl.constexpr, HALF_WIDE: tl.constexpr,

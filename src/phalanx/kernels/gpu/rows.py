@@ -157,7 +157,7 @@ def _as_cached(x, inverse, cache, LARGEST: tl.constexpr):
     return x.to(cache.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["write_to"])
 def _rotate_and_store(
     qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, key_inverse, value_inverse,
     head_dim: tl.constexpr, rotary: tl.constexpr, NORMED: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,

@@ -99,7 +99,7 @@ def likeliest(scores: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _survey(
     scores, table, slots, best, where, weights, moments, peaks, found, width, stretches,
     STRETCH: tl.constexpr, CHUNK: tl.constexpr, PARAMETERS: tl.constexpr,
@@ -154,7 +154,7 @@ def _kth_peak(peaks, row, count, top, temperature, top_k, BLOCK: tl.constexpr):
     return -low.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _bracket(
     scores, table, slots, best, weights, moments, peaks, edges, above, width, stretches, STRETCH: tl.constexpr,
     CHUNK: tl.constexpr, EDGES: tl.constexpr, STRETCHES: tl.constexpr, PEAKS: tl.constexpr, PARAMETERS: tl.constexpr,
@@ -222,7 +222,7 @@ def _span(edges, above, row, stretches, top_k, top_p, EDGES: tl.constexpr, STRET
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _gather(
     scores, table, slots, best, weights, edges, above, sure, amounts, columns, found, width, stretches,
     STRETCH: tl.constexpr, EDGES: tl.constexpr, STRETCHES: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -288,7 +288,7 @@ def _uniform(seed, position):
 
 
 # As a constant 1, `stretches` breaks the compiler of Triton 3.6; positions are sent behind slots, at any even address.
-@triton.jit(do_not_specialize=["stretches"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["stretches"], do_not_specialize_on_alignment=["slots", "positions"])
 def _choose(
     scores, table, slots, positions, best, where, weights, edges, above, sure, amounts, columns, found, out, width,
     stretches, STRETCH: tl.constexpr, EDGES: tl.constexpr, STRETCHES: tl.constexpr, CANDIDATES: tl.constexpr,
