@@ -26,6 +26,7 @@ from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.ngram import NgramDrafter
 from phalanx.engine.scheduler import Limits, Scheduler
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan, StepResult
 from phalanx.engine.step_sums import StepSums
 from phalanx.models import catalog
@@ -156,6 +157,12 @@ class DraftingRunner(ModelledRunner):
         return prices.with_one_more_layer(sums) - prices.step(sums) + plan.ahead * prices.draft(alone)
 
 
+class Tried(ForcedSpeculation):
+    """Which rests where steps without drafts are faster, as in use."""
+
+    _wants_plain = Speculation._wants_plain
+
+
 def _token(slot: int, position: int) -> int:
     return 1000 + (31 * slot + 17 * position) % 8000
 
@@ -164,7 +171,7 @@ def virtual_seconds(prices: Prices, batch: int, by_ranks: bool, acceptance: floa
     """Of a batch's answers, behind their first tokens. Without an acceptance, without drafts."""
     prompts = [[number + 1] * PROMPT for number in range(batch)]
     runner = DraftingRunner(prices, by_ranks and acceptance is not None)
-    speculation = None if acceptance is None else ForcedSpeculation(MOST_DRAFTS, acceptance, by_ranks)
+    speculation = None if acceptance is None else Tried(MOST_DRAFTS, acceptance, by_ranks)
     pool = BlockPool(batch * (PROMPT + ANSWER) // 16 + 2 * batch, 16, prefix_caching=False)
     limits = Limits(max(64, batch), 16384, PROMPT + ANSWER + 1)
     engine = Engine(Scheduler(limits, pool, speculation=speculation), runner, 10_000)

@@ -11,11 +11,13 @@ PLAIN_STEPS = 3
 has drafts yet."""
 BETWEEN = 64
 """Steps with drafts from one look at steps without to the next."""
-ENOUGH = 8
+ENOUGH = 16
 """Steps with drafts that are needed for a verdict."""
 REST, LONGEST_REST = 128, 4096
 """Steps without drafts behind the first verdict against them; behind each further one twice as many."""
-MEMORY = 0.9
+MEMORY = 0.95
+MARGIN = 1.02
+"""Drafts come true by chance: what is slower by less may be faster."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class _Pace:
         self.seconds = MEMORY * self.seconds + seconds
 
     def beats(self, other: _Pace) -> bool:
-        return self.tokens * other.seconds > other.tokens * self.seconds
+        return self.tokens * other.seconds > MARGIN * other.tokens * self.seconds
 
 
 @dataclass
