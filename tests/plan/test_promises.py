@@ -138,6 +138,16 @@ def test_the_planned_format_is_the_checkpoint_that_is_launched() -> None:
             assert launch_of(plan, plan.best).model != "meta-llama/Llama-3.3-70B-Instruct"
 
 
+@pytest.mark.parametrize(("machine", "loads"), [("8xMI300X", False), ("4xA100-SXM-80GB", False), ("4xH100", True)])
+def test_a_checkpoint_that_does_not_load_there_is_not_launched(machine: str, loads: bool) -> None:
+    """vLLM reads ModelOpt's form on NVIDIA's cards from Ada on; elsewhere FP8 is made first."""
+    plan = ask(PlanQuestion("Llama-3.3-70B", machine, engines="vllm", formats="fp8"))
+    assert plan.best is not None
+    launch = launch_of(plan, plan.best)
+    assert (launch.model == "nvidia/Llama-3.3-70B-Instruct-FP8") is loads
+    assert bool(launch.prepare) is not loads
+
+
 def test_four_bits_are_tried_where_they_could_win() -> None:
     plan = ask(PlanQuestion("Llama-3.3-70B", "4xRTX3090", engines="vllm"))
     assert plan.best is not None
