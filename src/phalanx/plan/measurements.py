@@ -199,10 +199,18 @@ def _from_sweep(row: dict[str, str]) -> Measurement:
 
 
 def _unstated_kv_dtype(row: dict[str, str]) -> str:
-    """NVIDIA's FP8 checkpoints declare FP8 keys and values; TensorRT-LLM's FP8 sweeps have room only so."""
-    declared = row["model"].startswith("nvidia/") and row["precision"] == "fp8"
-    swept = row["engine"] == "trtllm" and row["precision"] == "fp8" and row["length_rule"] == "fixed"
-    return "fp8" if declared or swept else "bf16"
+    """NVIDIA's FP8 checkpoints declare FP8 keys and values; TensorRT-LLM's FP8 sweeps have room only so. InferenceX
+    keeps them so where its scripts say it (`benchmarks/single_node/*.sh`, read 2026-11-17).
+    """
+    engine, precision, is_sweep = row["engine"], row["precision"], row["length_rule"] == "fixed"
+    declared = row["model"].startswith("nvidia/") and precision == "fp8"
+    swept = engine == "trtllm" and precision == "fp8" and is_sweep
+    is_blackwell, is_deepseek = row["gpu"].startswith("B200"), "DeepSeek" in row["model"]
+    told = {
+        "sglang": (is_blackwell and precision != "bf16") or ("Qwen3.5" in row["model"] and precision == "fp8"),
+        "trtllm": is_blackwell or is_deepseek,
+    }
+    return "fp8" if declared or swept or (not is_sweep and told.get(engine)) else "bf16"
 
 
 def _from_independent(row: dict[str, str]) -> Measurement:
