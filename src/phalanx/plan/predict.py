@@ -264,8 +264,8 @@ class Predictor:
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
     def price(self) -> StepPrice:
-        """Seconds of a step, corrected, never less than the data sheet allows. With drafts, of a token of each row; they
-        are made inside a step, which the host prepares once.
+        """Seconds of a step, corrected, no less than the data sheet allows. With drafts, of a token of each row: they
+        are made inside a step that the host prepares once.
         """
         rates, factor = self._rates, self._between_correction
         plain, workload = QuickPrice(self.limits, rates, factor), self.traits.workload
