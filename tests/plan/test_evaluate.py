@@ -77,7 +77,7 @@ def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
         tmp_path / "rows.csv", {}, {"concurrency": "8"}, {"tp": "8"}, {"gpu": "H300"}, {"model": "nobody/unknown"}
     )
     told = evaluate(path).to_dict()
-    assert told.keys() == {"overall", "bad_rows", "groups"}
+    assert told.keys() == {"overall", "bad_rows", "unpredicted", "groups"}
     assert (told["overall"]["rows"], told["overall"]["predicted"]) == (5, 3)
     assert told["overall"]["tpot"].keys() == told["overall"]["ttft"].keys() == KEYS
     groups = {(group["gpu"], group["tp"]): group for group in told["groups"] if group["model"].startswith("nvidia")}
@@ -92,6 +92,7 @@ def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
 def test_rows_it_cannot_predict_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", {}, {"gpu": "H300"}, {"engine": "tgi"}, {"tp": "128"})
     problems = [row.problem for row in evaluate(path).unpredicted]
+    assert [row.measurement.line for row in evaluate(path).unpredicted] == [3, 4, 5]
     assert len(problems) == 3
     assert "H300" in problems[0]
     assert "tgi" in problems[1]

@@ -87,6 +87,7 @@ class Evaluation:
         return {
             "overall": _summary(self.rows),
             "bad_rows": [vars(row) for row in self.bad],
+            "unpredicted": [{"line": row.measurement.line, "problem": row.problem} for row in self.unpredicted],
             "groups": [
                 {**dict(zip(names, series, strict=True)), **_summary(rows)} for series, rows in self.groups().items()
             ],

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Measurement:
     `attention_ranks`: of the `tp` ranks, so many have sequences of their own and share the experts. `stages`: of a
     pipeline, of `tp` GPUs each. `speculates`: up to `drafts` tokens are guessed ahead by the model's own head or a
     `draft_model`, and come true with the chance `acceptance`; None: as published. `beyond`: what a plan cannot say.
+    `line`: of its file.
     """
 
     engine: str
@@ -82,6 +83,7 @@ class Measurement:
     drafts: int = 3
     draft_model: str = ""
     is_shard: bool = False
+    line: int = field(default=0, compare=False)
 
     @property
     def batches(self) -> int:
@@ -142,7 +144,7 @@ def _read(lines: Iterable[tuple[int, Any]], layout: Callable[[Any], Measurement 
             found = layout(line)
             if found is not None:
                 _check(found)
-                measurements.append(found)
+                measurements.append(replace(found, line=number))
         except (ValueError, KeyError, TypeError) as error:
             bad.append(BadRow(number, str(error)))
         except PhalanxError as error:
