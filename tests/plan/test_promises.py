@@ -164,6 +164,14 @@ def test_what_came_nearest_is_named_first() -> None:
     assert f"{near[0].short_bytes / 2**30:.1f} GiB a GPU short" in verdict(plan)
 
 
+def test_no_number_is_cut_off_in_eighty_columns() -> None:
+    words = ["plan", "DeepSeek-V3", "--machine", "2x8xH200", "--network", "ib-ndr", "--concurrency", "1024"]
+    shown = run(app, [*words, "--slo", "tpot:40"], env={"COLUMNS": "80"}).stdout
+    assert "1P+1D x 2" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("machine", ["4xH100-SXM", "1xRTX4090", "8xMI300X"])
 def test_the_answer_comes_first_and_fits_eighty_columns(machine: str) -> None:
     shown = run(app, ["plan", "Llama-3.3-70B", "--machine", machine], env={"COLUMNS": "80"}).stdout.splitlines()
