@@ -1,7 +1,8 @@
 """What single kernels reach: `python benchmarks/kernel_shares.py DATA` fits the shares of `cost/kernels.toml`.
 
 DATA holds tables of kernel times (GEMM, attention, experts) of several cards. An operation's time is a constant, and
-what it reads or multiplies at a share of the data sheet; rows far off count less.
+what it reads or multiplies at a share of the data sheet; of experts that multiply, also the activations of their
+tokens, passed on so many times. Rows far off count less.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ EXPERTS = {"bfloat16": "bf16", "fp8_block": "fp8", "int4_wo": "int4", "nvfp4": "
 BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "int4": 0.516, "mxfp4": 0.53}
 WIDENED = ("int4", "mxfp4")
 Row = dict[str, str]
-Sample = tuple[float, float]
-"""Seconds at the data sheet's limit, and as measured."""
+TOKENS_TO_MULTIPLY = 256
+"""For an expert, from which on it is held by its products and not by reading its weights."""
+Sample = tuple[float, ...]
+"""Seconds at the data sheet's limit (or limits, where there are two), and as measured."""
 
 
 def main() -> None:
@@ -66,18 +69,20 @@ def read(folder: Path, prefix: str, table: str) -> Iterator[Row]:
 def say(what: str, samples: Iterator[Sample]) -> None:
     taken = np.array(list(samples))
     if len(taken):
-        constant, share, off = fit(taken[:, 0], taken[:, 1])
-        print(f"  {what:24s} {share:5.2f} of the limit after {1e6 * constant:6.1f} us (median error {off:.0%})")
+        constant, slopes, off = fit(taken[:, :-1], taken[:, -1])
+        passes = "".join(f", {slope:.2f} passes" for slope in slopes[1:])
+        told = f"{1 / slopes[0]:5.2f} of the limit after {1e6 * constant:6.1f} us{passes}"
+        print(f"  {what:24s} {told} (median error {off:.0%})")
 
 
-def fit(limit: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """(constant, share, median error) of seconds = constant + limit / share, by relative errors."""
-    columns, weight = np.stack([np.ones_like(limit), limit], 1), 1 / seconds
+def fit(limits: np.ndarray, seconds: np.ndarray) -> tuple[float, np.ndarray, float]:
+    """(constant, slopes, median error) of seconds = constant + limits x slopes, by relative errors."""
+    columns, weight = np.column_stack([np.ones_like(seconds), limits]), 1 / seconds
     for _ in range(30):
-        (constant, slope), *_ = np.linalg.lstsq(columns * weight[:, None], seconds * weight, rcond=None)
-        off = (columns @ [constant, slope] - seconds) / seconds
+        found, *_ = np.linalg.lstsq(columns * weight[:, None], seconds * weight, rcond=None)
+        off = (columns @ found - seconds) / seconds
         weight = 1 / seconds / np.sqrt(1 + (off / 0.15) ** 2)
-    return constant, 1 / slope, float(np.median(np.abs(off)))
+    return found[0], found[1:], float(np.median(np.abs(off)))
 
 
 def seconds_of(row: Row) -> float:
@@ -99,7 +104,7 @@ def expert_rows(rows: list[Row], wanted: Callable[[int], bool]) -> Iterator[tupl
     for row in rows:
         tokens, experts, chosen = int(row["num_tokens"]), int(row["num_experts"]), int(row["topk"])
         is_dealt = row["moe_ep_size"] != "1" or row["distribution"] != "power_law_1.01"
-        if wanted(tokens) and experts >= 32 and not is_dealt:
+        if wanted(tokens) and not is_dealt:
             yield (
                 row,
                 tokens,
@@ -111,14 +116,20 @@ def expert_rows(rows: list[Row], wanted: Callable[[int], bool]) -> Iterator[tupl
 
 def expert_reads(rows: list[Row], number_format: str, gpu: Gpu) -> Iterator[Sample]:
     for row, tokens, experts, chosen, weights in expert_rows(rows, lambda tokens: tokens <= 128):
+        if experts < 32:
+            continue
         touched = experts * (1 - (1 - chosen / experts) ** tokens)
         yield touched * weights * BYTES[number_format] / gpu.bandwidth, seconds_of(row)
 
 
 def expert_products(rows: list[Row], number_format: str, gpu: Gpu) -> Iterator[Sample]:
     compute = "bf16" if number_format in WIDENED else "fp4" if number_format == "nvfp4" else number_format
-    for row, tokens, _, chosen, weights in expert_rows(rows, lambda tokens: tokens >= 2048):
-        yield 2 * weights * tokens * chosen / gpu.peak(compute), seconds_of(row)
+    for row, tokens, experts, chosen, weights in expert_rows(rows, lambda tokens: tokens >= 2048):
+        if tokens * chosen >= TOKENS_TO_MULTIPLY * experts:
+            width = int(row["inter_size"]) / int(row["moe_tp_size"])
+            passed_on = 2 * 3 * tokens * chosen * (int(row["hidden_size"]) + width)
+            products = 2 * weights * tokens * chosen / gpu.peak(compute)
+            yield products, passed_on / gpu.bandwidth, seconds_of(row)
 
 
 def cache_reads(rows: Iterator[Row], gpu: Gpu) -> Iterator[Sample]:

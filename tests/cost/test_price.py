@@ -164,3 +164,32 @@ def test_a_step_is_read_off_its_plan() -> None:
     pairs = sum(range(1, 31)) + sum(range(101, 121))
     assert plan.sums() == StepSums(2, 150, 50, pairs, 2)
     assert plan.sums().tokens == 52
+
+
+def test_experts_pass_on_the_activations_of_their_tokens() -> None:
+    """Qwen3-235B: 94 layers, 8 experts a token of 4,096 in and 1,536 inside, each passed on thrice in two bytes. Only
+    the inside is split over ranks.
+    """
+    for ranks, inside in ((1, 1536), (4, 384)):
+        found = limits("Qwen3-235B-A22B", f"{ranks}xH200", "fp8").of(StepSums(512, 512))
+        bytes_on = 2 * 3 * 94 * 8 * 512 * (4096 + inside)
+        assert found.routed == pytest.approx(bytes_on / 4.8e12, rel=1e-3)
+        added = combine(found, PERFECT._replace(routed_passes=2)).experts - combine(found, PERFECT).experts
+        assert added == pytest.approx(2 * found.routed)
+    assert limits().of(StepSums(512, 512)).routed == 0
+
+
+def test_experts_of_prompts_take_their_launches() -> None:
+    moe = limits("Qwen3-235B-A22B", "4xH200", "fp8")
+    slow = PERFECT._replace(prompt_sparse_us=100)
+    for step, added in ((StepSums(8, 8000), 0.0), (StepSums(8, 8000, 64, 64 * 32, 1), 94 * 100e-6)):
+        found = moe.of(step)
+        assert combine(found, slow).experts - combine(found, PERFECT).experts == pytest.approx(added)
+
+
+@pytest.mark.parametrize(("weights", "rounds", "slower"), [("fp8", 1, 1), ("fp8-channel", 0, 0), ("nvfp4", 1, 0)])
+def test_inputs_scaled_by_block_are_made_by_a_kernel_of_their_own(weights: str, rounds: int, slower: int) -> None:
+    hardware = Machine.parse("1xB200")
+    work = count_work(catalog.model("Llama-3.3-70B"), 1, weights, "bf16")
+    found = Roofline(work, hardware.gpus[0], hardware.link(1), "vllm").of(StepSums(8, 8000))
+    assert (found.rounds_inputs, found.scales_blocks) == (rounds, slower)

@@ -217,7 +217,12 @@ def test_a_file_of_measurements_is_evaluated_and_rows_without_prediction_are_nam
     overall = json.loads(result.stdout)["overall"]
     assert (overall["rows"], overall["predicted"]) == (2, 1)
     assert overall["tpot"]["median_ape"] >= 0
-    assert "1 rows not predicted" in result.stderr
+    assert "measured.csv, line 3 is not predicted" in result.stderr
     assert "such-model" in result.stderr
+    assert [row["line"] for row in json.loads(result.stdout)["unpredicted"]] == [3]
+    file.write_text("\n".join([columns, *rows, *[row.format("nobody/nothing")] * 10, ""]))
+    many = run(app, ["plan", "--evaluate", str(file)]).stderr
+    assert "lines 4, 5, 6, 7, 8, 9, 10, 11 and 2 more are not predicted" in many
+    assert "11 of 12 rows left out" in many
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "H100" in run(app, ["plan", "--evaluate", str(file)]).stdout

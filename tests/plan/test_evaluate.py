@@ -77,7 +77,7 @@ def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
         tmp_path / "rows.csv", {}, {"concurrency": "8"}, {"tp": "8"}, {"gpu": "H300"}, {"model": "nobody/unknown"}
     )
     told = evaluate(path).to_dict()
-    assert told.keys() == {"overall", "bad_rows", "groups"}
+    assert told.keys() == {"overall", "bad_rows", "unpredicted", "groups"}
     assert (told["overall"]["rows"], told["overall"]["predicted"]) == (5, 3)
     assert told["overall"]["tpot"].keys() == told["overall"]["ttft"].keys() == KEYS
     groups = {(group["gpu"], group["tp"]): group for group in told["groups"] if group["model"].startswith("nvidia")}
@@ -92,6 +92,7 @@ def test_the_report_has_the_promised_shape(tmp_path: Path) -> None:
 def test_rows_it_cannot_predict_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", {}, {"gpu": "H300"}, {"engine": "tgi"}, {"tp": "128"})
     problems = [row.problem for row in evaluate(path).unpredicted]
+    assert [row.measurement.line for row in evaluate(path).unpredicted] == [3, 4, 5]
     assert len(problems) == 3
     assert "H300" in problems[0]
     assert "tgi" in problems[1]
@@ -322,6 +323,50 @@ class TestReading:
         assert prepare(self.measurement(tmp_path, length_rule="fixed")).rules.max_batched_tokens == 2048
         trtllm = prepare(self.measurement(tmp_path, engine="trtllm", version="1.1"))
         assert (trtllm.rules.admission, trtllm.rules.max_batched_tokens) == ("whole", 1024 + 128)
+
+    @pytest.mark.parametrize(
+        ("told", "tokens", "polled"),
+        [
+            ({"model": "deepseek-ai/DeepSeek-R1", "gpu": "B200 SXM", "tp": "8", "concurrency": "64"}, 32768, 30),
+            ({"model": "deepseek-ai/DeepSeek-R1", "gpu": "B200 SXM", "tp": "8", "concurrency": "8"}, 32768, 10),
+            ({"model": "deepseek-ai/DeepSeek-R1", "gpu": "B200 SXM", "tp": "4", "concurrency": "64"}, 8192, 10),
+            ({"model": "deepseek-ai/DeepSeek-R1", "gpu": "H200 SXM", "tp": "8", "concurrency": "64"}, 32768, 1),
+            ({"model": "Qwen/Qwen3.5-397B-A17B", "gpu": "H200 SXM", "tp": "8", "concurrency": "64"}, 16384, 1),
+        ],
+    )
+    def test_sglang_as_inferencex_launches_it(
+        self, tmp_path: Path, told: dict[str, str], tokens: int, polled: int
+    ) -> None:
+        rules = prepare(self.measurement(tmp_path, engine="sglang", version="0.5.9", **told)).rules
+        assert (rules.admission, rules.max_batched_tokens, rules.poll_steps) == ("first", tokens, polled)
+
+    def test_keys_and_values_as_inferencex_keeps_them(self, tmp_path: Path) -> None:
+        deepseek = {"model": "deepseek-ai/DeepSeek-R1", "kv_dtype": "", "tp": "8"}
+        for engine, gpu, kept in (
+            ("sglang", "B200 SXM", "fp8"),
+            ("sglang", "H200 SXM", "bf16"),
+            ("trtllm", "H200 SXM", "fp8"),
+            ("vllm", "B200 SXM", "bf16"),
+        ):
+            assert self.measurement(tmp_path, **deepseek, engine=engine, gpu=gpu).kv_dtype == kept
+
+    def test_a_host_that_caches_prefixes_of_states_does_not_work_ahead(self, tmp_path: Path) -> None:
+        """InferenceX turns SGLang's prefix cache off; others, and plans, leave it on."""
+        row = self.measurement(tmp_path, engine="sglang", model="Qwen/Qwen3.5-397B-A17B", gpu="B200 SXM", tp="8")
+        assert prepare(row).limits.overlaps
+        assert not prepare(replace(row, length_rule="")).limits.overlaps
+        plain = replace(row, length_rule="", model="Qwen3-32B")
+        assert prepare(plain).limits.overlaps
+
+    def test_ranks_of_their_own_have_room_beside_whole_layers(self) -> None:
+        """Maverick in FP8 on 8 H100: attention is on every rank, the experts are shared."""
+        row = Measurement(
+            "trtllm", "1.0", "H100-SXM", 8, 1, "Llama-4-Maverick", "fp8-channel", "fp8", 1000, 1000, 3000, None, None,
+            throughput=1.0, kind="offline", requests=3000, attention_ranks=8,
+        )  # fmt: skip
+        apart = prepare(row).kv_tokens
+        assert apart is not None
+        assert apart < 200_000, "of 96 KiB each, beside whole attention layers"
 
     def test_a_cache_that_is_too_small_bounds_the_run(self, tmp_path: Path) -> None:
         assert prepare(self.measurement(tmp_path)).kv_tokens is None

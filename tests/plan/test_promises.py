@@ -138,6 +138,16 @@ def test_the_planned_format_is_the_checkpoint_that_is_launched() -> None:
             assert launch_of(plan, plan.best).model != "meta-llama/Llama-3.3-70B-Instruct"
 
 
+@pytest.mark.parametrize(("machine", "loads"), [("8xMI300X", False), ("4xA100-SXM-80GB", False), ("4xH100", True)])
+def test_a_checkpoint_that_does_not_load_there_is_not_launched(machine: str, loads: bool) -> None:
+    """vLLM reads ModelOpt's form on NVIDIA's cards from Ada on; elsewhere FP8 is made first."""
+    plan = ask(PlanQuestion("Llama-3.3-70B", machine, engines="vllm", formats="fp8"))
+    assert plan.best is not None
+    launch = launch_of(plan, plan.best)
+    assert (launch.model == "nvidia/Llama-3.3-70B-Instruct-FP8") is loads
+    assert bool(launch.prepare) is not loads
+
+
 def test_four_bits_are_tried_where_they_could_win() -> None:
     plan = ask(PlanQuestion("Llama-3.3-70B", "4xRTX3090", engines="vllm"))
     assert plan.best is not None
@@ -152,6 +162,14 @@ def test_what_came_nearest_is_named_first() -> None:
     assert shorts == sorted(shorts)
     assert near[0].short_bytes is not None
     assert f"{near[0].short_bytes / 2**30:.1f} GiB a GPU short" in verdict(plan)
+
+
+def test_no_number_is_cut_off_in_eighty_columns() -> None:
+    words = ["plan", "DeepSeek-V3", "--machine", "2x8xH200", "--network", "ib-ndr", "--concurrency", "1024"]
+    shown = run(app, [*words, "--slo", "tpot:40"], env={"COLUMNS": "80"}).stdout
+    assert "1P+1D x 2" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("machine", ["4xH100-SXM", "1xRTX4090", "8xMI300X"])

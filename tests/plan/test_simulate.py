@@ -160,3 +160,21 @@ def test_single_tokens_have_no_time_between() -> None:
 
 def test_an_empty_trace_takes_no_time() -> None:
     assert Trace().times(price).seconds == 0
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_an_engine_that_looks_seldom_keeps_requests_waiting(
+    admission: AdmissionRule, request: pytest.FixtureRequest
+) -> None:
+    """Steps take a second, and answers end at different times: a request waits for half of 30 steps on average, and
+    those that came meanwhile begin together.
+    """
+    load = Workload(input_tokens=100, output_tokens=400, concurrency=4, spread=0.2, requests=60)
+    often, seldom = (simulate(load, Rules(admission, 8192, poll_steps=steps)) for steps in (1, 30))
+    waited = seldom.times(lambda step: 1.0).mean_ttft - often.times(lambda step: 1.0).mean_ttft
+    assert 10 < waited < 20
+    assert sum(step.prompts > 0 for step in seldom.steps) < sum(step.prompts > 0 for step in often.steps)
+    assert sum(step.prompt_tokens for step in seldom.steps) == sum(step.prompt_tokens for step in often.steps)
+    request.getfixturevalue("no_leaps")
+    walked = simulate(load, Rules(admission, 8192, poll_steps=30))
+    assert walked.times(price).ttft == pytest.approx(seldom.times(price).ttft)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import typer
 from phalanx.cli.shared import AsJson, told_errors
 from phalanx.errors import ConfigError
 
+_LINES_TOLD = 8
 _WIDE = 180
 """Columns that a table of errors needs."""
 
@@ -113,6 +113,15 @@ def plan(
             answer(question, recipe=recipe, folder=output, as_json=as_json, in_full=explain, plot=plot)
 
 
+def _lines(numbers: list[int]) -> str:
+    """`line 3 is`, `lines 3, 4 and 17 more are`."""
+    if len(numbers) == 1:
+        return f"line {numbers[0]} is"
+    told = ", ".join(map(str, numbers[:_LINES_TOLD]))
+    more = len(numbers) - _LINES_TOLD
+    return f"lines {told}{f' and {more} more' if more > 0 else ''} are"
+
+
 def _evaluate(
     file: Path, folds: int | None, leave_out: str | None, beside: list[Path], plot: Path | None, as_json: bool
 ) -> None:
@@ -127,8 +136,9 @@ def _evaluate(
         Console(width=max(Console().width, _WIDE)).print(report.table())
     for bad in report.bad:
         print(f"{file.name}, line {bad.line} is no measurement: {bad.problem}", file=sys.stderr)
-    for problem, count in Counter(row.problem for row in report.unpredicted).items():
-        print(f"{count} rows not predicted: {problem}", file=sys.stderr)
+    for problem in dict.fromkeys(row.problem for row in report.unpredicted):
+        lines = [row.measurement.line for row in report.unpredicted if row.problem == problem]
+        print(f"{file.name}, {_lines(lines)} not predicted: {problem}", file=sys.stderr)
     if report.bad or report.unpredicted:
         left = len(report.bad) + len(report.unpredicted)
         print(f"{left} of {len(report.rows) + len(report.bad)} rows left out.", file=sys.stderr)

@@ -33,6 +33,7 @@ class Kernels(msgspec.Struct, frozen=True):
     expert_read: dict[str, float]
     expert_compute: dict[str, float]
     expert_us: dict[str, float]
+    routed_passes: float
     cache_read: float
     prompt_attention: float
 
@@ -47,6 +48,7 @@ class CardReach(NamedTuple):
     cache_bandwidth: Any
     prompt_attention: Any
     sparse_layer_us: Any
+    routed_passes: Any
 
 
 def reach_of(gpu: Gpu, work: RankWork) -> CardReach:
@@ -65,6 +67,7 @@ def _reached(known: Kernels, work: RankWork) -> CardReach:
         cache_bandwidth=known.cache_read,
         prompt_attention=known.prompt_attention,
         sparse_layer_us=_in_format(known.expert_us, expert),
+        routed_passes=known.routed_passes,
     )
 
 

@@ -26,8 +26,9 @@ _UNEVEN = 0.11
 """Ranks to this power have the busiest of them do so much more than the mean, where each has experts of its own. Kernel
 tables of H200 and B200 (vLLM 0.24), tokens dealt to experts by a power law against evenly, beside one rank: 1.09 to
 1.13 on 2 ranks, 1.15 to 1.24 on 4, 1.19 to 1.36 on 8."""
-_ROUNDED_INPUTS = ("fp8", "fp4")
-"""Formats of products whose inputs have to be made, a kernel more each."""
+_SCALED_BY_BLOCK = ("fp8", "nvfp4", "mxfp4")
+"""Formats of weights whose inputs are scaled by block, a kernel more each. A scale for a whole tensor or row is applied
+where the input is made (TensorRT-LLM and vLLM, checkpoints with static scales)."""
 
 
 class RooflineTimes(NamedTuple):
@@ -50,6 +51,8 @@ class RooflineTimes(NamedTuple):
     bandwidth: float
     rounds_inputs: float
     overlaps: float
+    routed: float
+    scales_blocks: float
 
 
 class Rates(NamedTuple):
@@ -77,6 +80,13 @@ class Rates(NamedTuple):
     row_us: float
     first_token_ms: float
     prompt_token_us: float
+    routed_passes: float = 0.0
+    prompt_sparse_us: float = 0.0
+
+    @property
+    def without_host(self) -> Rates:
+        """Of the GPU alone."""
+        return self._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)
 
 
 class StepCost(NamedTuple):
@@ -113,7 +123,7 @@ class Roofline:
         shared = self._of_tokens.get(tokens)
         if shared is None:
             shared = self._of_tokens[tokens] = self._count_tokens(tokens)
-        linear_compute, expert_read, expert_compute, all_reduce, activations = shared
+        linear_compute, expert_read, expert_compute, all_reduce, activations, routed = shared
         return RooflineTimes(
             linear_read=work.linear_bytes / bandwidth,
             linear_compute=linear_compute,
@@ -130,24 +140,28 @@ class Roofline:
             rows=step.decodes,
             has_prompt=float(step.prompt_tokens > 0),
             bandwidth=self.gpu.bandwidth,
-            rounds_inputs=float(work.compute in _ROUNDED_INPUTS),
+            rounds_inputs=float(work.compute != "bf16" and work.linear_format in _SCALED_BY_BLOCK),
             overlaps=float(self.overlaps),
+            routed=routed,
+            scales_blocks=float(work.linear_format == "fp8" and work.compute == "fp8"),
         )
 
     @cached_property
-    def _of_tokens(self) -> dict[int, tuple[float, float, float, float, float]]:
+    def _of_tokens(self) -> dict[int, tuple[float, float, float, float, float, float]]:
         """What depends on the number of a step's tokens alone: many steps have the same."""
         return {}
 
-    def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float]:
+    def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float, float]:
         work = self.work
         message = tokens * work.hidden * _ACTIVATION_BYTES
+        busiest = work.attention_ranks**_UNEVEN * tokens
         return (
             tokens * work.linear_flops / self.peak(work.compute),
             work.experts_read(tokens) / self.memory_bandwidth,
-            work.attention_ranks**_UNEVEN * tokens * work.expert_flops / self.peak(work.expert_compute),
+            busiest * work.expert_flops / self.peak(work.expert_compute),
             2 * work.layers * self._all_reduce(message) + self._exchange(message) + self._hand_overs(message),
             message * work.layers / self.memory_bandwidth,
+            busiest * work.routed_bytes / self.memory_bandwidth,
         )
 
     @cached_property
@@ -201,14 +215,15 @@ class Roofline:
 
 def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     """Seconds of a step. Reading and computing overlap, so their cubic mean counts, near the larger of the two."""
-    compute = rates.linear_compute * rates.fp8_compute**limits.rounds_inputs
+    compute = rates.linear_compute * rates.fp8_compute**limits.scales_blocks
     linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
     head = _overlapped(limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute)
     slower = (limits.bandwidth / REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
     experts = _overlapped(
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
-    experts = experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us
+    sparse = rates.sparse_layer_us + limits.has_prompt * rates.prompt_sparse_us
+    experts = experts + 1e-6 * limits.sparse_layers * sparse + limits.routed * rates.routed_passes
     attention = limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention
     all_reduce = limits.all_reduce * rates.all_reduce
     layer = rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us

@@ -41,6 +41,13 @@ PROFILES = (
 """Newest family of an engine first. Phalanx was measured on one H200; elsewhere it follows from what bounds it."""
 
 
+def overlaps_host(found: EngineProfile, has_states: bool, caches_prefixes: bool = True) -> bool:
+    """Whether the host works ahead. SGLang's does not where it caches prefixes of models with states, as it does unless
+    told otherwise ("SGLang will automatically close overlap schedule", docs/basic_usage/qwen3.md, read 2026-11-17).
+    """
+    return found.overlaps and not (found.engine == "sglang" and has_states and caches_prefixes)
+
+
 def profile(engine: str, version: str = "") -> EngineProfile:
     """The family of this version; a version without a number is taken as the newest."""
     families = [known for known in PROFILES if known.engine == engine]

@@ -26,7 +26,7 @@ class QuickPrice:
 
     def __init__(self, roofline: Roofline, rates: Rates, factor: float) -> None:
         self._roofline, self._rates, self._factor = roofline, rates, factor
-        self._on_gpu = rates._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)
+        self._on_gpu = rates.without_host
         self._overlaps = roofline.overlaps
         self._of_tokens: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
         self._of_sampled: dict[int, tuple[float, float, float]] = {}

@@ -13,6 +13,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensors import Tensor
 
 HEAD_FORMAT = "bf16"
+_VALUE_BYTES = 2
 _FLOAT_FORMATS = {"nvfp4": "fp4", "mxfp4": "mxfp4"}
 
 
@@ -23,7 +24,8 @@ class RankWork:
     `cache_bytes` are read per position a decode looks at, `pair_flops` done per pair of positions of a prompt, both by
     reach (None: everything). `compute` and `expert_compute` name the format the products run in, `linear_format` and
     `expert_format` that of the weights. Of a token's FLOPs,
-    `last_flops` lie behind the last attention, where only rows that yield a token go. With `attention_ranks`, each of
+    `last_flops` lie behind the last attention, where only rows that yield a token go. `routed_bytes` are a token's
+    activations on their way through its experts of all layers, each passed on once. With `attention_ranks`, each of
     so many ranks has whole attention layers and sequences of its own, and a part of the experts, who see all tokens.
     """
 
@@ -49,6 +51,12 @@ class RankWork:
     last_flops: float
     kv_format: str = "bf16"
     attention_ranks: int = 1
+    routed_bytes: float = 0.0
+
+    @property
+    def without_experts(self) -> RankWork:
+        """All that a rank does but for the experts."""
+        return replace(self, experts=0, expert_bytes=0.0, expert_flops=0.0, routed_bytes=0.0, attention_ranks=1)
 
     def bytes_of(self, step: StepSums) -> float:
         """All that a step reads, each weight once."""
@@ -108,6 +116,7 @@ def pipelined(work: RankWork, stages: int) -> RankWork:
         layers=round(work.layers * slowest),
         sparse_layers=round(work.sparse_layers * slowest),
         expert_flops=work.expert_flops * slowest,
+        routed_bytes=work.routed_bytes * slowest,
         head_bytes=work.head_bytes * stages,
         head_flops=work.head_flops * stages,
         cache_bytes=tuple((reach, size * slowest) for reach, size in work.cache_bytes),
@@ -189,6 +198,7 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str, co
         state_bytes=_state_bytes(layout),
         last_flops=_last_flops(layout, rank, common.last),
         kv_format=kv_format,
+        routed_bytes=_VALUE_BYTES * 3.0 * sparse * per_token * (spec.hidden + len(layout.shards[rank].expert_ffn)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -60,10 +60,11 @@ class Entry:
     def spec(self) -> ModelSpec:
         return _described(self.name)
 
-    def checkpoint(self, *number_formats: str) -> str | None:
-        """The id of a checkpoint in the first of these formats that there is one in."""
+    def checkpoint(self, *number_formats: str, loads: Callable[[str], bool] = bool) -> str | None:
+        """The id of a checkpoint in the first of these formats that there is one in, of those that are loaded."""
         known = [(self.ids[0], self.spec.number_format), *self.variants.items()]
-        return next((name for wanted in number_formats for name, found in known if found == wanted), None)
+        fitting = (name for wanted in number_formats for name, found in known if found == wanted)
+        return next(filter(loads, fitting), None)
 
 
 @cache

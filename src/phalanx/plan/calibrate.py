@@ -29,11 +29,11 @@ _OUTLIER = {"tpot": 0.12, "ttft": 0.3}
 _EFFECT_SPREAD = {
     "tpot": {"family": 0.05, "kind": 0.05, "model": 0.1, "version": 0.1, "gpu": 0.05, "series": 0.06}
     | {"card": 0.1, "regime": 0.15, "publisher": 0.1, "apart": 0.3},
-    "ttft": {"family": 0.1, "kind": 0.1, "model": 0.2, "version": 0.2, "gpu": 0.1, "series": 0.15}
+    "ttft": {"family": 0.1, "kind": 0.15, "model": 0.3, "version": 0.2, "gpu": 0.1, "series": 0.1}
     | {"card": 0.15, "regime": 0.2, "publisher": 0.3, "apart": 0.3},
 }
 _SLOPE_SPREAD = {
-    "tpot": {"slope": 0.06, "model_slope": 0.06},
+    "tpot": {"slope": 0.05, "model_slope": 0.06},
     "ttft": {"slope": 0.18, "model_slope": 0.18},
 }
 

@@ -20,6 +20,9 @@ from phalanx.spec.workload import Workload
 ANY_SPEED = Slo()
 SECONDS_PER_DAY = 86_400
 
+_ROUNDING = 1e-9
+"""Of what one machine holds: thirty times it is thirty machines, not one more for the last digit."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -143,7 +146,7 @@ class Plan:
         if best is None or best.capacity is None or rate is None:
             return None
         whole = best.capacity / best.replicas * self.machine.most_replicas(best.tp * best.stages)
-        return ceil(rate / whole)
+        return ceil(rate / whole - _ROUNDING)
 
     @property
     def best(self) -> Candidate | None:

@@ -7,7 +7,7 @@ from math import ceil
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
-from phalanx.cost.profiles import EngineProfile, profile
+from phalanx.cost.profiles import EngineProfile, overlaps_host, profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import RankWork, attention_parallel, count_work, pipelined
 from phalanx.models import catalog
@@ -25,6 +25,8 @@ _UNLIMITED_CLIENTS = 512
 _UNLIMITED_SEQUENCES = 24
 _SWEEP_BATCHED_TOKENS = 2048
 """What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
+_BLOCK_SCALED = ("qwen3",)
+"""Families whose own FP8 checkpoints are scaled by block; others, made by third parties, by channel or tensor."""
 _SGLANG_DRAFTED_SEQUENCES = 48
 """SGLang's default where tokens are guessed ahead (`--max-running-requests`)."""
 _BENCH_SHARE = 0.95
@@ -79,7 +81,7 @@ def prepare(measurement: Measurement) -> Case:
         found.all_reduce,
         stages=stages,
         between=between,
-        overlaps=found.overlaps,
+        overlaps=overlaps_host(found, spec.has_states, caches_prefixes=not measurement.length_rule),
     )
     traits = traits_of(
         spec,
@@ -122,7 +124,9 @@ def _spec(measurement: Measurement) -> ModelSpec:
     wanted = measurement.precision
     if wanted == "fp8" and spec.number_format.startswith("fp8"):
         return spec
-    return spec.in_format("fp8-channel" if wanted == "fp8" and spec.number_format == "bf16" else wanted)
+    if wanted == "fp8" and spec.number_format == "bf16" and not spec.model_type.startswith(_BLOCK_SCALED):
+        wanted = "fp8-channel"
+    return spec.in_format(wanted)
 
 
 def _drafter(measurement: Measurement, spec: ModelSpec) -> ModelSpec | None:
@@ -169,13 +173,32 @@ def _rules(measurement: Measurement, found: EngineProfile, spec: ModelSpec, mach
         return replace(found.rules, max_sequences=min(most, _MOST_OFFLINE))
     if measurement.speculates and measurement.engine == "sglang":
         return replace(found.rules, max_sequences=_SGLANG_DRAFTED_SEQUENCES)
+    if measurement.engine == "sglang" and measurement.length_rule == "uniform":
+        return _inferencex_sglang(measurement, found.rules)
     if measurement.engine == "vllm" and measurement.length_rule == "fixed":
         return replace(found.rules, max_batched_tokens=_SWEEP_BATCHED_TOKENS)
     if measurement.engine == "trtllm" and measurement.length_rule == "uniform":
-        # InferenceX gives TensorRT-LLM a step of one prompt and all decodes.
+        # InferenceX gives TensorRT-LLM a step of one prompt and all decodes; of gpt-oss, 20,000 tokens.
         room = -(-(measurement.concurrency + measurement.input_tokens + 64) // 64) * 64
+        if "gpt-oss" in measurement.model:
+            room = 20_000
         return replace(found.rules, max_batched_tokens=room)
     return found.rules
+
+
+def _inferencex_sglang(measurement: Measurement, rules: Rules) -> Rules:
+    """As InferenceX launches SGLang (`benchmarks/single_node/*.sh`, read 2026-11-17): tokens of a prompt step by model,
+    format and card, and on B200 a scheduler that looks for requests every 10 or 30 decodes.
+    """
+    is_blackwell, is_deepseek = measurement.gpu.startswith("B200"), "DeepSeek" in measurement.model
+    if "GLM" in measurement.model:
+        return replace(rules, max_batched_tokens=32768 if is_blackwell else 8192)
+    if not is_blackwell:
+        return replace(rules, max_batched_tokens=32768 if is_deepseek else 16384)
+    if is_deepseek and measurement.precision == "fp8" and measurement.tp == 4:
+        return replace(rules, max_batched_tokens=8192, poll_steps=10)
+    tokens = 16384 if measurement.precision == "nvfp4" else 32768
+    return replace(rules, max_batched_tokens=tokens, poll_steps=30 if measurement.concurrency >= 16 else 10)
 
 
 def _bench_limits(measurement: Measurement, spec: ModelSpec, machine: Machine) -> tuple[int, int]:
@@ -211,9 +234,8 @@ def _kv_tokens(spec: ModelSpec, machine: Machine, measurement: Measurement, sequ
         kv_format=measurement.kv_dtype,
         context=longest,
         sequences=sequences,
+        attention_ranks=measurement.attention_ranks,
     )
     room = fitted.kv_tokens // measurement.stages
-    if measurement.attention_ranks > 1:  # each keeps whole tokens, where tensor-parallel ranks keep a part of each
-        room = int(room * fitted.kv_bytes_per_token / Layout(spec, 1).kv_bytes_per_token(0, measurement.kv_dtype))
     needed = sequences * (longest + 16)
     return None if room >= needed or room < 2 * longest else room

@@ -87,6 +87,7 @@ class Evaluation:
         return {
             "overall": _summary(self.rows),
             "bad_rows": [vars(row) for row in self.bad],
+            "unpredicted": [{"line": row.measurement.line, "problem": row.problem} for row in self.unpredicted],
             "groups": [
                 {**dict(zip(names, series, strict=True)), **_summary(rows)} for series, rows in self.groups().items()
             ],
@@ -179,11 +180,12 @@ def _predict(case: Case) -> Row:
 
 def predict_burst(case: Case, predictor: Predictor) -> Row:
     """As the benchmark has it: a run with one token each is the prompts, a longer one has steps in which all decode."""
-    first, whole = predictor.run_seconds(*case.first_key), predictor.run_seconds(*case.trace_key)
+    steps, whole = predictor.run_seconds(*case.first_key), predictor.run_seconds(*case.trace_key)
     between = predictor.decoding_together(*case.trace_key)
-    tokens = case.workload.concurrency * case.workload.output_tokens
-    throughput = Interval(tokens / whole.mid, tokens / whole.high, tokens / whole.low)
-    return Row(case.measurement, between, predictor.first_run(first.mid, case.workload.input_tokens), throughput)
+    first = predictor.first_run(steps.mid, case.workload.input_tokens)
+    tokens, corrected = case.workload.concurrency * case.workload.output_tokens, first.mid - steps.mid
+    throughput = Interval(*(tokens / (seconds + corrected) for seconds in (whole.mid, whole.high, whole.low)))
+    return Row(case.measurement, between, first, throughput)
 
 
 def _held_out(cases: list[Case], folds: int | None, leave_out: str | None, beside: Sequence[Path]) -> list[Row]:

@@ -64,6 +64,8 @@ STARTS = {
     "row_us": Start(15.0, 1.0),
     "first_token_ms": Start(15.0, 1.0, 60.0),
     "prompt_token_us": Start(2.0, 1.0),
+    "routed_passes": Start(2.3, 0.4),
+    "prompt_sparse_us": Start(50.0, 1.0),
 }
 
 

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Measurement:
     `attention_ranks`: of the `tp` ranks, so many have sequences of their own and share the experts. `stages`: of a
     pipeline, of `tp` GPUs each. `speculates`: up to `drafts` tokens are guessed ahead by the model's own head or a
     `draft_model`, and come true with the chance `acceptance`; None: as published. `beyond`: what a plan cannot say.
+    `line`: of its file.
     """
 
     engine: str
@@ -82,6 +83,7 @@ class Measurement:
     drafts: int = 3
     draft_model: str = ""
     is_shard: bool = False
+    line: int = field(default=0, compare=False)
 
     @property
     def batches(self) -> int:
@@ -142,7 +144,7 @@ def _read(lines: Iterable[tuple[int, Any]], layout: Callable[[Any], Measurement 
             found = layout(line)
             if found is not None:
                 _check(found)
-                measurements.append(found)
+                measurements.append(replace(found, line=number))
         except (ValueError, KeyError, TypeError) as error:
             bad.append(BadRow(number, str(error)))
         except PhalanxError as error:
@@ -199,10 +201,18 @@ def _from_sweep(row: dict[str, str]) -> Measurement:
 
 
 def _unstated_kv_dtype(row: dict[str, str]) -> str:
-    """NVIDIA's FP8 checkpoints declare FP8 keys and values; TensorRT-LLM's FP8 sweeps have room only so."""
-    declared = row["model"].startswith("nvidia/") and row["precision"] == "fp8"
-    swept = row["engine"] == "trtllm" and row["precision"] == "fp8" and row["length_rule"] == "fixed"
-    return "fp8" if declared or swept else "bf16"
+    """NVIDIA's FP8 checkpoints declare FP8 keys and values; TensorRT-LLM's FP8 sweeps have room only so. InferenceX
+    keeps them so where its scripts say it (`benchmarks/single_node/*.sh`, read 2026-11-17).
+    """
+    engine, precision, is_sweep = row["engine"], row["precision"], row["length_rule"] == "fixed"
+    declared = row["model"].startswith("nvidia/") and precision == "fp8"
+    swept = engine == "trtllm" and precision == "fp8" and is_sweep
+    is_blackwell, is_deepseek = row["gpu"].startswith("B200"), "DeepSeek" in row["model"]
+    told = {
+        "sglang": (is_blackwell and precision != "bf16") or ("Qwen3.5" in row["model"] and precision == "fp8"),
+        "trtllm": is_blackwell or is_deepseek,
+    }
+    return "fp8" if declared or swept or (not is_sweep and told.get(engine)) else "bf16"
 
 
 def _from_independent(row: dict[str, str]) -> Measurement:

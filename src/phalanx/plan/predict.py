@@ -12,7 +12,7 @@ from phalanx.cost.fitted import Fitted, Quantity, fitted_for
 from phalanx.cost.kernels import at_reach, reach_of
 from phalanx.cost.monotone import CLIENTS, LENGTHS, Grid, adjustment
 from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
-from phalanx.cost.profiles import profile
+from phalanx.cost.profiles import overlaps_host, profile
 from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import attention_parallel, count_work, pipelined
@@ -150,9 +150,8 @@ def predictor(
         spec.in_format(weights), found.family, version, slowest.name, tp, ep, workload, publisher, attention_ranks
     )
     between = machine.link(tp * stages) if stages > 1 else None
-    limits = Roofline(
-        work, slowest, machine.link(tp), found.all_reduce, machine.calibration, stages, between, found.overlaps
-    )
+    overlaps = overlaps_host(found, spec.has_states)
+    limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration, stages, between, overlaps)
     drafting = drafting_part(spec)
     made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
     return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by, stages * attention_ranks)
@@ -243,10 +242,7 @@ class Predictor:
         work = self.limits.work
         if work.attention_ranks == 1:
             return price
-        limits = replace(
-            self.limits, work=replace(work, experts=0, expert_bytes=0.0, expert_flops=0.0, attention_ranks=1)
-        )
-        return QuickPrice(limits, self._rates, self._between_correction)
+        return QuickPrice(replace(self.limits, work=work.without_experts), self._rates, self._between_correction)
 
     def run_seconds(self, workload: Workload, rules: Rules, kv_tokens: int | None) -> Interval:
         """Of the whole run, first request to last token."""
@@ -268,12 +264,14 @@ class Predictor:
         return Interval.around(mid, self._half_width(self.fitted.ttft))
 
     def price(self) -> StepPrice:
-        """Seconds of a step, corrected, never less than the data sheet allows. With drafts, of a token of each row."""
+        """Seconds of a step, corrected, no less than the data sheet allows. With drafts, of a token of each row: they
+        are made inside a step that the host prepares once.
+        """
         rates, factor = self._rates, self._between_correction
         plain, workload = QuickPrice(self.limits, rates, factor), self.traits.workload
         if workload.acceptance is None:
             return plain
-        drafting = QuickPrice(self.drafting, rates, factor) if self.drafting else lambda step: 0.0
+        drafting = QuickPrice(self.drafting, rates.without_host, factor) if self.drafting else lambda step: 0.0
         return SpeculativePrice(plain, drafting, workload.acceptance, workload.drafts)
 
     @cached_property

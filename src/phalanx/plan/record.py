@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from phalanx.models import catalog
@@ -17,6 +18,7 @@ from phalanx.plan.predict import Interval, percentile
 from phalanx.plan.recipes import Launch, command
 from phalanx.plan.recipes.spark_flags import spark_flags
 from phalanx.plan.scaling import scaling_curve
+from phalanx.plan.support import loads_checkpoint
 from phalanx.spec.formats import FORMATS, FP8_FORMATS
 from phalanx.spec.model import ModelSpec
 
@@ -31,7 +33,8 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
     wanted, ours = candidate.weight_format, candidate.engine.name == "phalanx"
     known = catalog.find(plan.model)
     either = ("fp8", "fp8-channel") if wanted in FP8_FORMATS and not ours else (wanted,)
-    ready = known[0].checkpoint(*either) if known else None
+    loads = partial(loads_checkpoint, candidate.engine.name, plan.machine.smallest)
+    ready = known[0].checkpoint(*either, loads=loads) if known else None
     if known and "/" in plan.model and (known[1] or known[0].spec.number_format) in either:
         ready = plan.model
     origin = known[0].ids[0] if known else plan.model

@@ -21,6 +21,8 @@ from phalanx.plan.record import SHARES, launch_of
 
 _SHOWN = 8
 _EXCLUDED_SHOWN = 6
+_NARROW = 6
+"""Characters of TP and replicas beside which a table of 80 columns has room for spaces."""
 
 
 def show(plan: Plan, console: Console, in_full: bool = False) -> None:
@@ -116,21 +118,23 @@ def _headline(plan: Plan) -> Text:
     return text
 
 
-def _table(title: str) -> Table:
+def _table(title: str, spaces: int = 1) -> Table:
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
-    return Table(title=title, min_width=len(title) + 2, padding=(0, 1, 0, 0), **style)
+    return Table(title=title, min_width=len(title) + 2, padding=(0, spaces, 0, 0), **style)
 
 
 def _ranking(plan: Plan) -> Table:
-    table = _table("Ranking: SLO first, then tokens a second and GPU")
+    ways = [f"{each.degrees} x {each.replicas}" for each in plan.candidates[:_SHOWN]]
+    spaces = 1 if max(map(len, ways), default=0) <= _NARROW else 0
+    table = _table("Ranking: SLO first, then tokens a second and GPU", spaces)
     for name in ("SLO", "engine", "format", "TP x n", "TTFT ms", "TPOT ms", "tok/s", "per GPU", "$/M tok"):
         table.add_column(name, justify="left" if name in ("SLO", "engine", "format") else "right", no_wrap=True)
-    for each in plan.candidates[:_SHOWN]:
+    for each, way in zip(plan.candidates, ways, strict=False):
         table.add_row(
             _verdict(plan, each),
             each.engine.title,
             each.weight_format,
-            f"{each.degrees} x {each.replicas}",
+            way,
             f"{each.prediction.ttft.mid * 1e3:,.0f}",
             f"{each.prediction.tpot.mid * 1e3:.1f}",
             f"{each.throughput:,.0f}",

@@ -166,6 +166,9 @@ class _Simulation:
         self._coming = iter(enumerate(islice(workload.lengths(), None if self._watch else _simulated(workload))))
         self._next = next(self._coming, None)
         self._passages: dict[int, Passage] = {}
+        self._poll_steps, self._since_poll = rules.poll_steps, 0
+        self._unseen: list[int] = []
+        """Prompts that were sent since the engine looked, by the boundaries at which that was."""
 
     def run(self) -> Trace:
         if self.workload.is_closed_loop:
@@ -186,14 +189,24 @@ class _Simulation:
         at_once = self.workload.total_requests <= self.workload.concurrency
         self._send(self.workload.concurrency if at_once else 1)
         on_the_way = 0 if at_once else self.workload.concurrency - 1
-        while self.batch.is_busy or on_the_way:
+        while self.batch.is_busy or on_the_way or self._unseen:
             if not self.batch.is_busy:
+                self._look()
                 on_the_way = self._send(on_the_way)
                 continue
             arriving, on_the_way = on_the_way, self._step()
-            self._send(arriving, sent=len(self.trace.steps) - 1)
-            if not arriving and not on_the_way:
+            self._unseen += [len(self.trace.steps) - 1] * arriving
+            found = self._look() if self._since_poll >= self._poll_steps else len(self._unseen)
+            if not found and not on_the_way:
                 self._leap()
+
+    def _look(self) -> int:
+        """The engine takes in what was sent since it looked last. Returns how many that were."""
+        self._since_poll, found = 0, len(self._unseen)
+        for sent in self._unseen:
+            self._send(1, sent)
+        self._unseen.clear()
+        return found
 
     def _run_by_the_clock(self) -> None:
         while (self._next is not None or self.batch.is_busy) and not (self._watch and self._watch.has_seen_enough):
@@ -237,6 +250,7 @@ class _Simulation:
         moves = self.batch.step()
         self._take(moves.step)
         boundary = len(self.trace.steps)
+        self._since_poll += self._poll_steps if moves.step.prompt_tokens else 1
         for index in moves.first:
             self._passages[index].first = boundary
             if self._watch is not None:
@@ -258,6 +272,7 @@ class _Simulation:
         leap = self.batch.leap(self._steps_before_next)
         if leap is not None:
             self._take(*leap)
+            self._since_poll = (self._since_poll + leap[1]) % self._poll_steps
 
     def _steps_before_next(self, step: StepSums) -> int:
         """Steps like this one that end before the next request arrives by the clock."""

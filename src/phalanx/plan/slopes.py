@@ -13,7 +13,7 @@ Array = Any
 
 def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
     """Seconds by which a step grows for every unit of a rate's logarithm."""
-    compute = rates.linear_compute * rates.fp8_compute**limits.rounds_inputs
+    compute = rates.linear_compute * rates.fp8_compute**limits.scales_blocks
     reads, multiplies = _parts(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
     head_reads, head_multiplies = _parts(
         limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute
@@ -28,7 +28,7 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
     gpu = Rates(
         linear_bandwidth=-reads - head_reads,
         linear_compute=-multiplies - head_multiplies,
-        fp8_compute=-multiplies * limits.rounds_inputs,
+        fp8_compute=-multiplies * limits.scales_blocks,
         expert_bandwidth=-expert_reads,
         expert_compute=-expert_multiplies,
         expert_bandwidth_power=-expert_reads * np.log(ratio) * rates.expert_bandwidth_power,
@@ -45,6 +45,8 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         row_us=nothing,
         first_token_ms=nothing,
         prompt_token_us=nothing,
+        routed_passes=limits.routed * rates.routed_passes,
+        prompt_sparse_us=1e-6 * limits.sparse_layers * limits.has_prompt * rates.prompt_sparse_us,
     )
     return Rates(*(slope * on_gpu for slope in gpu))._replace(
         step_ms=1e-3 * rates.step_ms * on_host,
@@ -56,7 +58,7 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
 def _shares(limits: RooflineTimes, rates: Rates) -> tuple[Array, Array]:
     """How much of what the host and what the GPU take longer a step does."""
     host = host_seconds(limits, rates)
-    gpu = combine(limits, rates._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)).total
+    gpu = combine(limits, rates.without_host).total
     whole = with_host(gpu, host, limits.overlaps)
     return (host / whole) ** (2 * limits.overlaps), (gpu / whole) ** (2 * limits.overlaps)
 

@@ -5,15 +5,29 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from phalanx.spec.machine import Gpu, Machine
 
 
 @cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads((files("phalanx.plan") / "support.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def _table() -> dict[tuple[str, str], dict[str, str]]:
     """Formats with the least compute capability they need, by engine and vendor."""
-    told = tomllib.loads((files("phalanx.plan") / "support.toml").read_text(encoding="utf-8"))["support"]
-    return {(entry["engine"], entry["vendor"]): entry["formats"] for entry in told}
+    return {(entry["engine"], entry["vendor"]): entry["formats"] for entry in _file()["support"]}
+
+
+def loads_checkpoint(engine: str, gpu: Gpu, checkpoint: str) -> bool:
+    """Whether an engine loads a checkpoint of this id on this card, as far as its owner's form is bound to some."""
+    return all(
+        gpu.vendor == known["vendor"] and _version(gpu.capability) >= _version(known["capability"])
+        for known in _file()["checkpoints"]
+        if engine in known["engines"] and checkpoint.startswith(f"{known['owner']}/")
+    )
 
 
 @cache
