@@ -6,14 +6,15 @@ import inspect
 import time
 import tomllib
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from phalanx.bench import tuning
 from phalanx.bench.tuning import Bench, LinearPrice, drive, tune_for_real
-from phalanx.bench.waterfall import config_toml, save_plot, table
+from phalanx.bench.waterfall import config_toml, draw, save_plot, table
 from phalanx.cli.serve import serve
 from phalanx.plan.goodput import SeenRun, Traffic
 from phalanx.plan.predict import Interval
@@ -138,3 +139,23 @@ def test_options_are_those_of_serve_and_the_picture_is_drawn(tmp_path: Path) -> 
     assert table("title", rungs).row_count == 2
     save_plot("title", rungs, tmp_path / "tune.png")
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_is_room_above_a_lever_that_brought_nothing() -> None:
+    """Its bar has no height, and its number stands above it, below the title."""
+    rungs = [Rung("start", START, Value(50.0)), Rung("all", BETTER, Value(54.0)), Rung("more", BETTER, Value(54.0))]
+    (axes,) = draw("title", rungs).axes
+    assert axes.get_ylim() == pytest.approx((0, 1.15 * 54))
+
+
+def test_names_of_many_levers_do_not_run_into_each_other() -> None:
+    names = ["start", "tokens a step", "sequences at once", "prefix caching", "weights", "KV cache", "TP x replicas"]
+    changes = [{}, {}, {"max_num_seqs": 1024}, {"prefix_caching": True}, {"weights": "fp8"}, {"kv": "fp8"}]
+    settings = list(accumulate([*changes, {"tp": 2, "replicas": 4}], lambda a, b: replace(a, **b), initial=START))[1:]
+    rungs = [Rung(name, setting, Value(50.0)) for name, setting in zip(names, settings, strict=True)]
+    figure = draw(
+        "title", [*rungs, Rung(names[1], settings[-1], Value(50.0)), Rung(names[2], settings[-1], Value(50.0))]
+    )
+    FigureCanvasAgg(figure).draw()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))

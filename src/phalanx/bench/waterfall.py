@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from phalanx.plan.tuning import Rung, Setting, difference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LETTERS = 140
+"""So many fit below all bars."""
 
 
 def table(title: str, rungs: Sequence[Rung]) -> Table:
@@ -44,12 +52,16 @@ def _start(setting: Setting) -> str:
 
 
 def save_plot(title: str, rungs: Sequence[Rung], path: Path) -> None:
+    draw(title, rungs).savefig(path, dpi=150)
+
+
+def draw(title: str, rungs: Sequence[Rung]) -> Figure:
     """A bar for the start, one for what each lever added, and one for what there is in the end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    before, names = 0.0, []
+    before, names = 0.0, list[tuple[str, ...]]()
     for place, rung in enumerate(rungs):
         goodput = rung.value.goodput
         axes.bar(place, goodput - before, bottom=before, color="tab:blue" if not place else "tab:green")
@@ -58,14 +70,16 @@ def save_plot(title: str, rungs: Sequence[Rung], path: Path) -> None:
             f"{goodput:,.0f}{gain}", (place, goodput), (0, 3), textcoords="offset points", ha="center", fontsize=8
         )
         changed = "start" if not place else difference(rungs[place - 1].setting, rung.setting)
-        names.append(f"{rung.lever}\n{changed}" if place else "start")
+        names.append((rung.lever, changed) if place else ("start",))
         before = goodput
     axes.bar(len(rungs), before, color="tab:blue")
-    axes.set_xticks(range(len(rungs) + 1), [*names, "together"], fontsize=7)
+    room = _LETTERS // (len(rungs) + 1)
+    labels = ("\n".join(line for words in name for line in wrap(words, room)) for name in (*names, ("together",)))
+    axes.set_xticks(range(len(rungs) + 1), list(labels), fontsize=7)
     axes.set_ylabel("output tokens/s within the SLO")
-    axes.margins(y=0.15)
+    axes.set_ylim(0, 1.15 * max(rung.value.goodput for rung in rungs) or 1)
     axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def config_toml(setting: Setting, model: str | None, checkpoint_format: str, longest: int, note: str) -> str:
