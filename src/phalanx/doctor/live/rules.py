@@ -119,9 +119,16 @@ def collectives(seen: Picture) -> Finding | None:
         f"{seen.exchanged:.2f} ms exchanging and {seen.waited:.2f} ms waiting of {seen.step:.2f} ms, with "
         f"{seen.decodes:.0f} rows on {seen.ranks} ranks",
         "Their latency does not shrink with the ranks' shares." if few else "More ranks add waiting here, not speed.",
-        f"Use fewer ranks and more replicas: TP={max(1, seen.ranks // 2)} twice"
-        + (", or more requests at once." if few else "; phalanx lab measures which TP pays."),
+        _fewer_ranks(seen, few),
     )  # fmt: skip
+
+
+def _fewer_ranks(seen: Picture, few: bool) -> str:
+    """Replicas on CPUs would share the cores that ranks share now."""
+    if not seen.on_gpus:
+        return "Use fewer ranks: on CPUs they share the cores; phalanx lab measures which TP pays."
+    replicas = f"Use fewer ranks and more replicas: TP={max(1, seen.ranks // 2)} twice"
+    return replicas + (", or more requests at once." if few else "; phalanx lab measures which TP pays.")
 
 
 def no_overlap(seen: Picture) -> Finding | None:
