@@ -36,6 +36,7 @@ from phalanx.engine.tracing import EngineTracer
 from phalanx.fabric.emulated import EmulatedGroup
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.start import SOLO, start_engine
+from phalanx.runtime.weight_watch import PAUSES
 from phalanx.weights.checkpoint import locate
 
 WARM_UP = 5
@@ -71,6 +72,14 @@ def traced_and_not(engine: Engine, pairs: int) -> Iterator[tuple[float, float]]:
         traced = [one_step(engine) for _ in range(TRACED)]
         tracer.end()
         yield from zip(plain, traced, strict=True)
+
+
+def round_by_round(steps: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Means of as many steps as there are between two readings of weights: each round has one."""
+    size = PAUSES["cpu"]
+    for first in range(0, len(steps) - size + 1, size):
+        without, with_it = zip(*steps[first : first + size], strict=True)
+        yield statistics.fmean(without), statistics.fmean(with_it)
 
 
 def filled(engine: Engine, asked: argparse.Namespace, outputs: int) -> None:
@@ -130,7 +139,8 @@ def main() -> None:
         if asked.option == "trace":
             pairs = list(traced_and_not(engines[0], turns))
         else:
-            pairs = [(timed(engines[0]), timed(engines[1])) for _ in range(turns)]
+            steps = [(timed(engines[0]), timed(engines[1])) for _ in range(turns)]
+            pairs = steps if on_gpu else list(round_by_round(steps))
     without, with_it = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
     ratio = statistics.median(after / before for before, after in pairs)
     print(f"{asked.option}, {asked.rows} rows: {without:.3f} ms without, {with_it:.3f} ms with: {ratio:.4f}")

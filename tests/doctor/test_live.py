@@ -11,7 +11,7 @@ import pytest
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.cost.profiles import profile
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.live import Picture, findings_of, picture_of
+from phalanx.doctor.live import Picture, causes_of, findings_of, picture_of
 from phalanx.doctor.live.rules import RULES
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.web.notes import notes_of
@@ -112,6 +112,19 @@ def test_what_is_fine_beside_each_fault() -> None:
     prompts = {"prompt_tokens": lambda step: 4000 * (step % 2), "prompt_factor": 20}
     assert judged([100.0], flops=1.5e9, **prompts) == []
     assert judged([100.0], flops=0.4e9, **prompts) == [], "what takes long to launch says nothing of arithmetic"
+
+
+def test_what_a_trace_and_a_minute_find_is_told_once_and_without_what_it_explains() -> None:
+    def found(code: str, title: str = "") -> Finding:
+        return Finding("warning", code, title, "", "", "")
+
+    assert codes(causes_of([found("collectives")], [found("slow_rank")])) == ["slow_rank"]
+    assert codes(causes_of([found("slow_rank")], [found("host_gaps"), found("collectives")])) == [
+        "slow_rank", "host_gaps"
+    ]  # fmt: skip
+    (told,) = causes_of([found("host_gaps", "by the trace")], [found("host_gaps", "by the minute")])
+    assert told.title == "by the trace"
+    assert causes_of([], []) == []
 
 
 def test_expectations() -> None:

@@ -92,15 +92,14 @@ def _judge_live(url: str, api_key_file: Path | None, as_json: bool) -> None:
     import msgspec
     from rich.console import Console
 
-    from phalanx.doctor.live import findings_of, picture_of
+    from phalanx.doctor.live import causes_of, findings_of, picture_of
     from phalanx.doctor.report import show_findings
     from phalanx.doctor.running import fetch_notes, fetch_trace
 
     key = read_key(api_key_file)
     traces = fetch_trace(url, key, steps=_LIVE_STEPS, seconds=_LIVE_SECONDS)
     picture = picture_of(traces)
-    found = findings_of(picture)
-    found += [note for note in fetch_notes(url, key) if note.code not in {finding.code for finding in found}]
+    found = causes_of(findings_of(picture), fetch_notes(url, key))
     if as_json:
         print(json.dumps({"picture": msgspec.to_builtins(picture), "findings": msgspec.to_builtins(found)}))
         return

@@ -19,7 +19,8 @@ def disagreement(marks: Mapping[int, Sequence[int]]) -> str | None:
         if not others:
             continue
         alone = [rank for rank, digest in zip(marks, found, strict=True) if digest != common]
-        name = _name(place, place == len(columns) - 1, looked_before=not place or any(columns[place - 1]))
+        looked_at = [before for before in range(place) if any(columns[before])]
+        name = _name(place, place == len(columns) - 1, looked_at[-1] if looked_at else None)
         if votes <= len(found) - votes:
             return f"Ranks {_and(sorted(marks))} differ {name}; which of them is right cannot be told."
         who = f"Rank {alone[0]} differs" if len(alone) == 1 else f"Ranks {_and(alone)} differ"
@@ -31,9 +32,14 @@ def _and(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
-def _name(place: int, is_last: bool, looked_before: bool) -> str:
+def _name(place: int, is_last: bool, same_at: int | None) -> str:
+    """Where it came in: behind the place at which all were last seen to be the same."""
     if is_last:
         return "in the tokens they sampled"
     if place == 0:
         return "in what the embedding gave"
-    return f"in the residual stream {'' if looked_before else 'somewhere up to and '}behind layer {place - 1}"
+    if same_at == place - 1:
+        return f"in the residual stream behind layer {place - 1}"
+    if same_at is None:
+        return f"in the residual stream somewhere up to and behind layer {place - 1}"
+    return f"in the residual stream behind one of the layers {same_at} to {place - 1}"

@@ -288,11 +288,21 @@ void skinny_gemm(const float *x, const float *w, const float *bias, float *y, in
     }
 }
 
-/* out = sum over words of word * (2 * column + 1), modulo 2^64. */
+#define DIGEST_COLUMNS 8
+
+/* out = sum over words of word * (2 * column + 1), modulo 2^64: rows are added up first, some columns at once. */
 void row_digest(const unsigned long long *words, unsigned long long *out, index_t rows, index_t width) {
     unsigned long long total = 0;
-    for (index_t row = 0; row < rows; row++)
-        for (index_t i = 0; i < width; i++) total += words[row * width + i] * (2 * (unsigned long long)i + 1);
+    index_t first = 0;
+    for (; first + DIGEST_COLUMNS <= width; first += DIGEST_COLUMNS) {
+        unsigned long long sums[DIGEST_COLUMNS] = {0};
+        for (const unsigned long long *row = words + first; row < words + rows * width; row += width)
+            for (index_t i = 0; i < DIGEST_COLUMNS; i++) sums[i] += row[i];
+        for (index_t i = 0; i < DIGEST_COLUMNS; i++) total += sums[i] * (2 * (unsigned long long)(first + i) + 1);
+    }
+    for (; first < width; first++)
+        for (index_t row = 0; row < rows; row++)
+            total += words[row * width + first] * (2 * (unsigned long long)first + 1);
     *out = total;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,25 @@ def row_digest(rows: Tensor, out: Tensor) -> None:
         row_digest_torch(rows.contiguous(), out)
 
 
+def digests_into(marks: Tensor) -> Callable[[int, Tensor], None]:
+    """What puts the digest of rows into one of these numbers. On a CPU it is called many times a step: all that does
+    not change is looked up now.
+    """
+    places, kernels = list(marks), cpu.library() if marks.is_cpu else None
+    if kernels is None:
+        return lambda place, rows: row_digest(rows, places[place])
+    digest, addresses = kernels.row_digest, [place.data_ptr() for place in places]
+
+    def put(place: int, rows: Tensor) -> None:
+        shape = rows.shape
+        if len(shape) != 2 or shape[1] % 2 or rows.dtype is not torch.float32 or not rows.is_contiguous():
+            row_digest(rows, places[place])
+        else:
+            digest(rows.data_ptr(), addresses[place], shape[0], shape[1] // 2)
+
+    return put
+
+
 def row_digest_torch(rows: Tensor, out: Tensor) -> None:
     """The definition."""
     bits = words(rows).flatten(0, -2)
@@ -37,6 +58,6 @@ def row_digest_torch(rows: Tensor, out: Tensor) -> None:
     torch.sum(bits * odd, dim=(0, 1), out=out)
 
 
-def plain_digest(memory: Tensor) -> Tensor:
+def plain_digest(words: Tensor) -> Tensor:
     """The sum of all words modulo 2^64: one flipped bit changes it for sure. Nothing is copied."""
-    return words(memory).sum(dtype=torch.int64)
+    return words.sum(dtype=torch.int64)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.kernels.digest import row_digest
+from phalanx.kernels.digest import digests_into
 
 
 class LayerWatch(Protocol):
@@ -16,27 +16,39 @@ class LayerWatch(Protocol):
         ...
 
 
+LOOKED_AT = 8
+"""Layers that a CPU looks at in a step, besides the last."""
+_NOBODYS = -1
+
+
 class Canary:
     """Digests of the stream, which must be the same on every rank: it has gone through the same sums everywhere.
 
     They are part of the step on its own device, so that a graph can hold them. What differs in the stream stays in it
     to the end, so the last two find it, and that is all a GPU can afford in every step; those of every layer tell where
-    it came in.
+    it came in. A CPU takes some of them by turns.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.marks = torch.zeros(layers + 1, dtype=torch.int64, device=device)
-        self._every_layer = self._always = device.type == "cpu"
-        self._places = list(self.marks)
+        self._last = layers
+        self._usually_apart = -(-layers // LOOKED_AT)
+        self._apart, self._turn = self._usually_apart, _NOBODYS
+        self._put = digests_into(self.marks)
 
-    def look_at_every_layer(self, every: bool) -> None:
-        if not self._always:
-            self._every_layer = every
+    def begin(self, step: int) -> None:
+        """Ranks look at the same layers of a step: its number says at which. What a graph holds stays as it is."""
+        if self.marks.is_cpu:
+            self._turn = step % self._apart
             self.marks.zero_()
 
+    def look_at_every_layer(self, every: bool) -> None:
+        self._apart, self._turn = (1, 0) if every else (self._usually_apart, _NOBODYS)
+        self.marks.zero_()
+
     def mark(self, place: int, stream: Tensor) -> None:
-        if self._every_layer or place >= len(self._places) - 2:
-            row_digest(stream, self._places[place])
+        if place >= self._last - 1 or place % self._apart == self._turn:
+            self._put(place, stream)
 
 
 class Finite:

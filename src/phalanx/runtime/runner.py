@@ -150,7 +150,9 @@ class TorchRunner:
     def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         self._copy_states(plan.restored)
-        graphs = self._graphs_for(plan)
+        graphs, canary = self._graphs_for(plan), self.model.watch
+        if isinstance(canary, Canary):
+            canary.begin(plan.step)
         ran = self._forward(plan, clock, self.model) if graphs is None else self._replay(plan, graphs, clock)
         clock.mark()
         reading = ran.sampled.start_reading() if ran.sampled is not None else None
@@ -160,7 +162,6 @@ class TorchRunner:
             clock.mark()
         drafts = drafts.start_reading() if drafts is not None else None
         found = ran.found.start_reading() if ran.found is not None else None
-        canary = self.model.watch
         marks = canary.marks.to("cpu", copy=True, non_blocking=True) if isinstance(canary, Canary) else None
         weights = self.weights.read() if self.weights is not None else None
         done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import EngineDeadError
-from phalanx.kernels.digest import plain_digest
+from phalanx.kernels.digest import plain_digest, words
 from phalanx.layers.decoder import Decoder
 
 PASS_STEPS = 1024
@@ -18,15 +18,15 @@ PASS_STEPS = 1024
 LEAST_BYTES = 1 << 16
 """It takes as long to begin a reading as to read that much: tiny models are read in fewer steps."""
 
-GPU_PAUSE = 8
-"""A GPU takes longer to begin a reading than to read that much: there it reads as much more every so many steps."""
+PAUSES = {"cpu": 4, "cuda": 8}
+"""It takes longer to begin a reading than to read that much: as much more is read every so many steps."""
 
 
 class Stretch(NamedTuple):
-    """A stretch of a tensor's memory."""
+    """A stretch of a tensor's memory, as whole numbers."""
 
     name: str
-    memory: Tensor
+    words: Tensor
 
 
 class DigestReading(NamedTuple):
@@ -42,15 +42,12 @@ class WeightWatch:
     Who has but a share of its parameters active in a step reads as much less at a time.
     """
 
-    _pause = 1
-
     def __init__(self, model: Decoder) -> None:
         spec = model.place.spec
         self._rank = model.place.group.rank
         tensors = [(name, tensor) for name, part in model.weights() for tensor in _tensors(part) if tensor.numel()]
         total = sum(tensor.nbytes for _, tensor in tensors)
-        if model.place.device.type == "cuda":
-            self._pause = GPU_PAUSE
+        self._pause = PAUSES[model.place.device.type]
         at_once = max(LEAST_BYTES, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
         self._turns = list(_turns(tensors, at_once))
         self._loaded = [_digests(turn).tolist() for turn in self._turns]
@@ -95,7 +92,7 @@ def _turns(tensors: list[tuple[str, Tensor]], at_once: int) -> Iterator[list[Str
     room = at_once
     for name, tensor in tensors:
         for memory in _cut(tensor, at_once):
-            turn.append(Stretch(name, memory))
+            turn.append(Stretch(name, words(memory)))
             room -= memory.nbytes
             if room <= 0:
                 yield turn
@@ -109,4 +106,6 @@ def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
 
 
 def _digests(turn: list[Stretch]) -> Tensor:
-    return torch.stack([plain_digest(piece.memory) for piece in turn])
+    if len(turn) == 1:
+        return plain_digest(turn[0].words)[None]
+    return torch.stack([plain_digest(piece.words) for piece in turn])

@@ -6,7 +6,7 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from phalanx.doctor.finding import Finding
@@ -36,7 +36,16 @@ def findings_of(picture: Picture) -> list[Finding]:
         finding = rule(picture)
         if finding is not None:
             found.append(finding)
-    return list(_causes(found))
+    return causes_of(found)
+
+
+def causes_of(*findings: Sequence[Finding]) -> list[Finding]:
+    """Of what was found in several ways, each once, without what others explain."""
+    found = {finding.code: finding for each in reversed(findings) for finding in each}
+    explained = set().union(*(_EXPLAINS.get(code, set()) for code in found))
+    order = [rule.__name__ for rule in RULES]
+    causes = [finding for code, finding in found.items() if code not in explained]
+    return sorted(causes, key=lambda each: order.index(each.code) if each.code in order else len(order))
 
 
 _EXPLAINS = {
@@ -47,11 +56,6 @@ _EXPLAINS = {
     "collectives": {"no_overlap", "below_expected"},
     "graphs_missed": {"host_gaps", "low_bandwidth"},
 }
-
-
-def _causes(found: list[Finding]) -> Iterator[Finding]:
-    explained = set().union(*(_EXPLAINS.get(finding.code, set()) for finding in found))
-    return (finding for finding in found if finding.code not in explained)
 
 
 def slow_rank(seen: Picture) -> Finding | None:
