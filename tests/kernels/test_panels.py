@@ -83,13 +83,15 @@ def test_numbers_that_16_bits_hold_lose_nothing(bits: int) -> None:
         assert relative(product(x[:tokens], panels, None), wanted[:tokens]) < order_of_sums(96)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    """But for the order of sums."""
-    panels, _ = make(64, 320, 4, 32, torch.float16, minimums=True)
-    x = torch.randn(7, 320)
-    together = product(x, panels, None)
-    for row in range(7):
-        assert relative(product(x[row : row + 1], panels, None), together[row : row + 1].double()) < order_of_sums(320)
+@pytest.mark.parametrize("minimums", [False, True])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(bits: int, minimums: bool) -> None:
+    """Several kernels share the rows of a product among them: one, two and three rows have their own."""
+    panels, _ = make(72, 320, bits, 32, torch.float16, minimums)
+    x = torch.randn(11, 320)
+    alone = torch.cat([product(row[None], panels, None) for row in x])
+    for count in range(2, 12):
+        assert torch.equal(product(x[:count], panels, None), alone[:count])
 
 
 def test_rows_of_zeros_and_of_tiny_numbers() -> None:

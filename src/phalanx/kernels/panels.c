@@ -24,11 +24,13 @@
 #define WORDS 8                  /* of 4 columns in a block */
 #define STEP (PANEL * 4)         /* bytes of a word of all outputs */
 #define VECTORS (STEP / WIDTH)   /* that hold them */
+#define HALF_PANEL ((VECTORS + 1) / 2)
 #define LANES (WIDTH / 4)
 #define PLANES 2
 #define BASE 256
 #define LARGEST (127 * BASE + 127)
 #define ROWS 4                   /* whose sums fit into registers at once */
+#define FEW 3                    /* rows for which weights are unpacked in registers */
 #define PARALLEL_FROM 16384      /* multiply-adds, below which one thread is quicker than two */
 
 typedef long long index_t;
@@ -129,10 +131,11 @@ INLINE bytes unpack(const uint8_t *block, const int word, const int vector, cons
 
 INLINE index_t block_bytes(const int bits) { return STEP * bits; }
 
-/* One row of x in whole numbers: blocks of [planes][32] bytes, and for each the scale and the sum of its numbers. */
+/* One row of x in whole numbers: blocks of [planes][32] bytes, for each the scale and the sum of its numbers, and what
+ * that sum stands for. */
 struct input {
     int8_t *codes;
-    float *scales;
+    float *scales, *shares;
     int32_t *sums;
 };
 
@@ -153,6 +156,7 @@ static void round_row(const float *x, index_t columns, struct input out) {
         }
         out.scales[at / BLOCK] = scale;
         out.sums[at / BLOCK] = sum;
+        out.shares[at / BLOCK] = scale * sum;
     }
 }
 
@@ -171,39 +175,46 @@ INLINE void put(const floats *total, const float *bias, float *y, index_t width)
     for (index_t i = 0; i < width; i++) y[i] = out[i] + (bias ? bias[i] : 0);
 }
 
-/* 16 outputs of one row, of which `width` are there: both planes at once, so that each weight is unpacked once. */
-INLINE void multiply(struct panel w, struct input x, const float *bias, float *y, index_t width, const int bits,
-                     const int small, const enum scale_kind kind, const int has_minimums) {
-    floats total[VECTORS] = {{0}};
-    index_t at = 0, left = w.group;
+/* `some` vectors of outputs, from `first` on, of a few rows: both planes at once, so that each weight is unpacked once. */
+INLINE void multiply(struct panel w, const struct input *x, floats (*out)[VECTORS], const int first, const int some,
+                     const int rows, const int bits, const int small, const enum scale_kind kind, const int has_minimums) {
+    floats total[FEW][VECTORS] = {{{0}}};
+    index_t at = first * LANES, left = w.group;
     for (index_t block = 0; block < w.blocks; block++) {
-        ints acc[PLANES][VECTORS];
-        memset(acc, 0, sizeof acc);
+        ints acc[PLANES][FEW][VECTORS] = {{{{0}}}};
         const uint8_t *codes = w.codes + block * block_bytes(bits);
         __builtin_prefetch(codes + 8 * block_bytes(bits));
         __builtin_prefetch(codes + 8 * block_bytes(bits) + STEP);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half++) {
-            quad inputs[PLANES];
+            quad inputs[PLANES][FEW];
             for (int p = 0; p < PLANES; p++)
-                inputs[p] = load_quad(x.codes + (block * PLANES + p) * BLOCK + half * BLOCK / 2);
+                for (int r = 0; r < rows; r++)
+                    inputs[p][r] = load_quad(x[r].codes + (block * PLANES + p) * BLOCK + half * BLOCK / 2);
 #pragma GCC unroll 4
             for (int word = 0; word < WORDS / 2; word++)
-                for (int v = 0; v < VECTORS; v++) {
-                    bytes weights = unpack(codes, half * WORDS / 2 + word, v, bits);
-                    for (int p = 0; p < PLANES; p++) acc[p][v] = dot(acc[p][v], weights, inputs[p], word, small);
+                for (int v = 0; v < some; v++) {
+                    bytes weights = unpack(codes, half * WORDS / 2 + word, first + v, bits);
+                    for (int p = 0; p < PLANES; p++)
+                        for (int r = 0; r < rows; r++)
+                            acc[p][r][v] = dot(acc[p][r][v], weights, inputs[p][r], word, small);
                 }
         }
-        for (int v = 0; v < VECTORS; v++) {
-            ints sum = (acc[0][v] << 8) + acc[1][v];
-            if (!has_minimums && small) sum -= w.shift * x.sums[block];
-            total[v] += __builtin_convertvector(sum, floats) * (load_scales(w.scales, at + v * LANES, kind) * x.scales[block]);
-            if (has_minimums)
-                total[v] += load_scales(w.minimums, at + v * LANES, kind) * (x.scales[block] * x.sums[block]);
+        for (int v = 0; v < some; v++) {
+            floats scales = load_scales(w.scales, at + v * LANES, kind);
+            for (int r = 0; r < rows; r++) {
+                ints sum = (acc[0][r][v] << 8) + acc[1][r][v];
+                if (!has_minimums && small) sum -= w.shift * x[r].sums[block];
+                total[r][v] += __builtin_convertvector(sum, floats) * (scales * x[r].scales[block]);
+            }
+            if (!has_minimums) continue;
+            floats minimums = load_scales(w.minimums, at + v * LANES, kind);
+            for (int r = 0; r < rows; r++) total[r][v] += minimums * x[r].shares[block];
         }
         if (--left == 0) at += PANEL, left = w.group;
     }
-    put(total, bias, y, width);
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < some; v++) out[r][first + v] = total[r][v];
 }
 
 /* The same for `rows` rows, which lie `stride` apart in y, with a byte a code and scales in float32. One plane comes after
@@ -238,7 +249,7 @@ INLINE void multiply_rows(struct panel w, const struct input *x, const float *bi
                 total[r][v] += __builtin_convertvector(acc[r][v], floats) * (scales * x[r].scales[block]);
             if (has_minimums) {
                 floats minimums = load_scales(w.minimums, at + v * LANES, FLOAT);
-                for (int r = 0; r < rows; r++) total[r][v] += minimums * (x[r].scales[block] * x[r].sums[block]);
+                for (int r = 0; r < rows; r++) total[r][v] += minimums * x[r].shares[block];
             }
         }
         if (--left == 0) at += PANEL, left = w.group;
@@ -246,10 +257,11 @@ INLINE void multiply_rows(struct panel w, const struct input *x, const float *bi
     for (int r = 0; r < rows; r++) put(total[r], bias, y + r * stride, width);
 }
 
-static void one_row(struct panel w, struct input x, const float *bias, float *y, index_t width, int bits, int kind) {
+static void one_row(struct panel w, const struct input *x, const float *bias, float *y, index_t width, int bits, int kind) {
+    floats out[1][VECTORS];
 #define CASE(b, k) \
-    if (bits == b && kind == k && !w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 0); \
-    if (bits == b && kind == k && w.minimums) multiply(w, x, bias, y, width, b, b < 8, k, 1)
+    if (bits == b && kind == k && !w.minimums) multiply(w, x, out, 0, VECTORS, 1, b, b < 8, k, 0); \
+    if (bits == b && kind == k && w.minimums) multiply(w, x, out, 0, VECTORS, 1, b, b < 8, k, 1)
     CASE(4, HALF);
     CASE(4, FLOAT);
     CASE(4, BFLOAT);
@@ -260,27 +272,34 @@ static void one_row(struct panel w, struct input x, const float *bias, float *y,
     CASE(8, FLOAT);
     CASE(8, BFLOAT);
 #undef CASE
+    put(out[0], bias, y, width);
 }
 
 /* The same panel with a byte a code and scales in float32, for many rows. */
 INLINE void widen_codes(struct panel w, uint8_t *codes, const int bits) {
-    for (index_t block = 0; block < w.blocks; block++)
+    for (index_t block = 0; block < w.blocks; block++) {
+        for (int line = 0; line < bits; line++) __builtin_prefetch(w.codes + (block + 8) * block_bytes(bits) + line * STEP);
         for (int word = 0; word < WORDS; word++)
             for (int v = 0; v < VECTORS; v++)
                 *(bytes *)(codes + block * block_bytes(8) + word * STEP + v * WIDTH) =
                     unpack(w.codes + block * block_bytes(bits), word, v, bits);
+    }
 }
 
 INLINE void widen_scales(const void *scales, float *wide, index_t count, const enum scale_kind kind) {
     for (index_t i = 0; i < count; i += LANES) *(floats *)(wide + i) = load_scales(scales, i, kind);
 }
 
-static struct panel widened(struct panel w, uint8_t *codes, float *scales, int bits, int kind) {
-    index_t count = (w.blocks + w.group - 1) / w.group * PANEL;
-    struct panel wide = w;
+static struct panel with_wide_codes(struct panel w, uint8_t *codes, int bits) {
     if (bits == 4) widen_codes(w, codes, 4);
     if (bits == 5) widen_codes(w, codes, 5);
-    if (bits != 8) wide.codes = codes;
+    if (bits != 8) w.codes = codes;
+    return w;
+}
+
+static struct panel with_wide_scales(struct panel w, float *scales, int kind) {
+    index_t count = (w.blocks + w.group - 1) / w.group * PANEL;
+    struct panel wide = w;
     for (int part = 0; part < 2; part++) {
         const void *from = part ? w.minimums : w.scales;
         if (!from) continue;
@@ -291,6 +310,26 @@ static struct panel widened(struct panel w, uint8_t *codes, float *scales, int b
     wide.scales = scales;
     wide.minimums = w.minimums ? scales + count : 0;
     return wide;
+}
+
+/* Two or three rows of weights that are packed: as many outputs at once as have their sums in registers. */
+static void few_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
+                     index_t width, int bits) {
+    floats out[FEW][VECTORS];
+#define CASE(b, r, some, has_minimums) \
+    if (bits == b && rows == r && !w.minimums == !has_minimums) \
+        for (int first = 0; first < VECTORS; first += some) \
+            multiply(w, x, out, first, some, r, b, 1, FLOAT, has_minimums)
+    CASE(4, 2, VECTORS, 0);
+    CASE(4, 2, VECTORS, 1);
+    CASE(5, 2, VECTORS, 0);
+    CASE(5, 2, VECTORS, 1);
+    CASE(4, 3, HALF_PANEL, 0);
+    CASE(4, 3, HALF_PANEL, 1);
+    CASE(5, 3, HALF_PANEL, 0);
+    CASE(5, 3, HALF_PANEL, 1);
+#undef CASE
+    for (index_t r = 0; r < rows; r++) put(out[r], bias, y + r * stride, width);
 }
 
 INLINE void all_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
@@ -331,11 +370,12 @@ static struct panel panel_of(const struct matrix *w, index_t number) {
 void panel_product(const struct matrix *w, const float *x, const float *bias, float *y, index_t m) {
     index_t n = w->rows, k = w->columns, blocks = (k + BLOCK - 1) / BLOCK, panels = (n + PANEL - 1) / PANEL;
     int8_t *rounded = aligned_alloc(64, m * blocks * PLANES * BLOCK);
-    float *scales = malloc(m * blocks * sizeof(float));
+    float *scales = malloc(m * blocks * sizeof(float)), *shares = malloc(m * blocks * sizeof(float));
     int32_t *sums = malloc(m * blocks * sizeof(int32_t));
     struct input *inputs = malloc(m * sizeof(struct input));
     for (index_t row = 0; row < m; row++)
-        inputs[row] = (struct input){rounded + row * blocks * PLANES * BLOCK, scales + row * blocks, sums + row * blocks};
+        inputs[row] = (struct input){rounded + row * blocks * PLANES * BLOCK, scales + row * blocks, shares + row * blocks,
+                                     sums + row * blocks};
     if (m == 1) round_row(x, k, inputs[0]);
 #pragma omp parallel if (m * n * k > PARALLEL_FROM)
     {
@@ -350,16 +390,21 @@ void panel_product(const struct matrix *w, const float *x, const float *bias, fl
             struct panel own = panel_of(w, p);
             const float *own_bias = bias ? bias + p * PANEL : 0;
             index_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-            if (m == 1) one_row(own, inputs[0], own_bias, y + p * PANEL, width, w->bits, w->scale_kind);
+            if (m == 1) {
+                one_row(own, inputs, own_bias, y + p * PANEL, width, w->bits, w->scale_kind);
+                continue;
+            }
+            own = with_wide_scales(own, wide_scales, w->scale_kind);
+            if (m <= FEW && w->bits < 8) few_rows(own, inputs, own_bias, y + p * PANEL, m, n, width, w->bits);
             else
-                many_rows(widened(own, wide, wide_scales, w->bits, w->scale_kind), inputs, own_bias, y + p * PANEL, m, n,
-                          width, w->bits < 8);
+                many_rows(with_wide_codes(own, wide, w->bits), inputs, own_bias, y + p * PANEL, m, n, width, w->bits < 8);
         }
         free(wide);
         free(wide_scales);
     }
     free(rounded);
     free(scales);
+    free(shares);
     free(sums);
     free(inputs);
 }
