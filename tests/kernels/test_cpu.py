@@ -94,6 +94,40 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: 
     close(out, wanted)
 
 
+SIGHTS = [Sight(), Sight(window=7), Sight(window=300), Sight(window=64, chunked=True), Sight(sinks=torch.randn(6))]
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("start", [0, 3, 250, 1023, 4090])
+def test_rows_of_one_sequence_share_a_reading_of_its_keys(start: int, sight: Sight) -> None:
+    """Beside rows of others, over the ends of blocks and of the parts that threads share: the bits of each row alone."""
+    heads, kv_heads, head_dim, block_size = 6, 2, 20, 16
+    positions = torch.cat([torch.tensor([40]), torch.arange(start, start + 13), torch.tensor([7, 40])])
+    slots = torch.tensor([0, *[1] * 13, 2, 3])
+    tables = torch.randperm(4 * (width := 260)).view(4, width)
+    cache = torch.randn(len(tables.flatten()), block_size, 2, kv_heads, head_dim)
+    q = torch.randn(len(slots), heads, head_dim) * 3
+
+    def attended(rows: slice) -> tuple[Tensor, Tensor]:
+        decode = DecodeRows(tables, slots[rows], positions[rows])
+        masks = SightMasks(AttentionBatch(positions[rows], decode, []), block_size, torch.float64)
+        out = poisoned(len(slots[rows]), heads, head_dim)
+        decode_attention(q[rows], cache, decode, masks, sight, head_dim**-0.5, out)
+        wanted = decode_attention_torch(
+            q[rows].double(), cache.double(), decode, masks.decode(sight), head_dim**-0.5, sinks=sight.sinks
+        )
+        return out, wanted
+
+    together, wanted = attended(slice(None))
+    close(together, wanted)
+    alone = torch.cat([attended(slice(row, row + 1))[0] for row in range(len(slots))])
+    assert torch.equal(together, alone)
+    last = start + 12
+    cache[tables[1, last // block_size], last % block_size] = float("nan")  # no row before it may look there
+    others = torch.arange(len(slots)) != 13
+    assert torch.equal(attended(slice(None))[0][others], alone[others])
+
+
 @pytest.mark.parametrize("rows", SKINNY)
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (3, 5), (130, 7), (64, 1)])
 def test_skinny_gemm(rows: int, inputs: int, outputs: int) -> None:

@@ -156,7 +156,7 @@ def decode_attention(
         table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
         cpu.call(
             "decode_attention",
-            *(q, cache, table, rows.positions, out),
+            *(q, cache, rows.slots, table, rows.positions, out),
             *(count, q.stride(0), table.shape[1], *sizes, sight.window or 0, int(sight.chunked), sight.sinks, scale),
         )
     else:

@@ -7,8 +7,12 @@
 #include <omp.h>
 #include <sched.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -24,15 +28,17 @@ typedef long long index_t;
 
 #define PARALLEL_FROM 16384 /* multiply-adds or elements, below which one thread is quicker than two */
 
+#define INLINE static inline __attribute__((always_inline))
+
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec v) { *(vec *)p = v; }
 static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 static inline float sum(vec v) {
-    float total = v[0];
-    for (int i = 1; i < LANES; i++) total += v[i];
-    return total;
+    for (int apart = 1; apart < LANES; apart *= 2)
+        for (int i = 0; i < LANES; i += 2 * apart) v[i] += v[i + apart];
+    return v[0];
 }
 
 static inline float dot(const float *a, const float *b, index_t n) {
@@ -62,20 +68,41 @@ void add_rms_norm(const float *x, float *residual, const float *weight, float *o
     }
 }
 
-/* exp(x) to float precision: 2^n * e^r with |r| <= ln(2)/2. */
-static inline vec vexp(vec x) {
-    x = pick(x > 88.0f, splat(88.0f), x);
-    x = pick(x < -87.0f, splat(-87.0f), x);
-    ivec whole = __builtin_convertvector(x * 1.44269504f + pick(x < 0.0f, splat(-0.5f), splat(0.5f)), ivec);
-    vec n = __builtin_convertvector(whole, vec);
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vec)((whole + 127) << 23);
+#define AT_ONCE 4 /* vectors: one of them alone waits for each step of a long chain */
+
+/* exp(x) to float precision: 2^n * e^r with |r| <= ln(2)/2. Added to 1.5 * 2^23, n is in the lowest bits. */
+INLINE void vexp(vec *x, const int count) {
+    vec whole[AT_ONCE], n[AT_ONCE], p[AT_ONCE];
+#define EACH(step) \
+    for (int i = 0; i < count; i++) step
+    EACH(x[i] = pick(x[i] > 88.0f, splat(88.0f), x[i]));
+    EACH(x[i] = pick(x[i] < -87.0f, splat(-87.0f), x[i]));
+    EACH(whole[i] = x[i] * 1.44269504f + 0x1.8p23f);
+    EACH(n[i] = whole[i] - 0x1.8p23f);
+    EACH(x[i] = x[i] - n[i] * 0.693359375f);
+    EACH(x[i] = x[i] + n[i] * 2.12194440e-4f);
+    EACH(p[i] = 1.9875691500e-4f * x[i] + 1.3981999507e-3f);
+    EACH(p[i] = p[i] * x[i] + 8.3334519073e-3f);
+    EACH(p[i] = p[i] * x[i] + 4.1665795894e-2f);
+    EACH(p[i] = p[i] * x[i] + 1.6666665459e-1f);
+    EACH(p[i] = p[i] * x[i] + 5.0000001201e-1f);
+    EACH(p[i] = p[i] * x[i]);
+    EACH(p[i] = p[i] * x[i] + x[i]);
+    EACH(p[i] = p[i] + 1.0f);
+    EACH(x[i] = p[i] * (vec)(((ivec)whole[i] + 127) << 23));
+#undef EACH
+}
+
+INLINE void load_all(vec *x, const float *from) {
+    for (int i = 0; i < AT_ONCE; i++) x[i] = load(from + i * LANES);
+}
+
+/* silu(gate) * up of some vectors. */
+INLINE void gated(const float *gate, const float *up, float *out, const int count) {
+    vec x[AT_ONCE];
+    for (int i = 0; i < count; i++) x[i] = -load(gate + i * LANES);
+    vexp(x, count);
+    for (int i = 0; i < count; i++) store(out + i * LANES, load(gate + i * LANES) / (1.0f + x[i]) * load(up + i * LANES));
 }
 
 /* out = silu(gate) * up, where a row of gate_up is [gate | up]. */
@@ -83,16 +110,16 @@ void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width)
 #pragma omp parallel for if (rows > 1 && rows * width > PARALLEL_FROM)
     for (index_t row = 0; row < rows; row++) {
         const float *gate = gate_up + row * 2 * width, *up = gate + width;
+        float *own = out + row * width;
         index_t i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            vec g = load(gate + i);
-            store(out + row * width + i, g / (1.0f + vexp(-g)) * load(up + i));
-        }
+        for (; i + AT_ONCE * LANES <= width; i += AT_ONCE * LANES) gated(gate + i, up + i, own + i, AT_ONCE);
+        for (; i + LANES <= width; i += LANES) gated(gate + i, up + i, own + i, 1);
         if (i < width) { /* the rest in the same way: a column is the same wherever it stands */
-            float g[LANES] = {0}, rest[LANES];
-            memcpy(g, gate + i, (width - i) * sizeof(float));
-            store(rest, load(g) / (1.0f + vexp(-load(g))));
-            for (index_t j = i; j < width; j++) out[row * width + j] = rest[j - i] * up[j];
+            float of_rest[3][LANES] = {{0}};
+            memcpy(of_rest[0], gate + i, (width - i) * sizeof(float));
+            memcpy(of_rest[1], up + i, (width - i) * sizeof(float));
+            gated(of_rest[0], of_rest[1], of_rest[2], 1);
+            memcpy(own + i, of_rest[2], (width - i) * sizeof(float));
         }
     }
 }
@@ -118,98 +145,290 @@ void rotate_and_store(float *qkv, const float *cos, const float *sin, const inde
     }
 }
 
-/* scores[i] = q . keys[i] for the keys of one block, four keys at a time: each part of q is loaded once for all four. */
-static void score(const float *q, const float *keys, float *scores, index_t count, index_t entry, index_t head_dim) {
-    index_t i = 0;
-    for (; i + 4 <= count; i += 4) {
-        vec acc[4] = {{0}, {0}, {0}, {0}};
-        index_t d = 0;
-        for (; d + LANES <= head_dim; d += LANES)
-            for (int key = 0; key < 4; key++) acc[key] += load(q + d) * load(keys + (i + key) * entry + d);
-        for (int key = 0; key < 4; key++) {
-            scores[i + key] = sum(acc[key]);
-            for (index_t rest = d; rest < head_dim; rest++) scores[i + key] += q[rest] * keys[(i + key) * entry + rest];
-        }
-    }
-    for (; i < count; i++) scores[i] = dot(q, keys + i * entry, head_dim);
+/* Keys of a query, or several, are read in parts that threads share. How long these are depends on what the query looks at
+ * alone, and each of its sums is made in one order: it has the same bits whoever is beside it. */
+#define PART 256       /* positions, at least */
+#define MOST_PARTS 16
+#define ROOM (PART + AT_ONCE * LANES) /* for scores */
+#define KEYS 4         /* at once */
+#define QUERIES 32     /* of one KV head that share a reading of its keys and values */
+#if defined(__AVX__) && !defined(__AVX512F__)
+#define TOGETHER 2     /* of them whose sums fit into registers */
+#else
+#define TOGETHER 4
+#endif
+
+/* A query head of one row: it looks at positions from `start` up to `stop`, and leaves what it found in `found`: the
+ * largest score, the sum of weights, and the sum of weighted values. */
+struct query {
+    const float *q;
+    float *found;
+    index_t start, stop;
+};
+
+INLINE void put_sums(const vec *of_keys, float *out) {
+#if defined(__aarch64__)
+    typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+    *(four *)out = (four)vpaddq_f32(vpaddq_f32((float32x4_t)of_keys[0], (float32x4_t)of_keys[1]),
+                                    vpaddq_f32((float32x4_t)of_keys[2], (float32x4_t)of_keys[3]));
+#else
+    for (int key = 0; key < KEYS; key++) out[key] = sum(of_keys[key]);
+#endif
 }
 
-/* out = out * shrink + sum of weights[i] * values[i]: eight vectors of the head stay in registers over all positions. */
-static void blend(const float *weights, const float *values, float *out, float shrink, index_t count, index_t entry,
-                  index_t head_dim) {
+/* scores[query][i] = query . keys[i] for some keys, `apart` from each other: each part of a key is loaded once for several
+ * queries. */
+INLINE void score_keys(const struct query *queries, const float *keys, index_t apart, float *sums, index_t sums_apart,
+                       index_t head_dim, const int together) {
+    vec acc[TOGETHER][KEYS] = {{{0}}};
     index_t d = 0;
-    for (; d + 8 * LANES <= head_dim; d += 8 * LANES) {
-        vec acc[8];
-        for (int j = 0; j < 8; j++) acc[j] = load(out + d + j * LANES) * shrink;
-        for (index_t i = 0; i < count; i++)
-            for (int j = 0; j < 8; j++) acc[j] += weights[i] * load(values + i * entry + d + j * LANES);
-        for (int j = 0; j < 8; j++) store(out + d + j * LANES, acc[j]);
+    for (; d + LANES <= head_dim; d += LANES) {
+        vec parts[KEYS];
+        for (int k = 0; k < KEYS; k++) parts[k] = load(keys + k * apart + d);
+        for (int q = 0; q < together; q++)
+            for (int k = 0; k < KEYS; k++) acc[q][k] += load(queries[q].q + d) * parts[k];
     }
-    for (; d < head_dim; d++) {
-        float total = out[d] * shrink;
-        for (index_t i = 0; i < count; i++) total += weights[i] * values[i * entry + d];
-        out[d] = total;
-    }
+    for (int q = 0; q < together; q++) put_sums(acc[q], sums + q * sums_apart);
+    for (; d < head_dim; d++)
+        for (int q = 0; q < together; q++)
+            for (int k = 0; k < KEYS; k++) sums[q * sums_apart + k] += queries[q].q[d] * keys[k * apart + d];
 }
 
-/* The query heads of one group against a stretch of cached positions: a running softmax, the same keys for all heads. */
-static void attend(const float *q, const float *keys, const float *values, float *out, float *best, float *total,
-                   index_t group, index_t count, index_t entry, index_t head_dim, float scale) {
-    float scores[count + LANES];
-    for (index_t head = 0; head < group; head++) {
-        score(q + head * head_dim, keys, scores, count, entry, head_dim);
-        float top = best[head];
-        for (index_t i = 0; i < count; i++) {
-            scores[i] *= scale;
-            if (scores[i] > top) top = scores[i];
-        }
-        float shrink = expf(best[head] - top);
-        for (index_t i = 0; i < count; i += LANES) store(scores + i, vexp(load(scores + i) - top));
-        total[head] *= shrink;
-        for (index_t i = 0; i < count; i++) total[head] += scores[i];
-        best[head] = top;
-        blend(scores, values, out + head * head_dim, shrink, count, entry, head_dim);
+INLINE void score(const struct query *queries, const float *keys, float (*scores)[ROOM], index_t count,
+                  index_t entry, index_t head_dim, const int together) {
+    index_t i = 0;
+    for (; i + KEYS <= count; i += KEYS)
+        score_keys(queries, keys + i * entry, entry, scores[0] + i, ROOM, head_dim, together);
+    for (; i < count; i++) { /* in the same way, for the same bits */
+        float sums[TOGETHER * KEYS];
+        score_keys(queries, keys + i * entry, 0, sums, KEYS, head_dim, together);
+        for (int q = 0; q < together; q++) scores[q][i] = sums[q * KEYS];
     }
 }
 
-/* Ask for the keys and values of a block before they are needed. */
-static void prefetch_block(const float *keys, index_t block_size, index_t entry, index_t value, index_t head_dim) {
-    for (index_t i = 0; i < block_size; i++)
-        for (index_t d = 0; d < head_dim; d += 16) {
-            __builtin_prefetch(keys + i * entry + d);
-            __builtin_prefetch(keys + i * entry + value + d);
+/* Scores to weights, for a running softmax; what was found before shrinks where there is a new largest score. */
+static void soften(float *scores, index_t count, float scale, float *found, index_t head_dim) {
+    vec tops[AT_ONCE], sums[AT_ONCE] = {{0}}, some[AT_ONCE];
+    for (int i = 0; i < AT_ONCE; i++) tops[i] = splat(-INFINITY);
+    for (index_t i = 0; i < AT_ONCE * LANES; i++) scores[count + i] = -INFINITY;
+    for (index_t at = 0; at < count; at += AT_ONCE * LANES) {
+        load_all(some, scores + at);
+        for (int i = 0; i < AT_ONCE; i++) tops[i] = pick(some[i] > tops[i], some[i], tops[i]);
+    }
+    for (int i = 1; i < AT_ONCE; i++) tops[0] = pick(tops[i] > tops[0], tops[i], tops[0]);
+    float before = found[0], best = before;
+    for (int lane = 0; lane < LANES; lane++) best = tops[0][lane] * scale > best ? tops[0][lane] * scale : best;
+    for (index_t at = 0; at < count; at += AT_ONCE * LANES) {
+        load_all(some, scores + at);
+        for (int i = 0; i < AT_ONCE; i++) some[i] = some[i] * scale - best;
+        vexp(some, AT_ONCE);
+        for (int i = 0; i < AT_ONCE; i++) store(scores + at + i * LANES, some[i]);
+        if (at + AT_ONCE * LANES > count) {
+            for (index_t i = count; i < at + AT_ONCE * LANES; i++) scores[i] = 0;
+            load_all(some, scores + at);
         }
+        for (int i = 0; i < AT_ONCE; i++) sums[i] += some[i];
+    }
+    float shrink = expf(before - best);
+    found[0] = best;
+    found[1] = found[1] * shrink + sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (index_t d = 0; d < head_dim; d++) found[2 + d] *= shrink;
 }
 
-/* Attention of one new token a sequence. q and out rows are q_stride and heads * head_dim apart; window 0 means none. */
-void decode_attention(const float *q, const float *cache, const index_t *table, const index_t *positions, float *out,
-                      index_t rows, index_t q_stride, index_t table_width, index_t block_size, index_t heads,
-                      index_t kv_heads, index_t head_dim, index_t window, index_t chunked, const float *sinks,
-                      float scale) {
-    index_t entry = 2 * kv_heads * head_dim, value = kv_heads * head_dim, group = heads / kv_heads;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (index_t row = 0; row < rows; row++)
-        for (index_t kv = 0; kv < kv_heads; kv++) {
-            const index_t *blocks = table + row * table_width;
-            index_t last = positions[row], at = window && last >= window ? last - window + 1 : 0;
-            if (chunked) at = last / window * window;
-            float *o = out + (row * heads + kv * group) * head_dim, best[group], total[group];
-            for (index_t head = 0; head < group; head++)
-                best[head] = sinks ? sinks[kv * group + head] : -INFINITY, total[head] = sinks ? 1 : 0;
-            memset(o, 0, group * head_dim * sizeof(float));
-            while (at <= last) {
-                index_t block = at / block_size, end = (block + 1) * block_size;
-                const float *keys = cache + (blocks[block] * block_size + at % block_size) * entry + kv * head_dim;
-                if (end <= last)
-                    prefetch_block(cache + blocks[block + 1] * block_size * entry + kv * head_dim, block_size, entry,
-                                   value, head_dim);
-                attend(q + row * q_stride + kv * group * head_dim, keys, keys + value, o, best, total, group,
-                       (end <= last ? end : last + 1) - at, entry, head_dim, scale);
-                at = end;
-            }
-            for (index_t head = 0; head < group; head++)
-                for (index_t i = 0; i < head_dim; i++) o[head * head_dim + i] /= total[head];
+/* found += sum of weights[i] * values[i], `vectors` vectors of a head from `d` on. */
+INLINE void blend_some(const struct query *queries, const float *values, float (*weights)[ROOM], index_t count,
+                       index_t entry, index_t d, const int together, const int vectors) {
+    vec acc[TOGETHER][4];
+    for (int q = 0; q < together; q++)
+        for (int v = 0; v < vectors; v++) acc[q][v] = load(queries[q].found + 2 + d + v * LANES);
+    for (index_t i = 0; i < count; i++)
+        for (int v = 0; v < vectors; v++) {
+            vec value = load(values + i * entry + d + v * LANES);
+            for (int q = 0; q < together; q++) acc[q][v] += weights[q][i] * value;
         }
+    for (int q = 0; q < together; q++)
+        for (int v = 0; v < vectors; v++) store(queries[q].found + 2 + d + v * LANES, acc[q][v]);
+}
+
+INLINE void blend(const struct query *queries, const float *values, float (*weights)[ROOM], index_t count,
+                  index_t entry, index_t head_dim, const int together) {
+    index_t d = 0;
+    if (count <= 0) return;
+    for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
+        blend_some(queries, values, weights, count, entry, d, together, 4);
+    for (; d + LANES <= head_dim; d += LANES) blend_some(queries, values, weights, count, entry, d, together, 1);
+    for (; d < head_dim; d++)
+        for (int q = 0; q < together; q++)
+            for (index_t i = 0; i < count; i++) queries[q].found[2 + d] += weights[q][i] * values[i * entry + d];
+}
+
+/* Some queries, the first of which sees least ahead and the last least back: what all see at once, the rest one by one. */
+INLINE void blend_block(const struct query *queries, const float *values, float (*weights)[ROOM], index_t from,
+                        index_t to, index_t entry, index_t head_dim, const int together) {
+#define BETWEEN(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
+#define SOME(which, many, begin, end) \
+    blend(queries + which, values + ((begin) - from) * entry, (float(*)[ROOM])(weights[which] + (begin) - from), \
+          (end) - (begin), entry, head_dim, many)
+    index_t start = BETWEEN(queries[together - 1].start, from, to), stop = BETWEEN(queries[0].stop, start, to);
+    for (int q = 0; q < together; q++) SOME(q, 1, BETWEEN(queries[q].start, from, start), start);
+    SOME(0, together, start, stop);
+    for (int q = 0; q < together; q++) SOME(q, 1, stop, BETWEEN(queries[q].stop, stop, to));
+#undef SOME
+#undef BETWEEN
+}
+
+/* Ask for keys or values of a block before they are needed. */
+static void prefetch_block(const float *entries, index_t count, index_t entry, index_t head_dim) {
+    for (index_t i = 0; i < count; i++)
+        for (index_t d = 0; d < head_dim; d += 16) __builtin_prefetch(entries + i * entry + d);
+}
+
+/* What a layer's queries look at. */
+struct sight {
+    const float *cache;
+    index_t block_size, heads, kv_heads, head_dim, window, chunked;
+    float scale;
+};
+
+/* The keys or values of one head, from a position on. */
+static const float *entries_at(const struct sight *own, const index_t *blocks, index_t position, index_t head) {
+    index_t place = blocks[position / own->block_size] * own->block_size + position % own->block_size;
+    return own->cache + (2 * own->kv_heads * place + head) * own->head_dim;
+}
+
+/* Queries of one KV head, in the order of their positions, against those from `from` up to `to`, no more than PART. */
+static void attend(const struct sight *own, struct query *queries, index_t count, const index_t *blocks, index_t kv,
+                   index_t from, index_t to) {
+    float scores[QUERIES][ROOM];
+    index_t entry = 2 * own->kv_heads * own->head_dim, size = own->block_size, head_dim = own->head_dim;
+    for (int part = 0; part < 2; part++) {
+        for (index_t at = from, end; at < to; at = end) {
+            end = (at / size + 1) * size < to ? (at / size + 1) * size : to;
+            const float *entries = entries_at(own, blocks, at, kv + part * own->kv_heads);
+            if (end < to)
+                prefetch_block(entries_at(own, blocks, end, kv + part * own->kv_heads), size, entry, head_dim);
+            index_t q = 0;
+#define TAKE(together) \
+    for (; q + together <= count; q += together) { \
+        float(*of_block)[ROOM] = (float(*)[ROOM])(scores[q] + at - from); \
+        if (part) blend_block(queries + q, entries, of_block, at, end, entry, head_dim, together); \
+        else score(queries + q, entries, of_block, end - at, entry, head_dim, together); \
+    }
+            TAKE(TOGETHER);
+#if TOGETHER > 2
+            TAKE(3);
+            TAKE(2);
+#endif
+            TAKE(1);
+#undef TAKE
+        }
+        for (index_t q = 0; q < count && !part; q++) {
+            index_t start = queries[q].start > from ? queries[q].start : from;
+            index_t stop = queries[q].stop < to ? queries[q].stop : to;
+            if (start < stop) soften(scores[q] + start - from, stop - start, own->scale, queries[q].found, head_dim);
+        }
+    }
+}
+
+/* Rows of one sequence that follow each other, and the parts that what they look at is cut into. */
+struct run {
+    index_t first, rows, length, first_part, parts;
+};
+
+static index_t first_seen(const struct sight *own, index_t position) {
+    if (own->chunked) return position / own->window * own->window;
+    return own->window && position >= own->window ? position - own->window + 1 : 0;
+}
+
+static index_t part_length(const struct sight *own, index_t position) {
+    index_t length = PART;
+    while (length * MOST_PARTS <= position - first_seen(own, position)) length *= 2;
+    return length;
+}
+
+static struct run run_from(const struct sight *own, const index_t *slots, const index_t *positions, index_t first,
+                           index_t rows) {
+    index_t last = first, group = own->heads / own->kv_heads, length = part_length(own, positions[first]);
+    while (last + 1 < rows && slots[last + 1] == slots[first] && positions[last + 1] == positions[last] + 1 &&
+           (last + 2 - first) * group <= QUERIES && part_length(own, positions[last + 1]) == length)
+        last++;
+    index_t first_part = first_seen(own, positions[first]) / length;
+    return (struct run){first, last + 1 - first, length, first_part, positions[last] / length + 1 - first_part};
+}
+
+/* One part of a run, for the query heads of one KV head. */
+static void attend_part(const struct sight *own, struct run run, index_t part, index_t kv, const float *q, index_t q_stride,
+                        const index_t *blocks, const index_t *positions, float *found, index_t found_parts) {
+    struct query queries[QUERIES];
+    index_t group = own->heads / own->kv_heads, head_dim = own->head_dim, last = run.first + run.rows - 1, count = 0;
+    index_t from = (run.first_part + part) * run.length, to = from + run.length;
+    if (from < first_seen(own, positions[run.first])) from = first_seen(own, positions[run.first]);
+    if (to > positions[last] + 1) to = positions[last] + 1;
+    for (index_t done = 0; done < run.rows * group; done += count) {
+        for (count = 0; count < QUERIES && done + count < run.rows * group; count++) {
+            index_t row = run.first + (done + count) / group, head = kv * group + (done + count) % group;
+            float *own_found = found + ((row * own->heads + head) * found_parts + part) * (2 + head_dim);
+            queries[count] = (struct query){q + row * q_stride + head * head_dim, own_found,
+                                            first_seen(own, positions[row]), positions[row] + 1};
+            memset(own_found, 0, (2 + head_dim) * sizeof(float));
+            own_found[0] = -INFINITY;
+        }
+        for (index_t at = from, end; at < to; at = end) {
+            end = (at / PART + 1) * PART < to ? (at / PART + 1) * PART : to;
+            attend(own, queries, count, blocks, kv, at, end);
+        }
+    }
+}
+
+/* What the parts of a query have found, as one. A sink is a score without a value. */
+static void join(const float *found, index_t parts, const float *sink, float *out, index_t head_dim) {
+    float best = sink ? *sink : -INFINITY, total = 0;
+    for (index_t part = 0; part < parts; part++) {
+        float own = found[part * (2 + head_dim)];
+        best = own > best ? own : best;
+    }
+    if (sink) total = expf(*sink - best);
+    memset(out, 0, head_dim * sizeof(float));
+    for (index_t part = 0; part < parts; part++, found += 2 + head_dim) {
+        float weight = expf(found[0] - best);
+        total += weight * found[1];
+        for (index_t d = 0; d < head_dim; d++) out[d] += weight * found[2 + d];
+    }
+    for (index_t d = 0; d < head_dim; d++) out[d] /= total;
+}
+
+/* Attention of rows of one token, of which some that follow each other may be of one slot. q and out rows are q_stride and
+ * heads * head_dim apart; window 0 means none. */
+void decode_attention(const float *q, const float *cache, const index_t *slots, const index_t *table,
+                      const index_t *positions, float *out, index_t rows, index_t q_stride, index_t table_width,
+                      index_t block_size, index_t heads, index_t kv_heads, index_t head_dim, index_t window,
+                      index_t chunked, const float *sinks, float scale) {
+    struct sight own = {cache, block_size, heads, kv_heads, head_dim, window, chunked, scale};
+    struct run *runs = malloc(rows * sizeof(struct run));
+    index_t count = 0, parts = 0;
+    for (index_t row = 0; row < rows; row += runs[count++].rows) {
+        runs[count] = run_from(&own, slots, positions, row, rows);
+        parts = runs[count].parts > parts ? runs[count].parts : parts;
+    }
+    float *found = malloc(rows * heads * parts * (2 + head_dim) * sizeof(float));
+#pragma omp parallel
+    {
+#pragma omp for collapse(3) schedule(dynamic, 1)
+        for (index_t number = 0; number < count; number++)
+            for (index_t part = 0; part < parts; part++)
+                for (index_t kv = 0; kv < kv_heads; kv++)
+                    if (part < runs[number].parts)
+                        attend_part(&own, runs[number], part, kv, q, q_stride, table + runs[number].first * table_width,
+                                    positions, found, parts);
+#pragma omp for collapse(2) schedule(static)
+        for (index_t number = 0; number < count; number++)
+            for (index_t head = 0; head < heads; head++)
+                for (index_t row = runs[number].first; row < runs[number].first + runs[number].rows; row++)
+                    join(found + (row * heads + head) * parts * (2 + head_dim), runs[number].parts,
+                         sinks ? sinks + head : 0, out + (row * heads + head) * head_dim, head_dim);
+    }
+    free(runs);
+    free(found);
 }
 
 #define ROWS_AT_ONCE 64 /* whose inputs stay near while all weights pass by */
@@ -217,7 +436,7 @@ void decode_attention(const float *q, const float *cache, const index_t *table, 
 
 /* Sums of `rows` inputs and `columns` outputs at once, over a stretch of the inner dimension: every weight is loaded once
  * for all rows, every input once for all columns. */
-static inline __attribute__((always_inline)) void tile(const float *x, const float *w, vec (*sums)[4], index_t x_apart,
+INLINE void tile(const float *x, const float *w, vec (*sums)[4], index_t x_apart,
                                                        index_t w_apart, index_t from, index_t to, const int rows,
                                                        const int columns) {
     vec acc[4][4];
@@ -236,7 +455,7 @@ static inline __attribute__((always_inline)) void tile(const float *x, const flo
         for (int c = 0; c < columns; c++) sums[r][c] = acc[r][c];
 }
 
-static inline __attribute__((always_inline)) void stretch(const float *x, const float *w, vec (*sums)[4], index_t m,
+INLINE void stretch(const float *x, const float *w, vec (*sums)[4], index_t m,
                                                           index_t x_apart, index_t w_apart, index_t from, index_t to,
                                                           const int columns) {
     for (; m >= 4; m -= 4, x += 4 * x_apart, sums += 4) tile(x, w, sums, x_apart, w_apart, from, to, 4, columns);
@@ -247,7 +466,7 @@ static inline __attribute__((always_inline)) void stretch(const float *x, const 
 
 /* Some columns of a product. The inner dimension is summed in `units`, a power of two, and these as a balanced tree. Each
  * output is computed in one and the same order whatever the rows and columns beside it. */
-static inline __attribute__((always_inline)) void columns_of(const float *x, const float *w, const float *bias, float *y,
+INLINE void columns_of(const float *x, const float *w, const float *bias, float *y,
                                                              index_t m, index_t k, index_t n, index_t units,
                                                              index_t x_apart, index_t w_apart, const int columns) {
     vec sums[ROWS_AT_ONCE][4];

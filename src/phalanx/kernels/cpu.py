@@ -31,13 +31,13 @@ _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_INDEX] * 2 + [_FLOAT],
     "silu_and_mul": [_POINTER] * 2 + [_INDEX] * 2,
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
-    "decode_attention": [_POINTER] * 5 + [_INDEX] * 9 + [_POINTER, _FLOAT],
+    "decode_attention": [_POINTER] * 6 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
     "row_digest": [_POINTER] * 2 + [_INDEX] * 2,
     "panel_product": [_POINTER] * 4 + [_INDEX],
     "e4m3_product": [_POINTER] * 4 + [_INDEX],
     "widen_e4m3": [_POINTER] * 2 + [_INDEX] * 2,
-    "decode_layer": [_POINTER] * 9 + [_INDEX] * 3,
+    "decode_layer": [_POINTER] * 10 + [_INDEX] * 3,
     "meet": [_POINTER] + [_INDEX] * 4,
     "own_cores": [_POINTER, _INDEX],
 }
@@ -45,7 +45,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, from the cache folder or made now (about a second); None where that cannot be."""
+    """The compiled kernels, from the cache folder or made now (some seconds); None where that cannot be."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None

@@ -69,12 +69,13 @@ class WholeLayer:
         self, residual: Tensor, part: Tensor | None, turns: tuple[Tensor, Tensor], batch: AttentionBatch
     ) -> Tensor:
         """Add `part` to the residual and give what is to be added next, in the memory of `part` where there is one."""
-        assert batch.decode is not None
+        rows = batch.decode
+        assert rows is not None
         out = torch.empty_like(residual) if part is None else part
-        table, (cos, sin) = batch.decode.block_table.contiguous(), turns
+        table, (cos, sin) = rows.block_table.contiguous(), turns
         cpu.call(
             "decode_layer",
-            *(self._address, residual, part, out, cos, sin, batch.write_to, table, batch.decode.positions),
+            *(self._address, residual, part, out, cos, sin, batch.write_to, rows.slots, table, rows.positions),
             *(residual.shape[0], table.shape[1], cos.shape[-1]),
         )
         return out
