@@ -17,6 +17,7 @@ from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_
 from phalanx.kernels.gemm import SKINNY, Gemm, skinny_gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
+from phalanx.kernels.sampling import likeliest
 from phalanx.kernels.tiling import DecodeRows
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
@@ -100,7 +101,7 @@ SIGHTS = [Sight(), Sight(window=7), Sight(window=300), Sight(window=64, chunked=
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("start", [0, 3, 250, 1023, 4090])
 def test_rows_of_one_sequence_share_a_reading_of_its_keys(start: int, sight: Sight) -> None:
-    """Beside rows of others, over the ends of blocks and of the parts that threads share: the bits of each row alone."""
+    """Beside rows of others, over the ends of blocks and of parts that threads share: the bits of each row alone."""
     heads, kv_heads, head_dim, block_size = 6, 2, 20, 16
     positions = torch.cat([torch.tensor([40]), torch.arange(start, start + 13), torch.tensor([7, 40])])
     slots = torch.tensor([0, *[1] * 13, 2, 3])
@@ -145,6 +146,16 @@ def test_a_product_is_the_same_whichever_kernel_runs_it(rows: int, packed: bool)
     x = torch.randn(rows, 144)
     assert product.bias is not None
     close(product(x), F.linear(x.double(), product.weight.double(), product.bias.double()))
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 63, 1000])
+def test_likeliest(width: int) -> None:
+    scores = torch.randn(9, width)
+    assert likeliest(scores).tolist() == scores.argmax(-1).tolist()
+    at = width // 2
+    scores[0], scores[1], scores[2, at], scores[3, at], scores[4, at] = 1.0, -torch.inf, torch.inf, torch.nan, 9.0
+    scores[4, -1] = 9.0
+    assert likeliest(scores)[:5].tolist() == [0, 0, at, at, at]
 
 
 def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

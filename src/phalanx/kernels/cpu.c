@@ -507,6 +507,29 @@ void skinny_gemm(const float *x, const float *w, const float *bias, float *y, in
     }
 }
 
+/* The column of a row's largest number, the first of equals, or of its first NaN. */
+static index_t largest(const float *x, index_t width) {
+    vec tops = splat(-INFINITY);
+    ivec broken = {0};
+    index_t i = 0, found = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vec some = load(x + i);
+        tops = pick(some > tops, some, tops);
+        broken |= some != some;
+    }
+    float top = -INFINITY;
+    int is_broken = 0;
+    for (int lane = 0; lane < LANES; lane++) top = tops[lane] > top ? tops[lane] : top, is_broken |= broken[lane];
+    for (; i < width; i++) top = x[i] > top ? x[i] : top, is_broken |= x[i] != x[i];
+    while (is_broken ? x[found] == x[found] : x[found] != top) found++;
+    return found;
+}
+
+void likeliest(const float *scores, int *out, index_t rows, index_t width) {
+#pragma omp parallel for if (rows > 1 && rows * width > PARALLEL_FROM)
+    for (index_t row = 0; row < rows; row++) out[row] = largest(scores + row * width, width);
+}
+
 #define DIGEST_COLUMNS 8
 
 /* out = sum over words of word * (2 * column + 1), modulo 2^64: rows are added up first, some columns at once. */

@@ -33,6 +33,7 @@ _SIGNATURES = {
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
     "decode_attention": [_POINTER] * 6 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
+    "likeliest": [_POINTER] * 2 + [_INDEX] * 2,
     "row_digest": [_POINTER] * 2 + [_INDEX] * 2,
     "panel_product": [_POINTER] * 4 + [_INDEX],
     "e4m3_product": [_POINTER] * 4 + [_INDEX],

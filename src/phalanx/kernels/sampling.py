@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.output import NO_TOKEN
+from phalanx.kernels import cpu
 from phalanx.kernels.sampling_table import ONE, TOKEN
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """The column of each row's largest score; on a GPU the first of equals."""
+    """The column of each row's largest score, or of a NaN; with a kernel the first of equals."""
     if scores.is_cuda:
         from phalanx.kernels.gpu import sampling as gpu
 
         return gpu.likeliest(scores)
+    if cpu.runs(scores) and scores.is_contiguous() and scores.shape[1]:
+        found = torch.empty(len(scores), dtype=TOKEN)
+        cpu.call("likeliest", scores, found, *scores.shape)
+        return found
     return scores.argmax(-1).to(TOKEN)
 
 
