@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow, Sight, SightMasks, decode_attention, paged_attention
-from phalanx.kernels.cache import UNSCALED, CacheScales
+from phalanx.kernels.cache import UNSCALED, CacheScales, zeros
 from phalanx.kernels.fp8 import E4M3
 from phalanx.kernels.rotary import rotate_and_store
 from phalanx.kernels.tiling import DecodeRows
 
 SCALES = CacheScales(key=0.05, value=3.0)
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
+def test_pages_of_a_new_cache_are_taken_when_they_are_written_to(dtype: torch.dtype) -> None:
+    process, size = psutil.Process(), 2**28
+    before = process.memory_info().rss
+    cache = zeros(torch.empty(0, dtype=dtype), size // dtype.itemsize // 64, 64)
+    assert cache.nbytes == size
+    assert process.memory_info().rss - before < size // 8
+    cache[5:7] = torch.ones(64).to(dtype)
+    assert float(cache[4:8].float().sum()) == 128
+    assert not cache.view(torch.uint8)[-1].any()
+    cache.view(torch.uint8).fill_(1)
+    assert process.memory_info().rss - before > size // 2
+
+
+def test_small_and_empty_caches_are_zero_too() -> None:
+    assert torch.equal(zeros(torch.empty(0), 3, 4), torch.zeros(3, 4))
+    assert zeros(torch.empty(0), 0, 4).shape == (0, 4)
 
 
 def all_of_e4m3() -> Tensor:

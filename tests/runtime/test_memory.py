@@ -129,6 +129,12 @@ def test_a_cpu_gives_a_quarter_of_what_is_free_to_keys_and_values(
     assert blocks_that_fit(CONFIG, model) == 5
 
 
+def test_a_service_has_no_more_than_its_limit_leaves(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_memory(monkeypatch, 4000 * with_its_tokens(model))
+    monkeypatch.setattr(memory.memory_limit, "left", lambda: 400 * with_its_tokens(model))
+    assert blocks_that_fit(CONFIG, model) == 100
+
+
 @pytest.mark.parametrize("short_by", [1, 300_000, 700_000])
 def test_a_cpu_without_room_says_which_limit_to_lower_and_that_works(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, short_by: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.runtime.memory_limit import _over_its_limit, fix_of
+from phalanx.runtime.memory_limit import _over_its_limit, fix_of, left
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,21 @@ def test_elsewhere_signal_9_is_a_hint_and_other_ends_are_not(tmp_path: Path) -> 
     assert _over_its_limit(tmp_path / "nothing", tmp_path) is None
     assert fix_of(-11) is None
     assert "memory" in (fix_of(-9) or "")
+
+
+def test_what_the_limits_leave(tmp_path: Path) -> None:
+    """The tightest of a group and those around it, with what the kernel would give up of files; the root has no books."""
+    group = tmp_path / "system.slice" / "phalanx.service"
+    group.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/system.slice/phalanx.service\n")
+    assert left(tmp_path / "own", tmp_path) is None
+    for folder, limit, used in ((group, "max", 700), (group.parent, "3000", 1500)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 400\nfile 300\ninactive_file 200\nactive_file 100\n")
+    assert left(tmp_path / "own", tmp_path) == 1700
+    (group / "memory.max").write_text("1000\n")
+    assert left(tmp_path / "own", tmp_path) == 500
+    (group / "memory.current").write_text("5000\n")
+    assert left(tmp_path / "own", tmp_path) == 1
+    assert left(tmp_path / "nothing", tmp_path) is None

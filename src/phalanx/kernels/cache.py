@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,19 @@ class CacheScales(NamedTuple):
 
 
 UNSCALED = CacheScales()
+
+
+_WORTH_A_MAPPING = 2**20
+"""Bytes."""
+
+
+def zeros(like: Tensor, *shape: int) -> Tensor:
+    """like.new_zeros(shape). A CPU takes fresh pages for it, which are zero: they are there once they are written to."""
+    size = prod(shape) * like.element_size()
+    if not like.is_cpu or size < _WORTH_A_MAPPING:
+        return like.new_zeros(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size).view(like.dtype).view(shape)
 
 
 def store(cache: Tensor, write_to: Tensor, kv: Tensor, scales: CacheScales = UNSCALED) -> None:

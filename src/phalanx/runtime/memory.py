@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -11,6 +12,7 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.layers.decoder import Decoder
+from phalanx.runtime import memory_limit
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
@@ -42,8 +44,11 @@ def room_for_cache(config: EngineConfig, model: Decoder, ranks_here: int, ranks_
 
 
 def _room_on_cpu(config: EngineConfig, model: Decoder, ranks_here: int) -> int:
-    """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only."""
-    free = psutil.virtual_memory().available // ranks_here
+    """Here a worst step is reckoned, not run, which could take a minute. What was not asked for is a share only.
+
+    Pages of the cache are taken when they are first written to, long after this: a service's limit has to be known now.
+    """
+    free = min(psutil.virtual_memory().available, memory_limit.left() or sys.maxsize) // ranks_here
     if config.gpu_memory_utilization is not None:
         share = _of_all(config.gpu_memory_utilization, ranks_here)
     elif config.kv_cache_memory or config.num_blocks:

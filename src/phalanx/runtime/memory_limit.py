@@ -1,4 +1,4 @@
-"""What a process that was killed may have died of: its service's limit of memory."""
+"""The limit of memory that a process's service has: what it leaves, and whether one that was killed died of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,41 @@ import signal
 from pathlib import Path
 
 
+_OWN, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def left(own: Path = _OWN, groups: Path = _GROUPS) -> int | None:
+    """Bytes that this process's control group and those around it may still use (cgroup v2); None without a limit.
+
+    Pages of files that nobody needs are not counted as used: the kernel gives them up.
+    """
+    try:
+        folder = groups / _name(own)
+    except (OSError, ValueError):
+        return None
+    found = [room for each in (folder, *folder.parents) if each.is_relative_to(groups) and (room := _room(each))]
+    return min(found, default=None)
+
+
+def _room(folder: Path) -> int | None:
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        idle = re.findall(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        return max(1, int(limit) - int(used) + sum(map(int, idle)))
+    except (OSError, ValueError):
+        return None
+
+
+def _name(own: Path) -> str:
+    (name,) = re.findall(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
+    return str(name)
+
+
 def fix_of(status: int) -> str | None:
     """What to do about a process of this service that left no report, if its exit status tells."""
     if status != -signal.SIGKILL:
         return None
-    return _over_its_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")) or (
+    return _over_its_limit(_OWN, _GROUPS) or (
         "Signal 9 is often the system's out-of-memory killer: see dmesg."
     )
 
@@ -19,8 +49,7 @@ def fix_of(status: int) -> str | None:
 def _over_its_limit(own: Path, groups: Path) -> str | None:
     """If the kernel says that processes of this control group were killed for its memory (cgroup v2)."""
     try:
-        (name,) = re.findall(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
-        folder = groups / name
+        folder = groups / _name(own)
         killed = re.search(r"^oom_kill (\d+)$", (folder / "memory.events").read_text(), re.MULTILINE)
         limit = (folder / "memory.max").read_text().strip()
     except (OSError, ValueError):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.kernels.cache import zeros
 from phalanx.kernels.compressed import (
     QueryTile,
     Rows,
@@ -91,9 +92,9 @@ class CompressedAttention:
         return [self.vectors, *(compressor.inputs for compressor in self.compressors)]
 
     def allocate_states(self, places: int) -> None:
-        self.vectors = self.vectors.new_zeros(places, *self.vectors.shape[1:])
+        self.vectors = zeros(self.vectors, places, *self.vectors.shape[1:])
         for compressor in self.compressors:
-            compressor.inputs = compressor.inputs.new_zeros(places, *compressor.inputs.shape[1:])
+            compressor.inputs = zeros(compressor.inputs, places, *compressor.inputs.shape[1:])
 
     def working_bytes(self, tokens: int, rows: int) -> int:
         """The vectors that each row of one token looks at, and what all entries are made from, in float32."""
@@ -186,7 +187,7 @@ class Compressor:
         yield from self.norm.parts()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
-        self.entries = self.entries.new_zeros(blocks, room(block_size, self.record.ratio), self.entries.shape[-1])
+        self.entries = zeros(self.entries, blocks, room(block_size, self.record.ratio), self.entries.shape[-1])
 
     def keep(self, x: Tensor, step: StepContext, block_size: int) -> None:
         """What entries are made from, and those entries that these tokens complete."""

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
 from phalanx.kernels.fp8 import GROUP, Quantised
@@ -82,8 +83,8 @@ class DeltaMixer:
         return [self.memory, self.columns]
 
     def allocate_states(self, places: int) -> None:
-        self.memory = self.memory.new_zeros(places, *self.memory.shape[1:])
-        self.columns = self.columns.new_zeros(places, *self.columns.shape[1:])
+        self.memory = zeros(self.memory, places, *self.memory.shape[1:])
+        self.columns = zeros(self.columns, places, *self.columns.shape[1:])
 
     def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what the net adds to these rows, all by default."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import Sight, paged_attention
-from phalanx.kernels.cache import UNSCALED, HeadNorms, store
+from phalanx.kernels.cache import UNSCALED, HeadNorms, store, zeros
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.invariant import invariant_attention
@@ -67,7 +67,7 @@ class Attention(Stateless):
         return block_size * 2 * self.kv_heads * self.record.head_dim * self.cache.element_size()
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
-        self.cache = self.cache.new_zeros(blocks, block_size, 2, self.kv_heads, self.record.head_dim)
+        self.cache = zeros(self.cache, blocks, block_size, 2, self.kv_heads, self.record.head_dim)
 
     def join_group(self, group: int, other: Attention) -> None:
         """Keep tokens in the blocks of this group, in the memory of a layer of another one."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.kernels.cache import zeros
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.indexer import choose
@@ -73,7 +74,7 @@ class LatentAttention(Stateless):
         return block_size * self.record.width * self.cache.element_size() + index
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
-        self.cache = self.cache.new_zeros(blocks, block_size, self.record.width)
+        self.cache = zeros(self.cache, blocks, block_size, self.record.width)
         if self.indexer is not None:
             self.indexer.allocate_cache(blocks, block_size)
 
@@ -124,7 +125,7 @@ class LightningIndexer:
 
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         if self.indexer.own:
-            self.cache = self.cache.new_zeros(blocks, block_size, self.indexer.head_dim)
+            self.cache = zeros(self.cache, blocks, block_size, self.indexer.head_dim)
 
     def __call__(self, x: Tensor, low: Tensor, step: StepContext) -> None:
         """Leave the choice with the step; without an indexer of its own a layer leaves the last one's there."""
