@@ -146,21 +146,39 @@ def _check_blocks(compared: Compared) -> None:
     runner.launch = checked  # type: ignore[method-assign]
 
 
+def drafts_behind(tokens: list[int], most: int = 8) -> list[int]:
+    return NgramDrafter().propose(Request(1, tokens, SamplingParams(), 0, None), most)
+
+
 def test_what_repeats_is_found() -> None:
     drafter, text = NgramDrafter(), [5, 6, 7, 8, 9, 5, 6, 7]
     request = Request(1, text, SamplingParams(), 0, None)
-    assert drafter.propose(request, 2) == [8, 9]
-    assert drafter.propose(request, 7) == [8, 9, 5, 6, 7, 8, 9], "a text that goes round goes on going round"
+    assert drafter.propose(request, 4) == [8], "half as many drafts as tokens agree"
+    request.tokens += [8, 9, 5, 6]
+    assert drafter.propose(request, 4) == [7, 8, 9]
+    assert drafter.propose(request, 2) == [7, 8]
     request.tokens += [1, 2, 3]
     assert drafter.propose(request, 4) == []
-    request.tokens += [9, 5, 6, 7]
-    assert drafter.propose(request, 3) == [1, 2, 3]
-    request.tokens += [4, 0, 5, 6, 7]
-    assert drafter.propose(request, 1) == [4], "of places that agree as long, the last"
-    request.tokens += [2, 3, 9, 5, 6, 7]
-    assert drafter.propose(request, 2) == [4, 0], "but rather one where more of what came before agrees"
     drafter.forget(request)
     assert not drafter._indices
+    assert drafts_behind([5, 6, 7, 8] * 4) == [5, 6, 7, 8, 5, 6], "a text that goes round goes on going round"
+
+
+def test_drafts_end_where_places_disagree() -> None:
+    line = [1, 2, 3, 4, 5, 6, 7]
+    assert drafts_behind([*line, 20, *line, 21, *line[:5]]) == [6, 7]
+    assert drafts_behind([*line, 20, *line, 21, *line]) == []
+    beginning = list(range(100, 130))
+    assert drafts_behind([*beginning, 5, 6, 7, 20, 5, 6, 7, 21, *beginning, 5, 6, 7], 2) == [20, 5], (
+        "where far more agrees, others are not heard"
+    )
+
+
+def test_one_token_may_differ() -> None:
+    """The next line of a log has another number in the same place, behind which it goes on as the others do."""
+    line = [1, 2, 3, 4, 5]
+    assert drafts_behind([*line, 20, 6, 7, 8, *line, 21, 6, 7, 8, *line, 22]) == [6, 7, 8, 1, 2, 3]
+    assert drafts_behind([9, 3, 4, 5, 20, 6, 7, 9, 9, 3, 4, 5, 22]) == [], "behind a few tokens that says nothing"
 
 
 def test_earlier_answers_of_the_same_family_are_found() -> None:

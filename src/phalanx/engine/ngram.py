@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 
 from phalanx.engine.request import Request
 
 SHORTEST = 3
 """Tokens that have to agree before what followed them is worth a try."""
-LOOKS = 8
-"""Places where they stood that are looked at for the longest agreement."""
-LONGEST = 64
+RESUMED = 5
+"""The same before one token that differs: a log's next line has another number in the same place."""
+LOOKS = 4
+"""Places where they stood that are looked at."""
+LONGEST = 48
 """An agreement that is longer than this is as good as any."""
+HEARD = 0.25
+"""Of the longest agreement, what another place must have to be heard: where they disagree, drafts end."""
 MOST_INDEXED = 32_768
 """Of a sequence, the last tokens that are searched."""
 FAMILY_TOKENS = 32
@@ -43,10 +46,19 @@ class Index:
         self._upto = max(self._upto, stop)
         return stop == len(tokens) or self._upto >= len(tokens)
 
-    def find(self, tokens: Sequence[int]) -> int | None:
-        """Behind which place the tokens before agree with the last ones for longest."""
-        places = islice(self._places(tuple(tokens[-SHORTEST:])), LOOKS)
-        return max(places, key=lambda end: _agreement(tokens, end), default=None)
+    def sources(self, tokens: Sequence[int]) -> dict[int, int]:
+        """Places where it may go on as it does behind the last token, and how many tokens before they have in common.
+
+        One of these may differ, the last one too.
+        """
+        found: dict[int, int] = {}
+        for skipped, least in ((0, SHORTEST), (1, RESUMED)):
+            last = len(tokens) - skipped
+            for end in self._places(tuple(tokens[max(0, last - SHORTEST) : last])):
+                common = _agreement(tokens, end, last)
+                if common >= least and end + skipped < len(tokens):
+                    found[end + skipped] = max(common - skipped, found.get(end + skipped, 0))
+        return found
 
     def _places(self, run: tuple[int, ...]) -> Sequence[int]:
         found: list[int] = []
@@ -57,12 +69,31 @@ class Index:
         return found
 
 
-def _agreement(tokens: Sequence[int], end: int) -> int:
-    """How many tokens before `end` are also the last ones."""
-    last, length = len(tokens), SHORTEST
-    while length < min(end, LONGEST) and tokens[end - length - 1] == tokens[last - length - 1]:
-        length += 1
-    return length
+def _agreement(tokens: Sequence[int], end: int, last: int) -> int:
+    """How many tokens before `end` are those before `last`, up to the second one that differs."""
+    common, differed = 0, False
+    for back in range(1, min(end, LONGEST) + 1):
+        if tokens[end - back] == tokens[last - back]:
+            common += 1
+        elif differed:
+            break
+        else:
+            differed = True
+    return common
+
+
+def _agreed(tokens: Sequence[int], sources: Mapping[int, int], most: int) -> list[int]:
+    """What follows at all of these places that have enough in common with the end: half as many tokens as that."""
+    longest = max(sources.values(), default=0)
+    places = [place for place, common in sources.items() if common >= HEARD * longest]
+    known, drafts = len(tokens), list[int]()
+    while places and len(drafts) < min(most, max(1, longest // 2)):
+        at = len(drafts)
+        following = {tokens[place + at] if place + at < known else drafts[place + at - known] for place in places}
+        if len(following) > 1:
+            break
+        drafts.append(following.pop())
+    return drafts
 
 
 class Earlier:
@@ -94,13 +125,8 @@ class NgramDrafter:
         index = self._indices.get(request.id)
         if index is None:
             index = self._indices[request.id] = Index(max(0, request.prompt_length - MOST_INDEXED))
-        end = index.find(tokens) if index.take_in(tokens) and len(tokens) >= SHORTEST else None
-        if end is None:
-            return self._from_earlier(request, most)
-        drafts = tokens[end : end + most]
-        while len(drafts) < most:
-            drafts.append(drafts[len(drafts) - (len(tokens) - end)])
-        return drafts
+        drafts = _agreed(tokens, index.sources(tokens), most) if index.take_in(tokens) else []
+        return drafts or self._from_earlier(request, most)
 
     def may_follow(self, request: Request) -> bool:
         """Whether the token on its way may be the first of some that come true."""
