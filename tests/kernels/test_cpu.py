@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.kernels import cpu
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention, decode_attention_torch
-from phalanx.kernels.gemm import SKINNY, Gemm, skinny_gemm
+from phalanx.kernels.gemm import SKINNY, Gemm, one_row, skinny_gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
@@ -135,6 +135,14 @@ def test_skinny_gemm(rows: int, inputs: int, outputs: int) -> None:
     x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     close(skinny_gemm(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
     close(skinny_gemm(x, weight, None), F.linear(x.double(), weight.double()))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (3, 5), (130, 7), (64, 1)])
+def test_one_row(inputs: int, outputs: int) -> None:
+    x, bias = torch.randn(1, inputs), torch.randn(outputs)
+    weight = torch.randn(outputs, inputs + 3)[:, :inputs]
+    close(one_row(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
+    close(one_row(x, weight, None), F.linear(x.double(), weight.double()))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])

@@ -104,9 +104,10 @@ def test_kinds_may_differ_within_a_file(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["auto", "fp32"])
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(
-    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: Kind, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, called = gguf_of(tmp_path, "llama", kind), set()
     straight = cpu.call
@@ -116,11 +117,11 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(
         straight(name, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu, "call", call)
-    found = said(path)
+    found = said(path, dtype=dtype)
     assert "decode_layer" in called
     called.clear()
     monkeypatch.setattr("phalanx.layers.layer.whole_layer", lambda *parts: None)
-    assert said(path) == found
+    assert said(path, dtype=dtype) == found
     assert "decode_layer" not in called
 
 

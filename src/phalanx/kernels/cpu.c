@@ -42,13 +42,12 @@ static inline float sum(vec v) {
 }
 
 static inline float dot(const float *a, const float *b, index_t n) {
-    vec acc = {0}, acc2 = {0};
+    vec acc[4] = {{0}};
     index_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        acc += load(a + i) * load(b + i);
-        acc2 += load(a + i + LANES) * load(b + i + LANES);
-    }
-    float total = sum(acc + acc2);
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) acc[j] += load(a + i + j * LANES) * load(b + i + j * LANES);
+    for (; i + LANES <= n; i += LANES) acc[0] += load(a + i) * load(b + i);
+    float total = sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
     for (; i < n; i++) total += a[i] * b[i];
     return total;
 }
@@ -505,6 +504,12 @@ void skinny_gemm(const float *x, const float *w, const float *bias, float *y, in
         for (index_t c = n / 4 * 4; c < n; c++)
             columns_of(x, w + c * w_apart, bias ? bias + c : 0, y + c, rows, k, n, units, x_apart, w_apart, 1);
     }
+}
+
+/* y = w @ x + bias for one row: the weight, whose n rows are so far apart, is read from its beginning to its end. */
+void row_product(const float *x, const float *w, const float *bias, float *y, index_t n, index_t k, index_t w_apart) {
+#pragma omp parallel for schedule(static) if (n * k > PARALLEL_FROM)
+    for (index_t i = 0; i < n; i++) y[i] = dot(x, w + i * w_apart, k) + (bias ? bias[i] : 0);
 }
 
 /* The column of a row's largest number, the first of equals, or of its first NaN. */

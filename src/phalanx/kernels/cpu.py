@@ -34,6 +34,7 @@ _SIGNATURES = {
     "decode_attention": [_POINTER] * 6 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
     "likeliest": [_POINTER] * 2 + [_INDEX] * 2,
+    "row_product": [_POINTER] * 4 + [_INDEX] * 3,
     "row_digest": [_POINTER] * 2 + [_INDEX] * 2,
     "panel_product": [_POINTER] * 4 + [_INDEX],
     "e4m3_product": [_POINTER] * 4 + [_INDEX],

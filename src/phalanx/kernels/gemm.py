@@ -60,9 +60,8 @@ SKINNY = range(2, 17)
 class Gemm:
     """y = x @ weight.T + bias, in the weight's precision.
 
-    On a GPU one row and a few have kernels of their own. On a CPU one row is the library's, which reads the plain
-    weight at memory speed; for more rows, `pack` adds a copy of the weight in the order oneDNN's blocked kernels read
-    it, which then need not be rearranged at every call.
+    On a GPU one row and a few have kernels of their own, and so on a CPU. For more rows there, `pack` adds a copy of the
+    weight in the order oneDNN's blocked kernels read it, which then need not be rearranged at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -83,8 +82,8 @@ class Gemm:
 
             return gpu.product(x, self.weight, self.bias)
         x = x.to(self.weight.dtype)
-        if x.shape[0] in SKINNY and cpu.runs(x):
-            return skinny_gemm(x, self.weight, self.bias)
+        if x.shape[0] <= SKINNY[-1] and cpu.runs(x):
+            return one_row(x, self.weight, self.bias) if len(x) == 1 else skinny_gemm(x, self.weight, self.bias)
         if self._packed is None or x.shape[0] == 1:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -171,6 +170,13 @@ def fp8_product_torch(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtyp
     """The definition: the product of what both stand for."""
     widened = dequantise(x.values, x.scales, 1, torch.float32).to(dtype)
     return F.linear(widened, weight.dequantised(dtype), bias)
+
+
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear for a single row."""
+    y = x.new_empty(1, weight.shape[0])
+    cpu.call("row_product", x.contiguous(), weight, bias, y, *weight.shape, weight.stride(0))
+    return y
 
 
 def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, units: int = 1) -> Tensor:

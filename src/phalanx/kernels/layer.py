@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.attention import AttentionBatch, Sight
-from phalanx.kernels.gemm import PanelGemm
+from phalanx.kernels.gemm import Gemm, PanelGemm
 
 
 class _Record(ctypes.Structure):
@@ -21,21 +22,38 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, ctypes.c_void_p) for name in ("cache", "sinks")),
         *((name, ctypes.c_longlong) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner", "block_size")),
-        *((name, ctypes.c_longlong) for name in ("window", "chunked")),
+        *((name, ctypes.c_longlong) for name in ("window", "chunked", "is_dense")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("halfway", ctypes.c_longlong),
     )
 
 
+class _Dense(ctypes.Structure):
+    """`struct dense` of layer.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("rows", "columns", "apart")),
+    )
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Dense:
+        return cls(weight.data_ptr(), *weight.shape, weight.stride(0))
+
+
+_FEW = 4
+"""Rows up to which products in float32 need no copy of what they take (see `gemm.skinny_gemm`)."""
+
+
 class LayerParts(NamedTuple):
-    """A layer x + attention(norm(x)), then the same with a SiLU-gated MLP. All matrices are panels of whole numbers."""
+    """A layer x + attention(norm(x)), then the same with a SiLU-gated MLP.
+
+    All matrices are panels of whole numbers, or all are in float32.
+    """
 
     mixer_norm: Tensor
     ffn_norm: Tensor
-    qkv: PanelGemm
-    output: PanelGemm
-    gate_up: PanelGemm
-    down: PanelGemm
+    products: tuple[PanelGemm, ...] | tuple[Gemm, ...]
     cache: Tensor
     heads: int
     sight: Sight
@@ -49,17 +67,20 @@ class WholeLayer:
     def __init__(self, parts: LayerParts) -> None:
         self.parts = parts
         _, block_size, _, kv_heads, head_dim = parts.cache.shape
-        products = (parts.qkv, parts.output, parts.gate_up, parts.down)
-        sight = parts.sight
+        sight, products = parts.sight, parts.products
+        self._dense = [_Dense.of(product.weight) for product in products if isinstance(product, Gemm)]
+        packed = [product.pack() for product in products if isinstance(product, PanelGemm)]
+        self.most_rows = _FEW if self._dense else sys.maxsize
         self._record = _Record(
             parts.mixer_norm.data_ptr(),
             parts.ffn_norm.data_ptr(),
-            *(product.pack().address for product in products),
+            *(panels.address for panels in packed),
+            *map(ctypes.addressof, self._dense),
             *(_address(product.bias) for product in products),
             parts.cache.data_ptr(),
             _address(sight.sinks),
-            *(len(parts.mixer_norm), parts.heads, kv_heads, head_dim, parts.down.pack().columns, block_size),
-            *(sight.window or 0, int(sight.chunked)),
+            *(len(parts.mixer_norm), parts.heads, kv_heads, head_dim, products[-1].weight.shape[1], block_size),
+            *(sight.window or 0, int(sight.chunked), int(bool(self._dense))),
             *(parts.eps, parts.scale),
             0,
         )

@@ -71,7 +71,7 @@ class DecoderLayer:
             self._asked_for = self.mixer.cache
             self.whole = whole_layer(self.around_mixer, self.mixer, self.around_ffn, self.ffn)
         rope = self.mixer.record.rope
-        if self.whole is None or rope is None:
+        if self.whole is None or rope is None or len(stream.residual) > self.whole.most_rows:
             return False
         batch = step.batch.of(self.mixer.cache_group)
         stream.part = self.whole(stream.residual, stream.part, step.turns(rope), batch)

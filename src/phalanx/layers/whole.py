@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.kernels.gemm import PanelGemm
+from phalanx.kernels import cpu
+from phalanx.kernels.gemm import Gemm, PanelGemm
 from phalanx.kernels.layer import LayerParts, WholeLayer
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.mixers.gqa import Attention
@@ -20,8 +21,9 @@ def whole_layer(around_mixer: object, mixer: object, around_ffn: object, ffn: ob
         return None
     products = [mixer.qkv.product, mixer.output.product, ffn.gate_up.product, ffn.down.product]
     panels = [product for product in products if isinstance(product, PanelGemm) and not product.pack().e4m3]
+    dense = [product for product in products if type(product) is Gemm and cpu.runs(product.weight)]
     before, after = around_mixer.before, around_ffn.before
-    if len(panels) < len(products) or before is None or after is None or around_mixer.after or around_ffn.after:
+    if len(products) not in (len(panels), len(dense)) or before is None or after is None or around_mixer.after or around_ffn.after:
         return None
     record = mixer.record
     plain = mixer.gate is None and record.head_norm is None and record.temperature is None and record.rope is not None
@@ -29,5 +31,6 @@ def whole_layer(around_mixer: object, mixer: object, around_ffn: object, ffn: ob
     if not (plain and alone and ffn.activation == SILU):
         return None
     norms, sizes = (before.weight, after.weight), (before.eps, record.scale)
-    qkv, output, gate_up, down = panels
-    return WholeLayer(LayerParts(*norms, qkv, output, gate_up, down, mixer.cache, mixer.heads, mixer.sight, *sizes))
+    return WholeLayer(
+        LayerParts(*norms, tuple(panels) or tuple(dense), mixer.cache, mixer.heads, mixer.sight, *sizes)
+    )
