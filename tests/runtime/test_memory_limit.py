@@ -37,7 +37,7 @@ def test_elsewhere_signal_9_is_a_hint_and_other_ends_are_not(tmp_path: Path) -> 
 
 
 def test_what_the_limits_leave(tmp_path: Path) -> None:
-    """The tightest of a group and those around it, with what the kernel would give up of files; the root has no books."""
+    """The tightest of a group and those around it, with what the kernel would give up of files."""
     group = tmp_path / "system.slice" / "phalanx.service"
     group.mkdir(parents=True)
     (tmp_path / "own").write_text("0::/system.slice/phalanx.service\n")

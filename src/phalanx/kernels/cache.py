@@ -35,7 +35,7 @@ _WORTH_A_MAPPING = 2**20
 
 
 def zeros(like: Tensor, *shape: int) -> Tensor:
-    """like.new_zeros(shape). A CPU takes fresh pages for it, which are zero: they are there once they are written to."""
+    """like.new_zeros(shape). On a CPU they are fresh pages, which are zero and are taken when they are written to."""
     size = prod(shape) * like.element_size()
     if not like.is_cpu or size < _WORTH_A_MAPPING:
         return like.new_zeros(shape)

@@ -60,8 +60,8 @@ SKINNY = range(2, 17)
 class Gemm:
     """y = x @ weight.T + bias, in the weight's precision.
 
-    On a GPU one row and a few have kernels of their own, and so on a CPU. For more rows there, `pack` adds a copy of the
-    weight in the order oneDNN's blocked kernels read it, which then need not be rearranged at every call.
+    One row and a few have kernels of their own, on a GPU and on a CPU. For more rows on a CPU, `pack` adds a copy of
+    the weight in the order oneDNN's blocked kernels read it, which then need not be rearranged at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -23,7 +23,13 @@ def whole_layer(around_mixer: object, mixer: object, around_ffn: object, ffn: ob
     panels = [product for product in products if isinstance(product, PanelGemm) and not product.pack().e4m3]
     dense = [product for product in products if type(product) is Gemm and cpu.runs(product.weight)]
     before, after = around_mixer.before, around_ffn.before
-    if len(products) not in (len(panels), len(dense)) or before is None or after is None or around_mixer.after or around_ffn.after:
+    if (
+        len(products) not in (len(panels), len(dense))
+        or before is None
+        or after is None
+        or around_mixer.after
+        or around_ffn.after
+    ):
         return None
     record = mixer.record
     plain = mixer.gate is None and record.head_norm is None and record.temperature is None and record.rope is not None
@@ -31,6 +37,4 @@ def whole_layer(around_mixer: object, mixer: object, around_ffn: object, ffn: ob
     if not (plain and alone and ffn.activation == SILU):
         return None
     norms, sizes = (before.weight, after.weight), (before.eps, record.scale)
-    return WholeLayer(
-        LayerParts(*norms, tuple(panels) or tuple(dense), mixer.cache, mixer.heads, mixer.sight, *sizes)
-    )
+    return WholeLayer(LayerParts(*norms, tuple(panels) or tuple(dense), mixer.cache, mixer.heads, mixer.sight, *sizes))

@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 
-
 _OWN, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -41,9 +40,7 @@ def fix_of(status: int) -> str | None:
     """What to do about a process of this service that left no report, if its exit status tells."""
     if status != -signal.SIGKILL:
         return None
-    return _over_its_limit(_OWN, _GROUPS) or (
-        "Signal 9 is often the system's out-of-memory killer: see dmesg."
-    )
+    return _over_its_limit(_OWN, _GROUPS) or "Signal 9 is often the system's out-of-memory killer: see dmesg."
 
 
 def _over_its_limit(own: Path, groups: Path) -> str | None:
