@@ -78,6 +78,7 @@ def test_drafts_change_no_bit(family: str, drafted: str, references, heads) -> N
     with_drafts = ThreadedEngine(folder, 2, invariant=True, speculate=drafted, max_num_batched_tokens=32)
     speculation = with_drafts.engine.scheduler.speculation
     assert speculation is not None
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
     for params in (SCORED, DRAWN):
         longer = msgspec.structs.replace(params, max_tokens=3 * TOKENS)

@@ -149,6 +149,7 @@ def test_drafts_bend_no_probability(tmp_path: Path) -> None:
     engine = threaded.engine
     guessing = engine.scheduler.speculation
     assert guessing is not None
+    guessing._wants_plain = lambda rows: False  # type: ignore[method-assign]
     guessing.ahead = lambda requests: 4  # type: ignore[method-assign]
     guessing._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     requests = [
