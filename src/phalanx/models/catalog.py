@@ -97,6 +97,13 @@ def model(name: str) -> ModelSpec:
     raise _unknown(name, f"{name!r} is neither a model of the catalog, nor a file or folder, nor a Hugging Face id.")
 
 
+def published_fp8(spec: ModelSpec) -> str:
+    """The format of the FP8 checkpoints there are of a model in bf16: its own makers' are scaled by block, those of
+    third parties by channel or tensor.
+    """
+    return "fp8" if spec.model_type.startswith("qwen3") else "fp8-channel"
+
+
 def known(name: str) -> Entry:
     """The catalog's model of that name or id; what is on disk or elsewhere is not looked at."""
     found = find(name)

@@ -25,8 +25,6 @@ _UNLIMITED_CLIENTS = 512
 _UNLIMITED_SEQUENCES = 24
 _SWEEP_BATCHED_TOKENS = 2048
 """What vLLM's times to first token in the NVIDIA sweeps (fixed lengths) show; InferenceX states 8192."""
-_BLOCK_SCALED = ("qwen3",)
-"""Families whose own FP8 checkpoints are scaled by block; others, made by third parties, by channel or tensor."""
 _SGLANG_DRAFTED_SEQUENCES = 48
 """SGLang's default where tokens are guessed ahead (`--max-running-requests`)."""
 _BENCH_SHARE = 0.95
@@ -124,8 +122,8 @@ def _spec(measurement: Measurement) -> ModelSpec:
     wanted = measurement.precision
     if wanted == "fp8" and spec.number_format.startswith("fp8"):
         return spec
-    if wanted == "fp8" and spec.number_format == "bf16" and not spec.model_type.startswith(_BLOCK_SCALED):
-        wanted = "fp8-channel"
+    if wanted == "fp8" and spec.number_format == "bf16":
+        wanted = catalog.published_fp8(spec)
     return spec.in_format(wanted)
 
 
