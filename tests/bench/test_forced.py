@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from phalanx.bench.forced import ForcedSpeculation
 from phalanx.bench.offline import run_cases, table_of_drafts, time_both
 from phalanx.bench.timing import FixedBatch
 from phalanx.cli import app
@@ -46,6 +47,15 @@ def test_drafts_come_true_as_often_as_they_are_told_to(speculate: str, acceptanc
     assert table is not None
     assert table.row_count == 1
     assert table_of_drafts([("without", 1.0, None)]) is None
+
+
+def test_a_row_ends_at_the_first_draft_that_does_not_come_true() -> None:
+    """So two drafts in a row are right as often as both coins fall well, also in a short run."""
+    for rows, off in ((50, 0.03), (1000, 0.005)):
+        forced = ForcedSpeculation(3, 0.8, by_ranks=False)
+        right = [forced.right([0, 0, 0], [1, 1, 1]) for _ in range(rows)]
+        for drafts, share in ((1, 0.8), (2, 0.64), (3, 0.512)):
+            assert sum(each >= drafts for each in right) / rows == pytest.approx(share, abs=off)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "deepseek_v3"])
