@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import uvloop
 
 from phalanx.server.arrivals import ACCEPTED_AT_ONCE, Arrivals
@@ -23,13 +24,13 @@ CROWD = 300
 class Inside(asyncio.Protocol):
     """A connection that was let in, and has its place."""
 
-    def __init__(self, door: Door, order: list[str]) -> None:
-        self._door, self._order = door, order
+    def __init__(self, street: Street) -> None:
+        self._door, self._people = street.door, street.inside
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self.address = transport.get_extra_info("peername")[0]
-        self._order.append(self.address)
+        self._people.append(self)
         self._door.enter(self)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -40,11 +41,11 @@ class Inside(asyncio.Protocol):
 
 
 class Street:
-    """A socket that listens, those who come to it, and the order in which they were let in."""
+    """A socket that listens, those who come to it, and those who were let in, in that order."""
 
     def __init__(self, stack: ExitStack, listener: socket.socket, most: int = 4096) -> None:
         self.listener = stack.enter_context(listener)
-        self.door, self.order = Door(most), list[str]()
+        self.door, self.inside = Door(most), list[Inside]()
         self._stack = stack
 
     def come(self, count: int, address: str = "127.0.0.1") -> list[socket.socket]:
@@ -55,7 +56,7 @@ class Street:
         ]
 
     def open(self) -> Arrivals:
-        return Arrivals(self.listener, self.door, lambda: Inside(self.door, self.order))
+        return Arrivals(self.listener, self.door, lambda: Inside(self))
 
 
 def run(scene: Callable[[ExitStack], Coroutine[Any, Any, None]]) -> None:
@@ -69,10 +70,10 @@ def test_they_are_accepted_soon_and_let_in_few_at_a_time() -> None:
         street.come(CROWD)
         arrivals = street.open()
         accepted, let_in = [0], [0]
-        while len(street.order) < CROWD:
+        while len(street.inside) < CROWD:
             await asyncio.sleep(0)
             accepted.append(max(accepted[-1], street.door._inside.total()))
-            let_in.append(len(street.order))
+            let_in.append(len(street.inside))
         arrivals.close()
         turns = next(turn for turn, inside in enumerate(accepted) if inside >= CROWD)
         assert turns <= 3 * CROWD // ACCEPTED_AT_ONCE
@@ -87,10 +88,10 @@ def test_one_of_another_address_does_not_wait_behind_them() -> None:
         street.come(CROWD)
         street.come(1, "127.0.0.2")
         arrivals = street.open()
-        while len(street.order) <= CROWD:
+        while len(street.inside) <= CROWD:
             await asyncio.sleep(0)
         arrivals.close()
-        assert street.order.index("127.0.0.2") < CROWD // 2
+        assert [each.address for each in street.inside].index("127.0.0.2") < CROWD // 2
 
     run(scene)
 
@@ -100,10 +101,10 @@ def test_who_is_turned_out_while_it_waits_is_closed_and_never_let_in() -> None:
         street = Street(stack, socket.create_server(HERE, backlog=512), most=8)
         crowd = street.come(ACCEPTED_AT_ONCE)
         arrivals = street.open()
-        while len(street.order) < MOST_AT_ONCE or street.door.turnstile._lines:
+        while len(street.inside) < MOST_AT_ONCE or street.door.turnstile._lines:
             await asyncio.sleep(0)
         arrivals.close()
-        assert len(street.order) <= MOST_AT_ONCE + 6
+        assert len(street.inside) <= MOST_AT_ONCE + 6
         assert street.door._inside.total() <= 6
         assert sum(not each.recv(1) for each in crowd[MOST_AT_ONCE:-6]) == ACCEPTED_AT_ONCE - MOST_AT_ONCE - 6
 
@@ -115,14 +116,33 @@ def test_those_who_wait_when_it_closes_are_sent_off() -> None:
         street = Street(stack, socket.create_server(HERE, backlog=512))
         crowd = street.come(100)
         arrivals = street.open()
-        while not street.order:
+        while not street.inside:
             await asyncio.sleep(0)
         arrivals.close()
-        while street.door.turnstile._lines or arrivals._tasks:
+        while street.door.turnstile._lines or arrivals._entering:
             await asyncio.sleep(0)
-        assert street.door._inside.total() <= len(street.order) < 100
-        assert sum(not each.recv(1) for each in crowd[len(street.order) :]) == 100 - len(street.order)
+        assert street.door._inside.total() <= len(street.inside) < 100
+        assert sum(not each.recv(1) for each in crowd[len(street.inside) :]) == 100 - len(street.inside)
         await arrivals.wait_closed()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_who_comes_in_the_moment_it_closes_does_not_stay(turns: int) -> None:
+    async def scene(stack: ExitStack) -> None:
+        street = Street(stack, socket.create_server(HERE))
+        street.come(1)
+        arrivals = street.open()
+        while not street.door._inside.total():
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        arrivals.close()
+        for each in street.inside:
+            each.turn_out()
+        while street.door._inside.total():
+            await asyncio.sleep(0.01)
 
     run(scene)
 
@@ -144,7 +164,7 @@ def test_without_file_descriptors_it_tries_again() -> None:
         street = Street(stack, listener)
         street.come(2)
         arrivals = street.open()
-        while len(street.order) < 2:
+        while len(street.inside) < 2:
             await asyncio.sleep(0.01)
         arrivals.close()
         assert not listener.fails

@@ -178,17 +178,22 @@ def test_a_backlog_of_reports_does_not_fill_the_mailbox_of_one_who_reads(
 ) -> None:
     """This process may be held up for a while; the reader gets its turns between the reports that have piled up."""
 
+    async def read(box: Mailbox) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < 6000:
+            tokens += [token.token for _, token in await box.take()]
+        return tokens
+
     async def run() -> list[int]:
         client = engine(f"floods {at_once}")
         try:
             await client.start()
-            box, tokens = Mailbox(), []
+            box = Mailbox()
+            reading = asyncio.create_task(read(box))
+            await asyncio.sleep(0)
             client.submit([1], SamplingParams(), box, 0)
-            await asyncio.sleep(0.05)
             time.sleep(1)
-            while len(tokens) < 6000:
-                tokens += [token.token for _, token in await box.take()]
-            return tokens
+            return await reading
         finally:
             await client.stop()
 

@@ -32,13 +32,16 @@ class _Guest:
         self.turned_out = False
 
     def turn_out(self) -> None:
-        """While hands are shaken, the event loop has the connection."""
         self.turned_out = True
         if self.waits:
             self.connection.close()
         else:
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+            self.break_off()
+
+    def break_off(self) -> None:
+        """While it is let in, the event loop has the connection: it is the one to close it, and to say so."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class Arrivals:
@@ -61,7 +64,7 @@ class Arrivals:
         self._door = door
         self._make_protocol = make_protocol
         self._tls = tls
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._entering: dict[asyncio.Task[Any], _Guest] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
@@ -74,8 +77,8 @@ class Arrivals:
         self._loop.remove_reader(self._listener)
         if self._again is not None:
             self._again.cancel()
-        for task in self._tasks:
-            task.cancel()
+        for guest in self._entering.values():
+            guest.break_off()
 
     async def wait_closed(self) -> None:
         """As a server's: those who wait for their turn are sent off by then."""
@@ -114,12 +117,12 @@ class Arrivals:
                 self._make_protocol, guest.connection, ssl=self._tls, ssl_handshake_timeout=limit
             )
         )
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._is_in, guest))
+        self._entering[task] = guest
+        task.add_done_callback(self._is_in)
 
-    def _is_in(self, guest: _Guest, task: asyncio.Task[Any]) -> None:
+    def _is_in(self, task: asyncio.Task[Any]) -> None:
         """Or not, and then it is closed."""
-        self._tasks.discard(task)
+        guest = self._entering.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, OSError):
             log.error("a connection could not be set up", exc_info=error)

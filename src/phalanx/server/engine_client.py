@@ -145,7 +145,7 @@ class EngineClient:
         self._context = context
         self._reports = Receiver(context, reports_address(self._folder), self._token)
         self._orders = Sender(context, orders_address(self._folder), self._token)
-        loop.add_reader(self._reports, self._receive)
+        loop.add_reader(self._reports, self._hear)
         ready = self._ready = loop.create_future()
         self._spawning = asyncio.create_task(self._spawn())
         self._process = await asyncio.shield(self._spawning)
@@ -275,12 +275,18 @@ class EngineClient:
         if self._orders is not None:
             self._orders.send(encode(order))
 
+    def _hear(self) -> None:
+        """Not where the next turn's is due already: two in one turn would fill a mailbox."""
+        if self._receiving is None:
+            self._receive()
+
     def _receive(self) -> None:
         """Reports that wait already are taken together, so that streams write many tokens at once when behind.
 
         They have their turns in between: in time, and before a mailbox is full.
         """
-        until, room = time.monotonic() + _RECEIVE_SLICE_S, MOST_UNREAD // 2
+        self._receiving = None
+        until, room = time.monotonic() + _RECEIVE_SLICE_S, MOST_UNREAD // 4
         while room > 0 and time.monotonic() < until:
             frames = self._reports.receive(0)
             if frames is None:
