@@ -13,12 +13,22 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
-from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention, decode_attention_torch
+from phalanx.kernels.attention import (
+    FEW_KEYS,
+    AttentionBatch,
+    PrefillRow,
+    Sight,
+    SightMasks,
+    decode_attention,
+    decode_attention_torch,
+    paged_attention,
+    prefill_attention_torch,
+)
 from phalanx.kernels.gemm import SKINNY, Gemm, one_row, skinny_gemm
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_torch
 from phalanx.kernels.rotary import rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
-from phalanx.kernels.tiling import DecodeRows
+from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 pytestmark = needs_compiler
@@ -127,6 +137,33 @@ def test_rows_of_one_sequence_share_a_reading_of_its_keys(start: int, sight: Sig
     cache[tables[1, last // block_size], last % block_size] = float("nan")  # no row before it may look there
     others = torch.arange(len(slots)) != 13
     assert torch.equal(attended(slice(None))[0][others], alone[others])
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 90), (250, 40), (FEW_KEYS - 9, 9), (FEW_KEYS - 9, 10)])
+def test_a_prompt(start: int, count: int, sight: Sight) -> None:
+    """Behind another one, alone and cut in two, with few keys and with more."""
+    heads, kv_heads, head_dim, block_size = 6, 2, 20, 16
+    tables = torch.randperm(2 * (width := FEW_KEYS // block_size + 1)).view(2, width)
+    cache = torch.randn(2 * width, block_size, 2, kv_heads, head_dim)
+    qkv = torch.randn(5 + count, heads + 2 * kv_heads, head_dim) * 3
+    fresh = start + torch.arange(count)
+    cache[tables[1, fresh // block_size], fresh % block_size] = qkv[5:, heads:].unflatten(1, (2, -1))
+
+    def attended(*cut: PrefillRow) -> Tensor:
+        batch = AttentionBatch(torch.zeros(0, dtype=torch.int64), None, list(cut))
+        masks = SightMasks(batch, block_size, torch.float32)
+        return paged_attention(qkv, heads, cache, batch, masks, sight, head_dim**-0.5)[5:]
+
+    tiles = PrefillTiles(tables, torch.tensor([[1, 5, count, start, 0]]), resumed=True)
+    wanted = torch.empty(5 + count, heads, head_dim, dtype=torch.float64)
+    prefill_attention_torch(qkv[:, :heads].double(), cache.double(), tiles, sight, head_dim**-0.5, wanted)
+    half = count // 2
+    close(attended(PrefillRow(5, count, start, tables[1])), wanted[5:])
+    close(
+        attended(PrefillRow(5, half, start, tables[1]), PrefillRow(5 + half, count - half, start + half, tables[1])),
+        wanted[5:],
+    )
 
 
 @pytest.mark.parametrize("rows", SKINNY)

@@ -43,8 +43,9 @@ def test_a_step_exchanges_twice_a_layer_and_gathers_the_logits_once(
     runner = make_runner(config, model, Sizes(num_blocks=8, max_model_len=64))
     prompt = captured.prompts[2]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams(temperature=0))
-    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [1], [(0, [0, 1])]))
     spec = model.place.spec
+    of_windows = [(0, window, [2 * window + 2, 2 * window + 3]) for window in range(len(spec.window_groups))]
+    runner.launch(StepPlan(1, [admission], [0], [0], [len(prompt)], [1], [(0, [0, 1])], window_blocks=of_windows))
     behind_the_last_attention = [(1, spec.hidden)] * 2
     assert group.reduced == [(len(prompt), spec.hidden)] * (2 * len(spec.layers) - 2) + behind_the_last_attention
     assert group.gathered == 1

@@ -13,6 +13,9 @@ from phalanx.kernels import cpu
 from phalanx.kernels.cache import take
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
+FEW_KEYS = 512
+"""Up to so many, a CPU's own kernel attends from prompts more quickly than torch's."""
+
 
 @dataclass(frozen=True)
 class PrefillRow:
@@ -127,7 +130,11 @@ def paged_attention(
         prefill_attention(qkv, heads, cache, batch.tiles, sight, scale, out, value_scale)
         return out
     for row in batch.prefills:
-        span = slice(row.first, row.first + row.count)
+        span, length = slice(row.first, row.first + row.count), row.start + row.count
+        if cpu.runs(cache) and length <= FEW_KEYS:
+            slots, positions = torch.zeros(row.count, dtype=torch.int64), torch.arange(row.start, length)
+            _attend_on_cpu(qkv[span, :heads], cache, slots, row.blocks, 0, positions, sight, scale, out[span])
+            continue
         mask = masks.prefill(row, sight)
         fresh = mask is None and cache.dtype is qkv.dtype
         kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
@@ -146,21 +153,36 @@ def decode_attention(
     value_scale: float = 1.0,
 ) -> None:
     """One new token a sequence, [rows, heads, head_dim], against all of its cached keys and values, into `out`."""
-    count, heads, head_dim = q.shape
     if q.is_cuda and sight.is_plain:
         from phalanx.kernels.gpu import attention as gpu
 
         gpu.decode_attention(q, cache, rows, sight.window, scale, out, value_scale, sight.sinks)
     elif cpu.runs(cache):
-        block_size, kv_heads = cache.shape[1], cache.shape[3]
-        table, sizes = rows.block_table.contiguous(), (block_size, heads, kv_heads, head_dim)
-        cpu.call(
-            "decode_attention",
-            *(q, cache, rows.slots, table, rows.positions, out),
-            *(count, q.stride(0), table.shape[1], *sizes, sight.window or 0, int(sight.chunked), sight.sinks, scale),
-        )
+        table = rows.block_table.contiguous()
+        _attend_on_cpu(q, cache, rows.slots, table, table.shape[1], rows.positions, sight, scale, out)
     else:
         out.copy_(decode_attention_torch(q, cache, rows, masks.decode(sight), scale, value_scale, sight.sinks))
+
+
+def _attend_on_cpu(
+    q: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    table_width: int,
+    positions: Tensor,
+    sight: Sight,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Each row by the table that lies `table_width` behind that of the row before it."""
+    count, heads, head_dim = q.shape
+    sizes = (cache.shape[1], heads, cache.shape[3], head_dim)
+    cpu.call(
+        "decode_attention",
+        *(q, cache, slots, tables, positions, out),
+        *(count, q.stride(0), table_width, *sizes, sight.window or 0, int(sight.chunked), sight.sinks, scale),
+    )
 
 
 def decode_attention_torch(
