@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual network cards, with a Ray node in each."""
+"""Two hosts on one machine: network namespaces joined by a pair of virtual network cards, with or without Ray nodes."""
 
 from __future__ import annotations
 
@@ -129,10 +129,26 @@ class Hosts:
     def mend(self) -> None:
         _ip("link", "set", self.far.card, "up", netns=self.far.name)
 
+    def shape(self, megabits: int) -> None:
+        """From now on the cable carries so much a second each way. The burst makes up for a core that is away."""
+        for host in (self.near, self.far):
+            words = ["qdisc", "replace", "dev", host.card, "root", "tbf", "rate", f"{megabits}mbit"]
+            command = ["tc", "-n", host.name, *words, "burst", "64kb", "limit", "4mb"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two hosts with a Ray node each. Whatever happens, no process, namespace, route or file of them stays behind."""
+    """Two hosts with a Ray node each."""
+    with two_namespaces() as hosts:
+        hosts.near.ray_node()
+        hosts.far.ray_node()
+        yield hosts
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[Hosts]:
+    """Two hosts without anything. Whatever happens, no process, namespace, route or file of them stays behind."""
     names = [f"phx{os.getpid()}{side}" for side in "ab"]
     cards = [f"v{name}" for name in names]
     with tempfile.TemporaryDirectory(prefix="phx-", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -143,8 +159,6 @@ def two_hosts() -> Iterator[Hosts]:
         )
         try:
             _lay_cable(near, far)
-            near.ray_node()
-            far.ray_node()
             yield Hosts(near, far)
         finally:
             for host in (near, far):

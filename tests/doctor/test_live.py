@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from phalanx.cost.profiles import profile
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.live import Picture, causes_of, findings_of, picture_of
 from phalanx.doctor.live.rules import RULES
+from phalanx.engine.marks import LinkPace
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.web.notes import notes_of
 from phalanx.web.sampler import RankSample, Sample
@@ -112,6 +114,74 @@ def test_what_is_fine_beside_each_fault() -> None:
     prompts = {"prompt_tokens": lambda step: 4000 * (step % 2), "prompt_factor": 20}
     assert judged([100.0], flops=1.5e9, **prompts) == []
     assert judged([100.0], flops=0.4e9, **prompts) == [], "what takes long to launch says nothing of arithmetic"
+
+
+MET = LinkPace(10e-6, 5e9)
+"""What an all-reduce took when two machines had met: 115 us of 512 KiB."""
+APART = {"nodes": ("spark-0", "spark-1"), "device": "cpu"}
+
+
+def between(took: float, work: Sequence[float] = (440, 440), met: LinkPace = MET, **more: object) -> list[Finding]:
+    """Two machines on which all-reduces take so many times what they did when the ranks had met."""
+    size = more.setdefault("size", ROWS)
+    given: dict[str, object] = {"pause_us": 5, "paces": [met] * len(work), **APART, **more}
+    return judged(work, took * met.seconds(size) * 1e6, **given)  # type: ignore[arg-type]
+
+
+def test_a_link_between_machines_at_half_speed_is_named() -> None:
+    assert between(1.0) == []
+    assert between(1.5) == []
+    (finding,) = between(2.0)
+    assert (finding.code, finding.title) == ("slow_link", "The link between spark-0 and spark-1 is slow")
+    assert finding.found.startswith("18.3 Gbit/s each way, where it had 36.5 Gbit/s when the ranks joined: ")
+    assert "take 1.84 ms a step" in finding.found
+    assert "2.0 times the 0.92 ms" in finding.found
+    (several,) = between(2.0, [400, 400, 400], nodes=("a", "b", "c"))
+    assert several.title == "A link between a, b and c is slow"
+    assert between(2.0, [8000, 8000]) == [], "of steps this long it is too little to matter"
+
+
+def test_other_faults_of_two_machines_are_no_slow_link() -> None:
+    assert codes(between(1.0, [440, 570])) == ["slow_rank"]
+    assert codes(between(1.0, pause_us=1000)) == ["host_gaps"]
+    small = 4096
+    assert "slow_link" not in codes(between(5.0, [5, 5], size=small)), "small ones tell of cores, not of links"
+    some_steps = {"prompt_tokens": lambda step: 480 * (step % 2), "prompt_factor": 3}
+    assert "slow_link" not in codes(between(1.0, **some_steps)), "a link is slow for all of them"
+    assert "slow_link" not in codes(between(2.0, steps=0))
+    assert "slow_link" not in codes(between(2.0, nodes=("one", "one"))), "memory is no link"
+    assert "slow_link" not in codes(between(2.0, paces=[MET, None]))
+
+
+def test_a_link_that_was_slow_from_the_start_is_held_against_its_cards() -> None:
+    """20 MB/s: less than half of what TCP makes of a gigabit."""
+    slow, size = LinkPace(100e-6, 20e6, card=125e6), 2**18
+    (finding,) = between(1.0, [9000, 9000], slow, size=size)
+    assert finding.code == "slow_link"
+    assert "can be expected of its network cards" in finding.found
+    assert "slow_link" not in codes(between(1.0, [9000, 9000], msgspec.structs.replace(slow, card=0.0), size=size))
+    assert "slow_link" not in codes(between(1.0, [9000, 9000], msgspec.structs.replace(slow, card=30e6), size=size))
+    enough = LinkPace(100e-6, 60e6, card=25e9)
+    assert "slow_link" not in codes(between(1.0, [9000, 9000], enough, size=size)), "fast cards tell little of TCP"
+
+
+def test_gpus_of_several_machines_are_not_held_against_what_joins_those_of_one() -> None:
+    far = {"nodes": ["here"] * 4 + ["there"] * 4}
+    assert codes(judged(EVEN, 4 * FABRIC, 5)) == ["slow_link"]
+    assert "slow_link" not in codes(judged(EVEN, 4 * FABRIC, 5, **far))
+
+
+def test_sparks_are_held_against_the_network_that_the_catalogue_has_for_them() -> None:
+    spark = Gpu.named("DGX-Spark")
+    usual = all_reduce_seconds(ROWS, 2, spark.link, profile("phalanx").all_reduce)
+    given = {"device": "NVIDIA GB10", "nodes": APART["nodes"], "weights": [6 * 10**8] * 2}
+    assert judged([400, 400], 1e6 * usual, 5, **given) == []
+    for pace in (None, LinkPace(33e-6, ROWS / usual / 3)):
+        assert codes(judged([400, 400], 3e6 * usual, 5, paces=[pace] * 2, **given)) == ["slow_link"]
+
+
+def test_a_rank_that_costs_the_others_nothing_is_not_slow() -> None:
+    assert codes(judged([10, 12], 400, 5, device="cpu")) == ["collectives"]
 
 
 def test_what_a_trace_and_a_minute_find_is_told_once_and_without_what_it_explains() -> None:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from phalanx.engine.marks import CALL_ENDS, PLACE, SAMPLED, SAMPLING, HostStep, Mark, RankTrace, StepMarks, StepTraces
+from phalanx.engine.marks import (
+    CALL_ENDS,
+    PLACE,
+    SAMPLED,
+    SAMPLING,
+    HostStep,
+    LinkPace,
+    Mark,
+    RankTrace,
+    StepMarks,
+    StepTraces,
+)
 from phalanx.engine.whereabouts import ALL_REDUCE, EMBEDDING, HEAD
 
 LAYERS = 4
@@ -28,6 +39,8 @@ def make_traces(
     in_graphs: int | None = None,
     prompts: tuple[int, int, int] = (0, 0, 0),
     flops: float = 0.0,
+    nodes: Sequence[str] = (),
+    paces: Sequence[LinkPace | None] = (),
 ) -> StepTraces:
     """Ranks that work so many us in each part of every layer, and meet after it for `exchange_us`. Between steps the
     host takes `pause_us`. A step with prompts takes `prompt_factor` as long. Weights are read at 0.7 of an H100's rate.
@@ -65,6 +78,10 @@ def make_traces(
     parts = [("Gqa", "Dense")] * LAYERS
     held = list(weights) or [int(0.7 * min(work_us) * 2 * LAYERS * 3.35e6)] * len(work_us)
     traces = [
-        RankTrace(rank, parts, steps, device, held[rank], in_graphs, flops=flops) for rank, steps in enumerate(ranks)
-    ]
+        RankTrace(
+            rank, parts, steps, device, held[rank], in_graphs, flops=flops, node=nodes[rank] if nodes else "",
+            pace=paces[rank] if paces else None,
+        )
+        for rank, steps in enumerate(ranks)
+    ]  # fmt: skip
     return StepTraces(hosts, traces, 1000, budget, 256, *prompts)

@@ -59,6 +59,8 @@ def test_two_ranks_tell_parts_collectives_and_clocks(tiny_llama: Path) -> None:
         assert not list(effects_before_causes(steps))
         assert abs(traces.ranks[1].ahead) <= traces.ranks[1].uncertain
         assert traces.ranks[0].ahead == traces.ranks[0].uncertain == 0
+        assert [rank.node for rank in traces.ranks] == ["here", "there"]
+        assert [rank.pace for rank in traces.ranks] == [None, None], "ranks of one machine measure no link"
 
         assert runner.where is page
         for hooked in (runner, engine.scheduler, runner.runner.model, page):

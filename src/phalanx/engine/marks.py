@@ -35,10 +35,24 @@ class StepMarks(msgspec.Struct, array_like=True):
     marks: list[Mark] = []
 
 
+class LinkPace(msgspec.Struct, frozen=True):
+    """What all-reduces between machines took when the ranks had just met: `latency` seconds, and `bandwidth` bytes of
+    the tensor a second. The rank's network card is good for `card` bytes a second; 0: it does not tell.
+    """
+
+    latency: float
+    bandwidth: float
+    card: float = 0.0
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
 class RankTrace(msgspec.Struct, frozen=True, tag=True):
     """`parts` are the kinds of mixer and FFN of each layer, `weights` the bytes of the rank's share, `in_graphs` how
     many of the steps ran as CUDA graphs, where there are some. The rank's clock is `ahead` ns of the engine's, give or
-    take `uncertain`. A token takes `flops` of the rank, of numbers in the format `multiplied`; 0: not known.
+    take `uncertain`. A token takes `flops` of the rank, of numbers in the format `multiplied`; 0: not known. With ranks
+    on several machines, `node` is its own and `pace` what it may expect of the links between them.
     """
 
     rank: int
@@ -51,6 +65,8 @@ class RankTrace(msgspec.Struct, frozen=True, tag=True):
     uncertain: int = 0
     flops: float = 0.0
     multiplied: str = "bf16"
+    node: str = ""
+    pace: LinkPace | None = None
 
 
 class HostStep(msgspec.Struct, array_like=True):

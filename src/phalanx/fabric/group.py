@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from phalanx.engine.marks import LinkPace
 from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, GATHER, IN_CALL, Whereabouts
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
@@ -47,6 +48,8 @@ class Group(Protocol):
     """This rank's page. Nobody reads this one: ranks that others watch get one of their own."""
     in_graphs: bool
     """Whether its collectives may be captured in a CUDA graph."""
+    pace: LinkPace | None = None
+    """What they took when the ranks had just met, where these are on several machines."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank."""

@@ -38,7 +38,7 @@ from phalanx.runtime.messages import (
     pack_adapter,
     pack_plan,
 )
-from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, load_model, make_group, make_runner
+from phalanx.runtime.rank import Sizes, agree_on_sizes, blocks_that_fit, learn_pace, load_model, make_group, make_runner
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.tracer import ahead_by_pings
 from phalanx.runtime.workers import LocalWorkers, Workers
@@ -104,6 +104,7 @@ class Executor:
             self._hear(_POLL_MS)
         self.workers.send(CONNECT)
         group.connect(self.workers.store(), self.workers.host, self._check_peers)
+        learn_pace(config, model, self.workers.host)
         self._blocks[0] = blocks_that_fit(config, model, spot)
         while len(self._blocks) < config.tp:
             self._hear(_POLL_MS)
@@ -243,15 +244,20 @@ class Executor:
             self.workers.send(END_TRACE)
             while len(self._traces) < self._group.size:
                 self._hear(_POLL_MS)
-            ahead = self._clocks_ahead() if self.nodes else {}
+            if self.nodes:
+                self._traces = self._on_nodes(self._traces)
         except Exception as error:
             raise self._stop(error) from error
-        ordered = sorted(self._traces, key=lambda trace: trace.rank)
+        return sorted(self._traces, key=lambda trace: trace.rank)
+
+    def _on_nodes(self, traces: list[RankTrace]) -> list[RankTrace]:
+        """With the machine of each rank, and by how much its clock is ahead."""
+        ahead = {0: (0, 0)} | self._clocks_ahead()
         return [
-            msgspec.structs.replace(trace, ahead=ahead[trace.rank][0], uncertain=ahead[trace.rank][1])
-            if trace.rank in ahead
-            else trace
-            for trace in ordered
+            msgspec.structs.replace(
+                trace, node=self.nodes[trace.rank], ahead=ahead[trace.rank][0], uncertain=ahead[trace.rank][1]
+            )
+            for trace in traces
         ]
 
     def _clocks_ahead(self) -> dict[int, tuple[int, int]]:

@@ -10,6 +10,7 @@ from phalanx.engine.caches import CacheLayout
 from phalanx.errors import ConfigError
 from phalanx.fabric.choose import ProcessGroup, choose_group
 from phalanx.fabric.group import Group
+from phalanx.fabric.pace import measure_pace
 from phalanx.fabric.tree import TreeGroup
 from phalanx.kernels import cpu
 from phalanx.kernels.sampling_table import TOKEN
@@ -70,6 +71,12 @@ def make_group(config: EngineConfig, rank: int, spot: Spot) -> ProcessGroup:
     """The group this rank talks in, not connected yet."""
     gpus = [each.gpu for each in local_spots(config)] if config.executor == "local" else None
     return choose_group(rank, config.tp, pick_device(config, spot.gpu), gpus)
+
+
+def learn_pace(config: EngineConfig, model: Decoder, host: str) -> None:
+    """Of links between machines nobody knows what to expect. All ranks have to call this at once, once connected."""
+    if config.executor != "local":
+        model.place.group.pace = measure_pace(model.place.group, model.place.device, host)
 
 
 def on_gpus(config: EngineConfig) -> bool:

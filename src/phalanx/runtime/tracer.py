@@ -160,6 +160,7 @@ class Tracer(Whereabouts):
             in_graphs,
             flops=place.spec.flops_per_token() / self._group.size if quick else 0.0,
             multiplied="fp8" if place.spec.number_format == "fp8" else "bf16",
+            pace=self._group.pace,
         )
 
 

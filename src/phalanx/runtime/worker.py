@@ -41,7 +41,7 @@ from phalanx.runtime.messages import (
     unpack_sizes,
 )
 from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S, Pulse, every_beat
-from phalanx.runtime.rank import blocks_that_fit, load_model, make_group, make_runner
+from phalanx.runtime.rank import blocks_that_fit, learn_pace, load_model, make_group, make_runner
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
@@ -86,6 +86,7 @@ def _serve(assignment: RankAssignment) -> None:
     ends.reports.send(encode(RankReady(rank, ends.orders.address)))
     assert _next(ends.orders) == CONNECT
     group.connect(open_store(meeting.store, config.tp), meeting.host)
+    learn_pace(config, model, meeting.host)
     ends.reports.send(encode(CacheRoom(rank, blocks_that_fit(config, model, spot))))
     runner = make_runner(config, model, unpack_sizes(_next(ends.orders)))
 

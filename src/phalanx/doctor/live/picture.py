@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx.cost.allreduce import all_reduce_seconds
 from phalanx.cost.profiles import profile
+from phalanx.doctor.live.link import LinkSeen, nodes_of, seen_link
 from phalanx.engine.marks import StepTraces
 from phalanx.errors import PhalanxError
 from phalanx.spec.machine import Gpu, Machine
@@ -27,7 +28,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     and not judged.
 
     `worked` is what each rank did by itself in its layers, `share` its share of the weights, as the layout deals them.
-    `last` is in what share of collectives each rank came last. `exchange_expected` is by the cost model of the link.
+    `last` is in what share of collectives each rank came last. `exchange_expected` is by the cost model of the link,
+    `link` is what lies between several machines.
     `least` is the least that memory, or for prompts arithmetic, allows; `prompt_worked` is held against the latter.
     """
 
@@ -39,6 +41,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     waited: float | None = None
     exchanged: float | None = None
     exchange_expected: float | None = None
+    link: LinkSeen | None = None
     idle: float | None = None
     worked: list[float] = []
     share: list[float] = []
@@ -70,7 +73,6 @@ def picture_of(traces: StepTraces) -> Picture:
     first = traces.ranks[0]
     full = [step.host.prompt_tokens + step.host.decodes >= traces.budget for step in prompts]
     hosts, mean_weights = traces.hosts, fmean(rank.weights for rank in traces.ranks)
-    expected = _expected_exchange(chosen, first.device, len(traces.ranks))
     return Picture(
         ranks=len(traces.ranks),
         on_gpus=first.device != "cpu",
@@ -79,7 +81,8 @@ def picture_of(traces: StepTraces) -> Picture:
         decodes=fmean(step.host.decodes for step in chosen),
         waited=_calls(chosen, "waited"),
         exchanged=_calls(chosen, "exchanged"),
-        exchange_expected=expected,
+        exchange_expected=_expected_exchange(chosen, traces),
+        link=seen_link(steps, traces),
         idle=_idle(chosen),
         worked=[_worked(chosen, rank) for rank in range(len(traces.ranks))],
         share=[rank.weights / mean_weights for rank in traces.ranks] if mean_weights else [],
@@ -152,11 +155,13 @@ def _last(steps: Sequence[Step], ranks: int) -> list[float]:
     return [found[rank] / total for rank in range(ranks)] if total else []
 
 
-def _expected_exchange(steps: Sequence[Step], device: str, ranks: int) -> float | None:
-    """By the cost model, where the catalogue has this GPU."""
-    gpu = _gpu(device)
+def _expected_exchange(steps: Sequence[Step], traces: StepTraces) -> float | None:
+    """By the cost model, where the catalogue has this GPU, and all are in one machine or known to be joined so."""
+    gpu, ranks = _gpu(traces.ranks[0].device), len(traces.ranks)
     if gpu is None or ranks == 1:
         return None
     link, implementation = Machine((gpu,) * ranks).link(ranks), profile("phalanx").all_reduce
+    if len(nodes_of(traces)) > 1 and link.kind != "roce":
+        return None
     total = sum(all_reduce_seconds(call.size, ranks, link, implementation) for step in steps for call in step.calls)
     return total / len(steps) * 1e3

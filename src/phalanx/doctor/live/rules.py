@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from phalanx.doctor.finding import Finding
+from phalanx.doctor.live.link import LinkSeen
 from phalanx.doctor.live.picture import Picture
 
 MUCH = 0.30
@@ -19,6 +20,8 @@ SLOWER = 0.10
 """By how much a rank's work exceeds the middle of the others'."""
 _MOSTLY_LAST = 0.6
 _LINK = 1.6
+_MATTERS = 0.05
+"""Of a step: what a slow rank or link costs less is not worth a word."""
 _UNEVEN = 0.15
 _LOW_BANDWIDTH, _LOW_ARITHMETIC = 0.35, 0.25
 _THRASH = 0.05
@@ -68,6 +71,8 @@ def slow_rank(seen: Picture) -> Finding | None:
     others = median(per_share[:rank] + per_share[rank + 1 :])
     if others <= 0 or per_share[rank] / others - 1 < SLOWER or (seen.last and seen.last[rank] < _MOSTLY_LAST):
         return None
+    if (per_share[rank] - others) * share[rank] < _MATTERS * seen.step:
+        return None
     more = per_share[rank] / others - 1
     last = f", and came last to {seen.last[rank]:.0%} of the collectives" if seen.last else ""
     return Finding(
@@ -96,10 +101,13 @@ def uneven_layout(seen: Picture) -> Finding | None:
 
 def slow_link(seen: Picture) -> Finding | None:
     """Collectives that take much longer than this link should."""
+    between = _slow_between_machines(seen.link) if seen.link is not None else None
+    if between is not None:
+        return between
     if not seen.exchanged or not seen.exchange_expected:
         return None
     ratio = seen.exchanged / seen.exchange_expected
-    if ratio < _LINK or seen.exchanged - seen.exchange_expected < 0.05 * seen.step:
+    if ratio < _LINK or seen.exchanged - seen.exchange_expected < _MATTERS * seen.step:
         return None
     return Finding(
         "warning", "slow_link", "Collectives take longer than this link should",
@@ -109,6 +117,29 @@ def slow_link(seen: Picture) -> Finding | None:
         "Measure it: phalanx doctor --measure. Then look at NVLink states and errors, PCIe width, and NCCL's choice of "
         "transport.",
     )  # fmt: skip
+
+
+def _slow_between_machines(link: LinkSeen) -> Finding | None:
+    ratio = link.took / link.expected
+    if ratio < _LINK or link.took - link.expected < _MATTERS * link.step:
+        return None
+    *most, last = link.between
+    which = "The link" if len(most) == 1 else "A link"
+    due = _rate(link.expected_rate)
+    due = f"{due} can be expected of its network cards" if link.by_cards else f"it had {due} when the ranks joined"
+    return Finding(
+        "warning", "slow_link", f"{which} between {', '.join(most)} and {last} is slow",
+        f"{_rate(link.rate)} each way, where {due}: all-reduces take {link.took:.2f} ms a step once all ranks are "
+        f"there, {ratio:.1f} times the {link.expected:.2f} ms that they should take",
+        "Every layer waits for it twice.",
+        "Look at both ends: the speed that the cards agreed on (phalanx cluster status), their errors and drops "
+        "(ethtool -S), cable and switch port; then at who else uses the link.",
+    )  # fmt: skip
+
+
+def _rate(bytes_per_second: float) -> str:
+    megabits = bytes_per_second * 8e-6
+    return f"{megabits / 1e3:.1f} Gbit/s" if megabits >= 1e3 else f"{megabits:.0f} Mbit/s"
 
 
 def collectives(seen: Picture) -> Finding | None:
