@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 ROOT = Path(__file__).parents[2]
 WHOLE, HALF = 100, 50
 """Mbit/s: far less than two processes on one machine can exchange, so that what else runs there hardly matters."""
-_TRACES = 3
+_TRACES = 5
 
 
 class Ranks:
