@@ -1,16 +1,15 @@
 """What proofs cost: decode steps of two engines in turns, one with the option and one without.
 
     python benchmarks/proof.py canary
-    python benchmarks/proof.py invariant --rows 32 --dtype fp32
+    python benchmarks/proof.py invariant --rows 32
     python benchmarks/proof.py trace --rows 4
     python benchmarks/proof.py invariant --device cuda --model llama-3.1-8b --rows 32 --context 1024
 
 Both engines have one rank, with `canary` and `trace` the share of one of two, whose collectives take no time: waiting
 for others is not in it. On CPUs time is that of the processor: what else the machine does does not count. On a GPU it
 is the wall clock's over runs of steps, of which the first ones are left out: steps of the other engine may still be on
-their way. With `trace` it is one engine, in turns of traced steps and others. `--dtype` is of the engine without the
-option: invariant products are float32 on a CPU, where the usual ones may be in the bits that weights are stored in. A
-model of `h200_facts.py` has random weights.
+their way. With `trace` it is one engine, in turns of traced steps and others. With `--dtype fp32` both engines widen
+weights that a CPU would multiply as they are stored. A model of `h200_facts.py` has random weights.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("option", choices=(*OPTIONS, "trace"))
     parser.add_argument("--model", help="A folder, or one of h200_facts.py. Default: the default model.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", default="auto", help="Of the engine without the option.")
+    parser.add_argument("--dtype", default="auto", help="Of both engines.")
     parser.add_argument("--load-format", help="dummy: random weights.")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=128)
@@ -120,14 +119,14 @@ def main() -> None:
         folder, load_format = folder_of(asked.model, stack)
         common = {
             "device": asked.device,
+            "dtype": asked.dtype,
             "load_format": asked.load_format or load_format,
             "max_num_seqs": asked.rows,
             "max_model_len": room,
             "num_blocks": asked.rows * -(-room // 16) + 8,
         }
         group = SOLO if asked.option == "invariant" else EmulatedGroup(2, lambda size: 0.0, torch.device(asked.device))
-        plain, *others = OPTIONS.get(asked.option, ({},))
-        options = [plain | {"dtype": asked.dtype}, *others]
+        options = OPTIONS.get(asked.option, ({},))
         engines = [
             stack.enter_context(closing(start_engine(EngineConfig(**common, **given), folder, lambda *_: None, group)))
             for given in options

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.panels import Panels, product, product_torch
+from phalanx.kernels.invariant import tree_sum
+from phalanx.kernels.panels import Panels, product, product_torch, unit_sums
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 
@@ -92,6 +94,19 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(bits: int, minimums
     alone = torch.cat([product(row[None], panels, None) for row in x])
     for count in range(2, 12):
         assert torch.equal(product(x[:count], panels, None), alone[:count])
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_units_are_added_up_as_a_tree(bits: int) -> None:
+    """By every kernel; groups of a block, of two, and of whole rows."""
+    for group, dtype, minimums in [(32, SCALES[0], True), (64, SCALES[1], False), (512, SCALES[2], True)]:
+        panels, wide = make(40, 512, bits, group, dtype, minimums)
+        cut, x, bias = replace(panels, units=8), torch.randn(11, 512), torch.randn(40)
+        tree = tree_sum(list(unit_sums(x, cut, bias)))
+        assert relative(tree, x.double() @ wide.double().t() + bias) < 5 * ROUNDING
+        assert not torch.equal(tree, product(x, panels, bias))
+        for rows in (slice(0, 11), slice(2, 3), slice(3, 5), slice(5, 8)):
+            assert torch.equal(product(x[rows], cut, bias), tree[rows])
 
 
 def test_rows_of_zeros_and_of_tiny_numbers() -> None:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from phalanx import LLM, SamplingParams
+from phalanx.engine.speculation import Speculation
 from phalanx.errors import ConfigError, LayoutError
+from phalanx.fabric.group import Solo
 from phalanx.kernels.gemm import skinny_gemm
 from phalanx.kernels.invariant import tree_sum
+from phalanx.kernels.panels import Panels
+from phalanx.layers.ffn.dense import Mlp
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import place_of
 from phalanx.spec.invariant import inner_units, invariant_layout
 from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import Reference
+from tests.runtime.test_stored_on_cpu import folder_of, gguf_of
 from tests.threaded_ranks import ThreadedEngine
+from tests.weights.conftest import save_folder
+from tests.weights.four_bit_files import FORMS
+from tests.weights.test_formats import BASE, written
 
 pytestmark = pytest.mark.slow
 
+CPU = torch.device("cpu")
 TOKENS = 4
 SCORED = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
 DRAWN = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=5, seed=11)
@@ -54,6 +67,14 @@ def told(engine: ThreadedEngine, prompts: list[list[int]], params: SamplingParam
     ]
 
 
+def always_drafting(engine: ThreadedEngine) -> Speculation:
+    speculation = engine.engine.scheduler.speculation
+    assert speculation is not None
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+    speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    return speculation
+
+
 @pytest.mark.parametrize("family", ["llama3_rope", "qwen3_moe"])
 def test_answers_have_the_same_bits_at_every_tp(family: str, references) -> None:  # type: ignore[no-untyped-def]
     """Each prompt alone at TP 1, uncut, against all together at TP 1, 2 and 4, cut into chunks of all sizes."""
@@ -69,6 +90,74 @@ def test_answers_have_the_same_bits_at_every_tp(family: str, references) -> None
     assert told(ThreadedEngine(reference.folder, 2), prompts, SCORED) != scored
 
 
+UNITS = {"llama": {"intermediate_size": 512}, "qwen3_moe": {"intermediate_size": 512, "moe_intermediate_size": 512}}
+"""Eight, of whole groups."""
+STORED = [[5, 7, 11, 13, 17, 19] * 6, [3], [40, 2, 33, 9, 21, 8, 30, 1, 12, 25, 44, 6]]
+
+
+def panels_of(engine: ThreadedEngine) -> list[Panels]:
+    """Of the products behind attention, and behind FFNs, on the first rank."""
+    layers = engine.runner.ranks[0].model.layers
+    found = [layer.mixer.output.product.weight for layer in layers]
+    found += [weight for layer in layers for weight in products_behind(layer.ffn)]
+    return [weight for weight in found if isinstance(weight, Panels)]
+
+
+def products_behind(ffn: Any) -> list[Any]:
+    return [ffn.down.product.weight] if isinstance(ffn, Mlp) else list(ffn.held.down.matrices)
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [("llama", [Kind.Q4_1]), ("qwen3_moe", [Kind.Q4_0]), ("llama", [Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.Q5_0])],
+    ids=["dense", "experts", "mixed"],
+)
+def test_weights_that_stay_in_few_bits_have_the_same_bits_at_every_tp(
+    tmp_path: Path, model: str, kinds: list[Kind]
+) -> None:
+    """As above, with drafts, then from what is cached. One rank computes layers that are all panels in one call."""
+    path = gguf_of(tmp_path, model, *kinds, **UNITS[model])
+    lone = ThreadedEngine(path, 1, invariant=True, max_num_batched_tokens=160, max_num_seqs=1, prefix_caching=False)
+    longer = msgspec.structs.replace(SCORED, max_tokens=4 * TOKENS)
+    wanted = [told(lone, [prompt], longer)[0] for prompt in STORED]
+    assert {weight.units for weight in panels_of(lone)} == {8}
+    in_one_call = lone.runner.ranks[0].model.layers[0].whole is not None
+    assert in_one_call == (model == "llama" and len(kinds) == 1)
+    drafted = 0
+    for tp, budget in ((1, 16), (2, 11), (4, 64), (8, 16)):
+        engine = ThreadedEngine(path, tp, invariant=True, speculate="ngram", max_num_batched_tokens=budget)
+        totals = always_drafting(engine).totals
+        assert [told(engine, STORED, longer), told(engine, STORED, longer)] == [wanted, wanted]
+        assert {weight.units for weight in panels_of(engine)} == {8 // tp}
+        drafted += totals.draft_tokens
+        engine.close()
+    assert drafted > 4
+    assert told(ThreadedEngine(path, 2), STORED, longer) != wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_checkpoints_have_the_same_bits_at_every_tp(tmp_path: Path, form: str) -> None:
+    """As they are stored where that is by whole numbers; otherwise widened."""
+    check_at_four_ranks(folder_of(tmp_path, "llama", form, **UNITS["llama"]), in_panels="fp" not in form)
+
+
+def test_shared_experts_may_stay_in_few_bits(tmp_path: Path) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5}
+    model = {"model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 2}
+    config, stored, _ = written(BASE | model | experts | groups, "awq 32")
+    check_at_four_ranks(save_folder(tmp_path, config, stored), in_panels=True)
+
+
+def check_at_four_ranks(path: Path, in_panels: bool) -> None:
+    lone = ThreadedEngine(path, 1, invariant=True, max_num_batched_tokens=160, max_num_seqs=1)
+    wanted = [told(lone, [prompt], SCORED)[0] for prompt in STORED]
+    assert bool(panels_of(lone)) == in_panels
+    engine = ThreadedEngine(path, 4, invariant=True, max_num_batched_tokens=16)
+    assert told(engine, STORED, SCORED) == wanted
+    engine.close()
+
+
 @pytest.mark.parametrize(("family", "drafted"), [("llama3_rope", "ngram"), ("glm4_moe", "mtp")])
 def test_drafts_change_no_bit(family: str, drafted: str, references, heads) -> None:  # type: ignore[no-untyped-def]
     """Right ones and wrong ones, at two ranks, against no drafts at one; drawn tokens too. One has a shared expert."""
@@ -76,10 +165,7 @@ def test_drafts_change_no_bit(family: str, drafted: str, references, heads) -> N
     prompts = [[5, 9, 4] * 7, references(family).prompts[2]]
     plain = ThreadedEngine(folder, 1, invariant=True, max_num_batched_tokens=64)
     with_drafts = ThreadedEngine(folder, 2, invariant=True, speculate=drafted, max_num_batched_tokens=32)
-    speculation = with_drafts.engine.scheduler.speculation
-    assert speculation is not None
-    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
-    speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    speculation = always_drafting(with_drafts)
     for params in (SCORED, DRAWN):
         longer = msgspec.structs.replace(params, max_tokens=3 * TOKENS)
         assert told(with_drafts, prompts, longer) == told(plain, prompts, longer)
@@ -98,14 +184,22 @@ def test_eight_ranks_have_the_bits_of_one(references) -> None:  # type: ignore[n
     assert scores[0] == scores[1]
 
 
-def test_what_cannot_be_promised_is_refused_with_what_can(tiny_llama: Path, references) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_promised_is_refused_with_what_can(tiny_llama: Path, tmp_path: Path, references) -> None:  # type: ignore[no-untyped-def]
     spec = Checkpoint(references("qwen3_moe").folder).spec
     assert inner_units(spec) == 8
     with pytest.raises(LayoutError, match=r"TP=3.*TP 1, 2, 4, 8"):
         invariant_layout(spec, 3)
+    stored = gguf_of(tmp_path, "llama", Kind.Q4_0)
+    with pytest.raises(LayoutError, match=r"TP=8.*640 columns, of which 32 stay together.*TP 1, 2, 4\.") as refused:
+        ThreadedEngine(stored, 8, invariant=True)
+    assert "dtype fp32" in refused.value.fix
+    ThreadedEngine(stored, 8, invariant=True, dtype="fp32")
     with pytest.raises(ConfigError, match="Mla layers"):
         invariant_layout(Checkpoint(references("deepseek_v3").folder).spec, 2)
     with pytest.raises(ConfigError, match="gate other than SiLU"):
         invariant_layout(Checkpoint(references("gemma3_text").folder).spec, 2)
     with pytest.raises(ConfigError, match="bfloat16"):
         LLM(tiny_llama, progress=False, invariant=True, dtype="bf16")
+    quantised = Checkpoint(folder_of(tmp_path, "llama", "awq 64"))
+    with pytest.raises(ConfigError, match=r"quantised weights \(awq\)"):
+        place_of(EngineConfig(invariant=True), quantised.spec, Solo(), torch.device("cuda"), quantised.open_reader(CPU))

@@ -37,16 +37,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=8
 Answer = list[tuple[int, list[tuple[int, float]]]]
 
 
-def folder_of(tmp_path: Path, model: str, form: str) -> Path:
+def folder_of(tmp_path: Path, model: str, form: str, **more: int) -> Path:
     """Two layers: what one leaves behind is what the other takes."""
-    more: Config = {"num_hidden_layers": 2} | ({"head_dim": 128} if form.startswith("fp8") else {})
-    config, stored, _ = written(MODELS[model] | more, form)
+    usual: Config = {"num_hidden_layers": 2} | ({"head_dim": 128} if form.startswith("fp8") else {})
+    config, stored, _ = written(MODELS[model] | usual | more, form)
     return save_folder(tmp_path, config, stored)
 
 
-def gguf_of(tmp_path: Path, model: str, *kinds: Kind) -> Path:
+def gguf_of(tmp_path: Path, model: str, *kinds: Kind, **more: int) -> Path:
     """Matrices of these kinds in turn, so that those of one product may differ."""
-    config = MODELS[model] | {"num_hidden_layers": 2, "tie_word_embeddings": len(kinds) == 1}
+    config = MODELS[model] | {"num_hidden_layers": 2, "tie_word_embeddings": len(kinds) == 1} | more
     tensors = {name: values * 0.1 for name, values in random_tensors(read_config(config)).items()}
     leaves = ["attn_q", "attn_k", "attn_v", "attn_output"]
     ffn = ["gate", "up", "down"]

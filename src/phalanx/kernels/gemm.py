@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from phalanx.kernels import cpu
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Fp8Weight, Quantised, converts_e4m3, dequantise
-from phalanx.kernels.panels import Panels
+from phalanx.kernels.panels import Panels, unit_sums
 from phalanx.kernels.panels import product as panel_product
 from phalanx.kernels.quantise import quantise
 
@@ -92,23 +93,29 @@ class Gemm:
 class PanelGemm:
     """y = x @ weight.T + bias on a CPU, with a weight that stays in the bits it is stored in.
 
-    It is loaded row by row, as the checkpoint has it; `pack` then lays it out in panels, which take its place.
+    It is loaded row by row, as the checkpoint has it; `pack` then lays it out in panels, which take its place. With
+    whole numbers a row has the same bits whatever rows are beside it. Sums are made by units, and of these a tree.
     """
 
     takes_fp8 = False
 
-    def __init__(self, weight: Held | Panels, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Held | Panels, bias: Tensor | None = None, units: int = 1) -> None:
         self.weight = weight
         self.bias = bias
+        self.units = units
 
     def pack(self) -> Panels:
         if not isinstance(self.weight, Panels):
-            self.weight = self.weight.panels()
+            self.weight = replace(self.weight.panels(), units=self.units)
         return self.weight
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         assert isinstance(x, Tensor)
         return panel_product(x, self.pack(), self.bias)
+
+    def unit_sums(self, x: Tensor) -> Tensor:
+        """What the tree is made of, [units, rows, outputs]."""
+        return unit_sums(x, self.pack(), self.bias)
 
 
 class Fp8Gemm:

@@ -11,8 +11,8 @@ from torch import Tensor
 from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.attention import Sight, SightMasks, decode_attention
 from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.gemm import Gemm, skinny_gemm
-from phalanx.kernels.moe import ExpertWeights
+from phalanx.kernels.gemm import Gemm, Held, PanelGemm, skinny_gemm
+from phalanx.kernels.moe import ExpertWeights, PanelStack
 from phalanx.kernels.tiling import DecodeRows
 from phalanx.spec.ffn import Activation
 
@@ -119,20 +119,25 @@ def invariant_experts(
     one order, then with the unit of what always runs `beside` them, and of the units a tree is made.
     """
     gate_up, down = held.gate_up, held.down
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
     if x.is_cuda:
         from phalanx.kernels.gpu import invariant as gpu
 
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
         dtype = torch.float32 if wide else x.dtype
         return gpu.experts(x, gate_up, down, weights.float(), experts.int(), activation, units, dtype, beside)
     leaves = x.new_zeros(units, *x.shape)
-    width = down.shape[2] // units
     for expert in experts.unique().tolist():
         tokens, place = (experts == expert).nonzero(as_tuple=True)
-        inner = gate_and_mul(skinny_gemm(x[tokens], gate_up[expert], None), activation)
+        entered = _of_expert(gate_up, expert, 1)(x[tokens])
         scales = weights[tokens, place].to(x.dtype)[:, None]
-        for unit, columns in enumerate(inner.split(width, 1)):
-            given = skinny_gemm(columns, down[expert, :, unit * width : (unit + 1) * width], None)
-            leaves[unit].index_add_(0, tokens, given * scales)
+        given = _of_expert(down, expert, units).unit_sums(gate_and_mul(entered, activation))
+        leaves.index_add_(1, tokens, given * scales)
     return tree_sum(list(leaves if beside is None else leaves + beside))
+
+
+def _of_expert(stack: Tensor | Held | PanelStack, expert: int, units: int) -> InvariantGemm | PanelGemm:
+    if isinstance(stack, PanelStack):
+        return PanelGemm(stack.matrices[expert])
+    assert isinstance(stack, Tensor)
+    return InvariantGemm(stack[expert], units=units)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -107,13 +108,13 @@ class ExpertWeights(NamedTuple):
         )
         return self._replace(gate_up=gate_up, down=down)
 
-    def in_panels(self) -> ExpertWeights:
-        """With what is held as it is stored laid out in panels; itself where nothing is."""
+    def in_panels(self, units: int = 1) -> ExpertWeights:
+        """With what is held as it is stored laid out in panels; itself where nothing is. `down` has so many units."""
         if isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor):
             return self
         gate_up, down = (
-            weight if isinstance(weight, Tensor | PanelStack) else PanelStack.of(weight)
-            for weight in (self.gate_up, self.down)
+            weight if isinstance(weight, Tensor | PanelStack) else PanelStack.of(weight, count)
+            for weight, count in ((self.gate_up, 1), (self.down, units))
         )
         return self._replace(gate_up=gate_up, down=down)
 
@@ -133,8 +134,8 @@ class PanelStack(NamedTuple):
     matrices: tuple[Panels, ...]
 
     @classmethod
-    def of(cls, stack: Held) -> PanelStack:
-        return cls(tuple(stack[index].panels() for index in range(stack.shape[0])))
+    def of(cls, stack: Held, units: int) -> PanelStack:
+        return cls(tuple(replace(stack[index].panels(), units=units) for index in range(stack.shape[0])))
 
     def numel(self) -> int:
         return sum(matrix.numel() for matrix in self.matrices)

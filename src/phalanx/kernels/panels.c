@@ -352,35 +352,70 @@ static void many_rows(struct panel w, const struct input *x, const float *bias, 
     if (!small && !w.minimums) all_rows(w, x, bias, y, rows, stride, width, 0, 0);
 }
 
-/* As panels.py has it; a group has `group` columns. */
+/* As panels.py has it; a group has `group` columns, and panels have codes and scales so many bytes apart. */
 struct matrix {
     const uint8_t *codes;
     const char *scales, *minimums;
-    index_t rows, columns, group, bits, scale_kind, shift;
+    index_t rows, columns, group, bits, scale_kind, shift, units, codes_apart, scales_apart;
 };
 
 static struct panel panel_of(const struct matrix *w, index_t number) {
-    index_t blocks = (w->columns + BLOCK - 1) / BLOCK, groups = (w->columns + w->group - 1) / w->group;
-    index_t at = number * groups * PANEL * (w->scale_kind == FLOAT ? 4 : 2);
-    return (struct panel){w->codes + number * blocks * block_bytes(w->bits), w->scales + at,
-                          w->minimums ? w->minimums + at : 0, blocks, w->group / BLOCK, w->shift};
+    index_t at = number * w->scales_apart;
+    return (struct panel){w->codes + number * w->codes_apart, w->scales + at, w->minimums ? w->minimums + at : 0,
+                          (w->columns + BLOCK - 1) / BLOCK, w->group / BLOCK, w->shift};
 }
+
+/* One of equal parts of a panel's columns. */
+static struct panel unit_of(struct panel w, index_t unit, index_t units, int bits, int scale_bytes) {
+    index_t blocks = w.blocks / units, at = unit * blocks / w.group * PANEL * scale_bytes;
+    return (struct panel){w.codes + unit * blocks * block_bytes(bits), (const char *)w.scales + at,
+                          w.minimums ? (const char *)w.minimums + at : 0, blocks, w.group, w.shift};
+}
+
+/* Each sum over the columns is made in one order, block by block, however many rows there are. */
+static void multiply_panel(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
+                           index_t stride, index_t width, int bits, int kind, int small) {
+    if (rows == 1) one_row(w, x, bias, y, width, bits, kind);
+    else if (bits < 8) few_rows(w, x, bias, y, rows, stride, width, bits);
+    else many_rows(w, x, bias, y, rows, stride, width, small);
+}
+
+/* The same by units, a power of two, whose sums are added up as a balanced tree: as many of its branches wait as the
+ * number of the unit has ones. */
+static void multiply_units(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
+                           index_t stride, index_t width, int bits, int kind, int small, index_t units, float *branches) {
+    index_t size = rows * width;
+    int scale_bytes = kind == FLOAT ? 4 : 2;
+    for (index_t unit = 0; unit < units; unit++, x += rows) {
+        float *own = branches + __builtin_popcountll(unit) * size;
+        struct panel part = unit_of(w, unit, units, bits, scale_bytes);
+        multiply_panel(part, x, unit ? 0 : bias, own, rows, width, width, bits, kind, small);
+        for (index_t left = unit; left & 1; left >>= 1, own -= size)
+            for (index_t i = 0; i < size; i++) own[i - size] += own[i];
+    }
+    for (index_t row = 0; row < rows; row++) memcpy(y + row * stride, branches + row * width, width * sizeof(float));
+}
+
+#define MOST_BRANCHES 4 /* of 8 units */
 
 /* y = x @ w.T + bias: x is [m, columns] in float32, y [m, rows]. */
 void panel_product(const struct matrix *w, const float *x, const float *bias, float *y, index_t m) {
     index_t n = w->rows, k = w->columns, blocks = (k + BLOCK - 1) / BLOCK, panels = (n + PANEL - 1) / PANEL;
+    index_t units = w->units, of_unit = blocks / units;
     int8_t *rounded = aligned_alloc(64, m * blocks * PLANES * BLOCK);
     float *scales = malloc(m * blocks * sizeof(float)), *shares = malloc(m * blocks * sizeof(float));
     int32_t *sums = malloc(m * blocks * sizeof(int32_t));
-    struct input *inputs = malloc(m * sizeof(struct input));
-    for (index_t row = 0; row < m; row++)
-        inputs[row] = (struct input){rounded + row * blocks * PLANES * BLOCK, scales + row * blocks, shares + row * blocks,
-                                     sums + row * blocks};
+    struct input *inputs = malloc(units * m * sizeof(struct input));
+    for (index_t i = 0; i < units * m; i++) {
+        index_t at = i % m * blocks + i / m * of_unit;
+        inputs[i] = (struct input){rounded + at * PLANES * BLOCK, scales + at, shares + at, sums + at};
+    }
     if (m == 1) round_row(x, k, inputs[0]);
 #pragma omp parallel if (m * n * k > PARALLEL_FROM)
     {
         uint8_t *wide = m > 1 ? aligned_alloc(64, blocks * BLOCK * PANEL) : 0;
         float *wide_scales = m > 1 ? aligned_alloc(64, blocks * PANEL * 2 * sizeof(float)) : 0;
+        float *branches = units > 1 ? malloc(MOST_BRANCHES * m * PANEL * sizeof(float)) : 0;
         if (m > 1) {
 #pragma omp for schedule(static)
             for (index_t row = 0; row < m; row++) round_row(x + row * k, k, inputs[row]);
@@ -390,17 +425,16 @@ void panel_product(const struct matrix *w, const float *x, const float *bias, fl
             struct panel own = panel_of(w, p);
             const float *own_bias = bias ? bias + p * PANEL : 0;
             index_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-            if (m == 1) {
-                one_row(own, inputs, own_bias, y + p * PANEL, width, w->bits, w->scale_kind);
-                continue;
-            }
-            own = with_wide_scales(own, wide_scales, w->scale_kind);
-            if (m <= FEW && w->bits < 8) few_rows(own, inputs, own_bias, y + p * PANEL, m, n, width, w->bits);
-            else
-                many_rows(with_wide_codes(own, wide, w->bits), inputs, own_bias, y + p * PANEL, m, n, width, w->bits < 8);
+            int bits = w->bits, kind = w->scale_kind, small = bits < 8;
+            if (m > 1) own = with_wide_scales(own, wide_scales, kind), kind = FLOAT;
+            if (m > FEW) own = with_wide_codes(own, wide, bits), bits = 8;
+            if (units > 1)
+                multiply_units(own, inputs, own_bias, y + p * PANEL, m, n, width, bits, kind, small, units, branches);
+            else multiply_panel(own, inputs, own_bias, y + p * PANEL, m, n, width, bits, kind, small);
         }
         free(wide);
         free(wide_scales);
+        free(branches);
     }
     free(rounded);
     free(scales);
@@ -454,8 +488,7 @@ INLINE void multiply_e4m3(struct panel w, const float *x, const float *bias, flo
 }
 
 static struct panel e4m3_panel(const struct matrix *w, index_t number) {
-    index_t groups = (w->columns + w->group - 1) / w->group;
-    return (struct panel){w->codes + number * w->columns * PANEL, w->scales + number * groups * PANEL * 4, 0, 0, 0, 0};
+    return (struct panel){w->codes + number * w->codes_apart, w->scales + number * w->scales_apart, 0, 0, 0, 0};
 }
 
 /* y = x @ w.T + bias with weights that are e4m3 numbers. */

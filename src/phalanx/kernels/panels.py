@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,7 +24,8 @@ class _Record(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "minimums")),
-        *((name, ctypes.c_longlong) for name in ("rows", "columns", "group", "bits", "scale_kind", "shift")),
+        *((name, ctypes.c_longlong) for name in ("rows", "columns", "group", "bits", "scale_kind", "shift", "units")),
+        *((name, ctypes.c_longlong) for name in ("codes_apart", "scales_apart")),
     )
 
 
@@ -33,7 +34,8 @@ class Panels:
     """A matrix [rows, columns] whose weights are (code - shift) * scale + minimum.
 
     `codes` are [panels, blocks, bytes of a block], scales and minimums [panels, groups, 16]; a group has `group`
-    columns. Codes that are e4m3 numbers lie column by column, [panels, columns, 16].
+    columns. Codes that are e4m3 numbers lie column by column, [panels, columns, 16]. With `units`, a power of two up to
+    8 that whole numbers may have, products are summed over as many equal parts of the columns, and these as a tree.
     """
 
     rows: int
@@ -45,6 +47,11 @@ class Panels:
     scales: Tensor
     minimums: Tensor | None = None
     e4m3: bool = False
+    units: int = 1
+
+    def __post_init__(self) -> None:
+        together = BLOCK if self.group >= self.columns else self.group
+        assert self.units == 1 or (self.columns % (self.units * together) == 0 and not self.e4m3)
 
     @classmethod
     def of(
@@ -68,7 +75,8 @@ class Panels:
     def _record(self) -> _Record:
         minimums, kind = self.minimums, _SCALE_KINDS[self.scales.dtype]
         addresses = (self.codes.data_ptr(), self.scales.data_ptr(), None if minimums is None else minimums.data_ptr())
-        return _Record(*addresses, self.rows, self.columns, self.group, self.bits, kind, self.shift)
+        apart = (self.codes.stride(0) * self.codes.element_size(), self.scales.stride(0) * self.scales.element_size())
+        return _Record(*addresses, self.rows, self.columns, self.group, self.bits, kind, self.shift, self.units, *apart)
 
     @cached_property
     def address(self) -> int:
@@ -85,6 +93,20 @@ class Panels:
 
     def numel(self) -> int:
         return self.rows * self.columns
+
+    @cached_property
+    def leaves(self) -> list[Panels]:
+        """The columns of each unit, as views."""
+        width = self.columns // self.units
+        return [self._columns(start, start + width) for start in range(0, self.units * width, width)]
+
+    def _columns(self, start: int, stop: int) -> Panels:
+        codes = self.codes[:, start // BLOCK : -(-stop // BLOCK)]
+        groups = slice(start // self.group, -(-stop // self.group))
+        minimums = None if self.minimums is None else self.minimums[:, groups]
+        return replace(
+            self, columns=stop - start, codes=codes, scales=self.scales[:, groups], minimums=minimums, units=1
+        )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """What it stands for: the definition of all products with it."""
@@ -114,6 +136,13 @@ def product(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
     if rows and weight.rows:
         cpu.call("e4m3_product" if weight.e4m3 else "panel_product", weight.address, x.contiguous(), bias, y, rows)
     return y
+
+
+def unit_sums(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+    """What the tree of a product is made of, [units, rows, outputs]. The first unit has the bias."""
+    inputs = x.chunk(weight.units, 1)
+    cut = enumerate(zip(inputs, weight.leaves, strict=True))
+    return torch.stack([product(own, leaf, None if unit else bias) for unit, (own, leaf) in cut])
 
 
 def _product_by_tiles(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:

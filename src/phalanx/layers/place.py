@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from phalanx.fabric.group import Group
 from phalanx.kernels.fp8 import E4M3
 from phalanx.kernels.gemm import Gemm, Held, PanelGemm, Product
 from phalanx.kernels.invariant import InvariantGemm, leaves_of
+from phalanx.kernels.panels import BLOCK
 from phalanx.quant import at_work
 from phalanx.quant.base import GpuScheme, SchemeAtWork
 from phalanx.spec import Layout, ModelSpec, Scheme, Shard
@@ -63,7 +65,26 @@ class Place:
         found, unit = at_work(scheme), scheme.format.unit or 1
         columns = [self.layout.slices(tensor, self.group.rank)[1] for tensor in tensors]
         whole = all(part.start % unit == 0 or part.start == part.stop for part in columns)
-        return found if whole and (found.in_panels if self.in_panels else found.keeps) else None
+        return found if whole and self._multiplies(found) else None
+
+    def _multiplies(self, found: SchemeAtWork) -> bool:
+        """Whether this device does so with weights as they are stored."""
+        if not self.in_panels:
+            return found.keeps
+        return found.in_panels and (found.in_one_order or self.units is None)
+
+    @property
+    def held_together(self) -> dict[str, int]:
+        """How many columns no unit may part, of each matrix that ranks share by columns and that stays as it is stored
+        though products are invariant.
+        """
+        shared = (tensor for tensor in self.spec.tensors.values() if tensor.split is not None and tensor.axis == 1)
+        schemes = ((tensor.name, self.scheme_of(tensor)) for tensor in shared if self.in_panels)
+        return {
+            name: lcm(BLOCK, scheme.format.unit or 1)
+            for name, scheme in schemes
+            if scheme is not None and at_work(scheme).in_one_order
+        }
 
     def scheme_of(self, tensor: TensorSpec) -> Scheme | None:
         """In which the checkpoint keeps a matrix; None: in plain numbers."""
@@ -101,7 +122,7 @@ class Place:
             return self.part_of_sum(weight, bias) if summed else self.gemm(weight, bias, outputs)
         assert not isinstance(weight, Tensor)
         if self.in_panels:
-            return PanelGemm(weight, bias)
+            return PanelGemm(weight, bias, (self.units or 1) if summed else 1)
         assert isinstance(kept, GpuScheme)
         return kept.product(weight, bias, self.dtype)
 

@@ -23,6 +23,9 @@ class SchemeAtWork(ABC):
     in_panels = False
     """Whether a CPU does, once they are laid out in panels."""
 
+    in_one_order = False
+    """Whether its sums are then the same bit for bit however many rows there are."""
+
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 

@@ -85,7 +85,7 @@ class Int4(FourBit):
     """Whole numbers. What lies in words of 32 bits is unpacked, and cut where a part begins within a word."""
 
     numbers: Numbers = "int4"
-    in_panels = True
+    in_panels = in_one_order = True
 
     @property
     def scale_dtype(self) -> torch.dtype:

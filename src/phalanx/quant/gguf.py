@@ -68,7 +68,7 @@ def _fifth_bits(packed: Tensor) -> Tensor | int:
 class Gguf(SchemeAtWork):
     """Read, not made; a GPU gets these weights widened."""
 
-    in_panels = True
+    in_panels = in_one_order = True
 
     def widen(self, pieces: Pieces, slices: Slices) -> Tensor:
         values, columns = pieces["values"], slices[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import psutil
 import torch
@@ -149,15 +151,9 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
 def place_of(config: EngineConfig, spec: ModelSpec, group: Group, device: torch.device, reader: Reader) -> Place:
     """Where this rank's layers are built: its share, and in which formats weights are held."""
     dtype, on_gpu = pick_dtype(config, spec, device), device.type == "cuda"
-    layout, units = Layout(spec, group.size), None
-    if config.invariant:
-        _check_invariant(config, spec, dtype, device)
-        layout = invariant_layout(spec, group.size)
-        units = inner_units(spec) // group.size
-        group = TreeGroup(group, dtype) if group.size > 1 else group
-    in_panels = not on_gpu and config.dtype == "auto" and not config.invariant and cpu.library() is not None
-    return Place(
-        layout,
+    in_panels = not on_gpu and config.dtype == "auto" and cpu.library() is not None
+    place = Place(
+        Layout(spec, group.size),
         group,
         dtype,
         device,
@@ -165,7 +161,20 @@ def place_of(config: EngineConfig, spec: ModelSpec, group: Group, device: torch.
         fp8_cache=config.kv_cache_dtype == "fp8",
         in_panels=in_panels,
         stored=_stored(spec, reader) if in_panels else {},
-        units=units,
+    )
+    if not config.invariant:
+        return place
+    _check_invariant(config, spec, dtype, device)
+    return _invariant(place)
+
+
+def _invariant(place: Place) -> Place:
+    spec, group, together = place.spec, place.group, place.held_together
+    return replace(
+        place,
+        layout=invariant_layout(spec, group.size, together),
+        group=TreeGroup(group, place.dtype) if group.size > 1 else group,
+        units=inner_units(spec, together) // group.size,
     )
 
 
@@ -178,6 +187,12 @@ def _check_invariant(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, 
             f"values in the model's own dtype; this is {dtype} on {device.type}, with a KV cache in "
             f"{config.kv_cache_dtype} and {config.lora_memory} bytes for adapters.",
             "Use dtype and kv_cache_dtype auto and no adapters, or leave invariant out.",
+        )
+    if device.type == "cuda" and spec.quantization is not None:
+        raise ConfigError(
+            "not_invariant",
+            f"This model has quantised weights ({spec.number_format}): a GPU's sums of these are not in one order yet.",
+            "Use device cpu, or leave invariant out.",
         )
     if device.type == "cuda" and spec.vocab % _SCORES_IN_A_LOAD:
         raise ConfigError(

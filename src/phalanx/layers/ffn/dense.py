@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
 from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.gemm import Product
+from phalanx.kernels.gemm import PanelGemm, Product
 from phalanx.kernels.invariant import InvariantGemm
 from phalanx.kernels.panels import Panels
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -57,7 +57,7 @@ class Mlp:
 
     def unit_sums(self, x: Tensor) -> Tensor:
         """This rank's part of that sum, unit by unit, under `invariant`."""
-        assert isinstance(self.down.product, InvariantGemm)
+        assert isinstance(self.down.product, InvariantGemm | PanelGemm)
         return self.down.product.unit_sums(gate_and_mul(self.gate_up(x), self.activation))
 
 

@@ -114,7 +114,7 @@ class Experts:
 
     def lay_out(self) -> list[Tensor | Panels]:
         """Panels take the place of what was loaded. All that is multiplied and in none of the products."""
-        held = self.held.in_panels()
+        held = self.held.in_panels(self.units or 1)
         if held is not self.held:
             self.held = held
             del self.gate_up, self.down
