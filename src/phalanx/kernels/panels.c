@@ -373,7 +373,7 @@ static struct panel unit_of(struct panel w, index_t unit, index_t units, int bit
 }
 
 /* Each sum over the columns is made in one order, block by block, however many rows there are. */
-static void multiply_panel(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
+INLINE void multiply_panel(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
                            index_t stride, index_t width, int bits, int kind, int small) {
     if (rows == 1) one_row(w, x, bias, y, width, bits, kind);
     else if (bits < 8) few_rows(w, x, bias, y, rows, stride, width, bits);
