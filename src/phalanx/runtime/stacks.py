@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,11 @@ import time
 from pathlib import Path
 
 TELL = signal.SIGUSR1
-_WRITTEN_WITHIN_S = 1.0
+_WRITTEN_WITHIN_S = 10.0
+_STUCK_WITHIN_S = 1.0
+"""One that the kernel holds will not write."""
+_LOOK_EVERY_S = 0.05
+_THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
 _MOST_BYTES = 16 * 1024
 _SPY_LIMIT_S = 5.0
 
@@ -47,19 +52,35 @@ def last_stacks_of(pid: int, folder: Path, rank: int) -> str:
 
 
 def _told(pid: int, folder: Path, rank: int, *signals: int) -> str:
+    """It may be kept from writing between any two words: all is written once it has begun to write again."""
     path = next(folder.rglob(_name(rank)), None)
     if path is None:
         return ""
-    before = path.stat().st_size
+    before, began = path.stat().st_size, time.monotonic()
+    told, is_whole = "", False
     with contextlib.suppress(OSError):
         for signum in (TELL, *signals):
             os.kill(pid, signum)
-    deadline = time.monotonic() + _WRITTEN_WITHIN_S
-    size = before
-    while time.monotonic() < deadline and (size == before or path.stat().st_size > size):
-        size = path.stat().st_size
-        time.sleep(0.05)
-    return path.read_bytes()[before:][:_MOST_BYTES].decode(errors="replace").strip()
+        while not is_whole and time.monotonic() - began < _patience_s(pid):
+            time.sleep(_LOOK_EVERY_S)
+            told, is_whole = _first_telling(path.read_bytes()[before:].decode(errors="replace"))
+            if told and not is_whole:
+                os.kill(pid, TELL)
+    return told[:_MOST_BYTES].strip()
+
+
+def _patience_s(pid: int) -> float:
+    return _WRITTEN_WITHIN_S if process_state(pid) in ("R", "S") else _STUCK_WITHIN_S
+
+
+def _first_telling(text: str) -> tuple[str, bool]:
+    """The stacks up to where a thread is told of again, and whether one is."""
+    seen: set[str] = set()
+    for thread in _THREAD.finditer(text):
+        if thread[1] in seen:
+            return text[: thread.start()], True
+        seen.add(thread[1])
+    return text, False
 
 
 def _spied(pid: int) -> str:
