@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -108,25 +110,51 @@ def test_a_rank_that_dies_is_named_and_what_was_measured_stays(
     assert (found.backend, found.corruptions) == ("gloo", ())
 
 
-def test_a_rank_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is, there is no need to wait as long as for one that may only be slow."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of who listens to the ranks: it goes on when a test says so."""
+    now = [0.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_rank_that_is_stopped_is_named(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is, a second passes with each sign of life of the other."""
     listen = ranks.Ranks._next
 
-    def impatient(crew: ranks.Ranks, timeout: float) -> object:
-        if len(crew._ranks) == 2 and psutil.Process(crew._ranks[1].process.pid).status() == psutil.STATUS_STOPPED:
-            monkeypatch.setattr(ranks, "STUCK_S", ranks._QUIET_S + 1)
-            monkeypatch.setattr(ranks, "_EXIT_WAIT_S", 0.1)
-        return listen(crew, timeout)
+    def hear(crew: ranks.Ranks, timeout: float) -> Any:
+        heard = listen(crew, 60.0)
+        stopped = psutil.Process(crew._ranks[1].process.pid).status() == psutil.STATUS_STOPPED
+        if stopped and heard is not None and heard[0] == 0:
+            clock[0] += 1.0
+        return heard
 
-    monkeypatch.setattr(ranks.Ranks, "_next", impatient)
+    monkeypatch.setattr(ranks, "STUCK_S", ranks._QUIET_S + 1)
+    monkeypatch.setattr(ranks, "_EXIT_WAIT_S", 0.1)
+    monkeypatch.setattr(ranks.Ranks, "_next", hear)
     found = measure_with("is stopped", monkeypatch, 2)
     assert found.problem is not None
     assert found.problem.startswith("Rank 1 timed out in a checked sum of 8 KiB over 2 ranks: no sign of life for")
 
 
+def test_a_pause_of_who_listens_is_no_rank_s_fault(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes up an hour later, and has the first of many reports before it."""
+    listen = ranks.Ranks._next
+
+    def pause_and_hear(crew: ranks.Ranks, timeout: float) -> Any:
+        if not clock[0] and all(rank.steps for rank in crew._ranks):
+            clock[0] = 3600.0
+        return listen(crew, timeout)
+
+    monkeypatch.setattr(ranks.Ranks, "_next", pause_and_hear)
+    assert measure_with("none", monkeypatch, 2).problem is None
+    assert clock[0]
+
+
 def test_a_rank_that_never_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It got less far than the other, however soon that is found."""
     monkeypatch.setattr(ranks, "STUCK_S", 1.0)
+    monkeypatch.setattr(ranks, "_QUIET_S", math.inf)
     found = measure_with("never begins", monkeypatch, 2)
     assert found.problem is not None
     assert found.problem.startswith("Rank 1 timed out in its start: no step further for")

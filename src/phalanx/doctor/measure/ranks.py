@@ -130,8 +130,13 @@ class Ranks:
 
     def reports(self) -> Iterator[tuple[int, MeasureReport]]:
         """What ranks report, until all have finished. One that dies, raises or hangs raises RankProblem."""
+        looked = time.monotonic()
         while not all(rank.finished for rank in self._ranks):
             heard = self._next(_POLL_S)
+            now = time.monotonic()
+            if now - looked > _QUIET_S / 2:
+                self._count_anew(now, now - looked)
+            looked = now
             if heard is not None:
                 rank, report = heard
                 if report is None or isinstance(report, Failed):
@@ -139,6 +144,12 @@ class Ranks:
                 yield rank, report
             if any(rank.is_stuck(time.monotonic()) for rank in self._ranks):
                 raise RankProblem(self._who_hangs())
+
+    def _count_anew(self, now: float, away_s: float) -> None:
+        """This process itself was stopped: what ranks said meanwhile is still unread."""
+        for rank in self._ranks:
+            rank.last_alive = min(rank.last_alive + away_s, now)
+            rank.last_step = min(rank.last_step + away_s, now)
 
     def _next(self, timeout: float) -> tuple[int, MeasureReport | None] | None:
         try:
