@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ import torch
 from phalanx.doctor import measure as measuring
 from phalanx.doctor.facts import Corruption, Facts, GpuFacts, Measured, Software, System
 from phalanx.doctor.measure import measure, ranks
+from phalanx.doctor.measure.messages import Failed
 from phalanx.doctor.measure.rates import _cpu_best, fp8_product
 from phalanx.errors import ConfigError
 from tests.forked import forked_popen
@@ -149,6 +151,22 @@ def test_a_pause_of_who_listens_is_no_rank_s_fault(clock: list[float], monkeypat
     monkeypatch.setattr(ranks.Ranks, "_next", pause_and_hear)
     assert measure_with("none", monkeypatch, 2).problem is None
     assert clock[0]
+
+
+def test_after_a_pause_the_cause_is_sought_in_all_that_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has lost a peer; that rank 1 has ended comes up an hour later."""
+    (tmp_path / "log").touch()
+    ended = SimpleNamespace(wait=lambda seconds: -9, poll=lambda: -9)
+    crew = ranks.Ranks(
+        "all-reduce", "cpu", 2, [ranks._Rank(cast(Any, ended), tmp_path / "log", 0.0, 0.0) for _ in "01"]
+    )
+    crew._heard = SimpleQueue()
+    crew._heard.put((1, None))
+    crew._ranks[0].hear(Failed("a peer is gone", echo=True))
+    monkeypatch.setattr(ranks, "_CAUSE_WAIT_S", -3600.0)
+    assert crew._cause_of_death() == "Rank 1 was killed by signal 9 in its start."
 
 
 def test_a_rank_that_never_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

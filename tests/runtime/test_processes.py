@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,7 +22,8 @@ from phalanx.engine.step_plan import StepPlan
 from phalanx.errors import EngineDeadError, PhalanxError
 from phalanx.runtime import executor, runner
 from phalanx.runtime.executor import Executor
-from phalanx.runtime.messages import pack_plan
+from phalanx.runtime.messages import Failure, pack_plan
+from phalanx.runtime.workers import LocalWorkers
 from tests.forked import ForkedPython
 
 pytestmark = pytest.mark.slow
@@ -176,3 +179,20 @@ def test_a_rank_that_cannot_start_says_why(tiny_llama: Path, monkeypatch: pytest
         start_engine(config, tiny_llama, progress=lambda done, total: None)
     assert caught.value.code == "kv_too_small"
     assert "rank 1" in str(caught.value)
+
+
+def test_last_words_that_come_while_it_is_looked_are_heard(tmp_path: Path) -> None:
+    """A rank writes why it failed and ends, between two looks of who asks for the cause."""
+    failure = Failure(1, "ValueError: too hot", "Traceback", echo=False)
+
+    class Ending:
+        def poll(self) -> int:
+            workers._failure_file(1).write_bytes(msgspec.json.encode(failure))
+            return 1
+
+    workers = object.__new__(LocalWorkers)
+    workers.folder = tmp_path
+    workers.processes = {1: cast(Any, Ending())}
+    cause = workers.cause_of_death()
+    assert cause is not None
+    assert cause.failure == failure

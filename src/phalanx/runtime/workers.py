@@ -150,8 +150,8 @@ class LocalWorkers:
     def cause_of_death(self) -> Cause | None:
         deadline = time.monotonic() + _CAUSE_WAIT_S
         while True:
-            failures = {rank: self._failure(rank) for rank in self.processes}
             statuses = {rank: process.poll() for rank, process in self.processes.items()}
+            failures = {rank: self._failure(rank) for rank in self.processes}  # of those that have ended, all there is
             for rank, failure in failures.items():
                 status = statuses[rank]
                 if failure is not None and not failure.echo:

@@ -162,13 +162,14 @@ class Ranks:
     def _cause_of_death(self) -> str:
         """When one rank ends, others fail because of it: the first that failed of its own accord is named."""
         deadline = time.monotonic() + _CAUSE_WAIT_S
-        while (left := deadline - time.monotonic()) > 0:
+        heard: object = self
+        while heard is not None or time.monotonic() < deadline:
             for number, rank in enumerate(self._ranks):
                 if rank.closed and rank.failed is None:
                     return self._how_it_ended(number, rank)
                 if rank.failed is not None and not rank.failed.echo:
                     return f"Rank {number} failed in {rank.where}: {rank.failed.error}"
-            self._next(left)
+            heard = self._next(_POLL_S)
         number, rank = next((number, rank) for number, rank in enumerate(self._ranks) if rank.failed is not None)
         assert rank.failed is not None
         return f"Rank {number} lost a peer in {rank.where}: {rank.failed.error}"
