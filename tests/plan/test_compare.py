@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli import app
 from phalanx.plan.ask import PlanQuestion, ask
+from tests.yardstick import is_done_within
 
 run = CliRunner().invoke
 MACHINES = "4xH100-SXM,4xRTX4090,8xH200-SXM"
@@ -52,6 +52,6 @@ def test_without_a_model_all_that_fits_is_listed() -> None:
 
 
 def test_three_machines_take_less_than_three_seconds() -> None:
-    before = time.process_time()
-    run(app, ["plan", "Llama-3.3-70B", "--machine", MACHINES, "--json"])
-    assert time.process_time() - before < 9
+    """On a machine whose plain work takes 0.1 s."""
+    asked = ["plan", "Llama-3.3-70B", "--machine", MACHINES, "--json"]
+    assert is_done_within(30, lambda: run(app, asked))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -26,6 +25,7 @@ from phalanx.plan.simulate import StepPrice, simulate
 from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.workload import Workload
+from tests.yardstick import is_done_within
 
 run = CliRunner().invoke
 QUESTION = PlanQuestion("Qwen2.5-72B", "8xH100-SXM", formats="fp8", engines="phalanx,vllm", tps="2,4")
@@ -162,11 +162,9 @@ def test_a_tail_goal_asks_for_more_than_a_mean() -> None:
 
 
 def test_a_plan_takes_less_than_a_second() -> None:
-    """All engines, formats and degrees, at a rate that takes long looks; processor time, after what is read once."""
+    """All engines, formats and degrees, at a rate that takes long looks, on a machine whose plain work takes 33 ms."""
     question = PlanQuestion("Llama-3.3-70B", "8xH100-SXM", rate=200.0)
-    before = time.process_time()
-    ask(question)
-    assert time.process_time() - before < 3
+    assert is_done_within(30, lambda: ask(question))
 
 
 def test_a_rate_that_three_hundred_requests_cannot_tell_is_not_ok() -> None:
