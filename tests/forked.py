@@ -15,8 +15,10 @@ import resource
 import subprocess
 from collections.abc import Sequence
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
 
+from tests.brake import BRAKE, obey
 from tests.faults import FAULT, commit_fault
 from tests.spares import Start, become, runs_phalanx, watched
 
@@ -130,4 +132,6 @@ def _run(start: Start, files: list[Any], most_files: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if FAULT in start.variables:
         commit_fault(start.variables[FAULT])
+    if BRAKE in start.variables:
+        obey(Path(start.variables[BRAKE]))
     become(start, [file.detach() for file in files])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 from phalanx import LLM, SamplingParams
-from tests.cluster.hosts import FAR, HEAD, SECRETS, Host, Hosts, two_hosts, why_not
+from tests.brake import braked
+from tests.cluster.hosts import FAR, HEAD, SECRETS, SOURCE, Host, Hosts, two_hosts, why_not
 from tests.conftest import make_checkpoint
 from tests.server.conftest import add_tokenizer
 from tests.server.running import eventually
@@ -24,18 +26,29 @@ START_S = 300
 PROMPT = "abc"
 SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 LONG = SHORT | {"max_tokens": 480}
+BRAKES = """
+import sys
+if "phalanx.server.engine_process" in sys.orig_argv:
+    from pathlib import Path
+    from tests.brake import obey
+    obey(Path({!r}))
+"""
+"""What an engine does on its way up. The ranks do not."""
 
 
 class ClusterServer:
     """`phalanx serve --executor ray` on the near host, over both."""
 
-    def __init__(self, hosts: Hosts, model: Path, log: Path) -> None:
+    def __init__(self, hosts: Hosts, model: Path, folder: Path) -> None:
         self.hosts = hosts
-        self.log = log
+        self.log = folder / "server.log"
+        self.brake = folder / "brake"
         self._lives = 0
+        (folder / "sitecustomize.py").write_text(BRAKES.format(str(self.brake)))
+        path = os.pathsep.join(map(str, (folder, SOURCE.parent, SOURCE)))
         command = [sys.executable, "-m", "phalanx.cli", "serve", str(model), "--port", "0", "--tp", "2"]
         options = ["--executor", "ray", "--restart", "5", "--served-model-name", "tiny", "--warm-up", "off"]
-        self.process = hosts.near.start(*command, *options, log=log, **SECRETS)
+        self.process = hosts.near.start(*command, *options, log=self.log, PYTHONPATH=path, **SECRETS)
 
     @property
     def text(self) -> str:
@@ -90,7 +103,7 @@ def answer_of_one(model: Path) -> str:
 
 @pytest.fixture(scope="module")
 def server(hosts: Hosts, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServer]:
-    started = ClusterServer(hosts, model, tmp_path_factory.mktemp("cluster") / "server.log")
+    started = ClusterServer(hosts, model, tmp_path_factory.mktemp("cluster"))
     started.wait_until_ready()
     yield started
     started.process.terminate()
@@ -154,11 +167,11 @@ def lost(server: ClusterServer, happens: Any) -> None:
     again.
     """
     before = server.steps()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, braked(server.brake):
         running = pool.submit(server.ask, "/v1/completions", LONG)
         assert eventually(lambda: server.steps() > before + SHORT["max_tokens"] + 4, 60)
         happens()
-        status, body = running.result(30)
+        status, body = running.result(60)
     assert (status, body["error"]["code"]) == (500, "node_lost")
     status, health = server.health()
     assert status == 503

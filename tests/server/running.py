@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
+from tests.brake import BRAKE, braked
 from tests.forked import ForkedPython
 
 START_S = 240
@@ -47,9 +48,17 @@ class Server:
         workers = [child for child in self.engine().children() if _runs(child, "worker")]
         return sorted(workers, key=lambda worker: worker.create_time())[number - 1]
 
+    def braked(self) -> AbstractContextManager[None]:
+        """Within, a stream of 400 tokens takes 40 s, and no engine starts. Not for a fresh one."""
+        return braked(_brake_of(self.log))
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def _brake_of(log: Path) -> Path:
+    return log.with_suffix(".brake")
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
@@ -66,7 +75,7 @@ def running(
     """
     log = folder / f"server-{time.monotonic_ns()}.log"
     arguments = ("serve", str(model), "--port", "0", "--warm-up", "off", *options)
-    variables = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", BRAKE: str(_brake_of(log))}
     with log.open("wb") as output:
         process = (
             subprocess.Popen(
@@ -114,3 +123,8 @@ def eventually(condition, within: float = 60.0) -> bool:  # type: ignore[no-unty
             return True
         time.sleep(0.02)
     return False
+
+
+def pid_of(pid_fd: int) -> int:
+    fields = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{pid_fd}").read_text().splitlines())
+    return int(fields["Pid"])

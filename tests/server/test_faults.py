@@ -56,7 +56,7 @@ def books_balance(server: Server) -> bool:
 @pytest.fixture(scope="module")
 def lasting(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that the tests below do not end."""
-    options = ("--tp", "2", "--max-num-seqs", "4", "--max-queued-requests", "2", "--request-timeout", "30")
+    options = ("--tp", "2", "--max-num-seqs", "4", "--max-queued-requests", "2")
     with running(tiny_chat, tmp_path_factory.mktemp("lasting"), *options) as server:
         yield server
 
@@ -64,7 +64,7 @@ def lasting(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_a_killed_rank_ends_streams_with_an_error_and_the_process_with_its_cause(
     tiny_chat: Path, tmp_path: Path
 ) -> None:
-    with running(tiny_chat, tmp_path, "--tp", "2") as server, ThreadPoolExecutor(4) as pool:
+    with running(tiny_chat, tmp_path, "--tp", "2") as server, ThreadPoolExecutor(4) as pool, server.braked():
         streams = streaming(server, pool, 4)
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.rank(1).send_signal(signal.SIGKILL)
@@ -80,7 +80,11 @@ def test_a_killed_rank_ends_streams_with_an_error_and_the_process_with_its_cause
 
 
 def test_an_engine_that_hangs_is_ended_and_the_rank_is_named(tiny_chat: Path, tmp_path: Path) -> None:
-    with running(tiny_chat, tmp_path, "--tp", "2", "--step-timeout", "7") as server, ThreadPoolExecutor(1) as pool:
+    with (
+        running(tiny_chat, tmp_path, "--tp", "2", "--step-timeout", "7") as server,
+        ThreadPoolExecutor(1) as pool,
+        server.braked(),
+    ):
         (events,) = streaming(server, pool)
         server.rank(1).send_signal(signal.SIGSTOP)
         assert "error" in json.loads(events.result(60)[-2])
@@ -97,15 +101,16 @@ def test_a_dead_engine_is_started_again_as_often_as_allowed(tiny_chat: Path, tmp
         ThreadPoolExecutor(2) as pool,
     ):
         ready = lambda: httpx.get(server.url + "/ready", timeout=60).status_code == 200  # noqa: E731
-        (begun,) = streaming(server, pool)
-        waiting = pool.submit(stream, server, LONG | {"max_tokens": 3})
-        assert eventually(lambda: server.health().json()["requests"] == 2)
-        server.rank(1).send_signal(signal.SIGKILL)
-        assert eventually(lambda: not ready())
-        refused = httpx.post(server.url + "/v1/completions", json=LONG, timeout=60)
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
-        assert json.loads(begun.result(60)[-2])["error"]["code"] == "rank_died"
+        with server.braked():
+            (begun,) = streaming(server, pool)
+            waiting = pool.submit(stream, server, LONG | {"max_tokens": 3})
+            assert eventually(lambda: server.health().json()["requests"] == 2)
+            server.rank(1).send_signal(signal.SIGKILL)
+            assert eventually(lambda: not ready())
+            refused = httpx.post(server.url + "/v1/completions", json=LONG, timeout=60)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert json.loads(begun.result(60)[-2])["error"]["code"] == "rank_died"
         assert json.loads(waiting.result(120)[-2])["choices"][0]["finish_reason"] == "length"
         assert eventually(ready)
         counted = httpx.get(server.url + "/metrics", timeout=60).text
@@ -126,10 +131,11 @@ def is_refused(server: Server) -> bool:
 
 def test_what_outlasts_the_drain_timeout_is_ended_with_an_error(tiny_chat: Path, tmp_path: Path) -> None:
     with running(tiny_chat, tmp_path, "--drain-timeout", "0.2") as server, ThreadPoolExecutor(1) as pool:
-        (events,) = streaming(server, pool)
-        server.process.send_signal(signal.SIGTERM)
-        assert json.loads(events.result(30)[-2])["error"]["code"] == "server_stopping"
-        assert server.process.wait(30) == 0
+        with server.braked():
+            (events,) = streaming(server, pool)
+            server.process.send_signal(signal.SIGTERM)
+            assert json.loads(events.result(60)[-2])["error"]["code"] == "server_stopping"
+        assert server.process.wait(60) == 0
 
 
 @pytest.fixture
@@ -176,9 +182,10 @@ def test_a_killed_api_process_takes_its_engine_with_it(tiny_chat: Path, tmp_path
 
 def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(lasting: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
-        (events,) = streaming(lasting, pool)
         rank = lasting.rank(1)
-        rank.send_signal(signal.SIGSTOP)
+        with lasting.braked():
+            (events,) = streaming(lasting, pool)
+            rank.send_signal(signal.SIGSTOP)
         ready = lambda: httpx.get(lasting.url + "/ready", timeout=60)  # noqa: E731
         assert eventually(lambda: ready().status_code == 503 and "hang" in lasting.health().json())
         assert ready().json() == {"status": "stuck"}
@@ -197,9 +204,10 @@ def test_a_stopped_rank_shows_in_health_by_name_and_a_continued_one_finishes(las
 def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:
     """What the engine made meanwhile is sent, and the pause is not taken for the death of a rank."""
     with ThreadPoolExecutor(1) as pool:
-        (events,) = streaming(lasting, pool)
         api = psutil.Process(lasting.process.pid)
-        api.suspend()
+        with lasting.braked():
+            (events,) = streaming(lasting, pool)
+            api.suspend()
         time.sleep(7)
         api.resume()
         assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
@@ -209,9 +217,10 @@ def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:
 
 def test_a_stopped_engine_process_shows_in_health_and_live_still_answers(lasting: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
-        (events,) = streaming(lasting, pool)
         engine = lasting.engine()
-        engine.suspend()
+        with lasting.braked():
+            (events,) = streaming(lasting, pool)
+            engine.suspend()
         assert eventually(lambda: lasting.health().status_code == 503)
         assert httpx.get(lasting.url + "/live", timeout=60).status_code == 200
         engine.resume()
@@ -240,7 +249,7 @@ def test_a_full_queue_answers_429_and_when_to_come_back(lasting: Server) -> None
     with ThreadPoolExecutor(6) as pool:
         running_now = [pool.submit(stream, lasting, LONG | {"max_tokens": 3}) for _ in range(6)]
         assert eventually(lambda: lasting.health().json()["requests"] == 6)
-        refused = httpx.post(lasting.url + "/v1/completions", json=LONG)
+        refused = httpx.post(lasting.url + "/v1/completions", json=LONG, timeout=60)
         lasting.engine().resume()
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -256,7 +265,7 @@ def test_a_client_that_leaves_frees_its_blocks(lasting: Server, after_bytes: int
     host, port = lasting.url.removeprefix("http://").split(":")
     body = json.dumps(LONG | {"stream": streamed, "n": 2}).encode()
     logged, engine = len(lasting.text), lasting.engine()
-    with socket.create_connection((host, int(port))) as connection:
+    with lasting.braked(), socket.create_connection((host, int(port))) as connection:
         if not after_bytes:
             engine.suspend()
         connection.sendall(
@@ -314,11 +323,22 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_blocks_are_freed(impatie
 
 
 def test_a_request_that_takes_too_long_is_ended(impatient: Server) -> None:
-    late = httpx.post(impatient.url + "/v1/completions", json=LONG | {"n": 128}, timeout=60)
-    assert late.status_code == 504
-    assert late.json()["error"]["code"] == "request_timeout"
-    events = stream(impatient, LONG | {"n": 128})
-    assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+    def ends_once_begun() -> bool:
+        """A stream that does not get to its first token in time is answered as any other request."""
+        with httpx.stream(
+            "POST", impatient.url + "/v1/completions", json=LONG | {"stream": True}, timeout=60
+        ) as answer:
+            events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+        if answer.status_code == 504:
+            return False
+        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+        return True
+
+    with impatient.braked():
+        late = httpx.post(impatient.url + "/v1/completions", json=LONG, timeout=60)
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "request_timeout"
+        assert eventually(ends_once_begun)
     assert eventually(lambda: books_balance(impatient))
     assert impatient.health().status_code == 200
 

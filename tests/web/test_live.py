@@ -203,13 +203,14 @@ def test_a_killed_engine_is_told_with_its_reason_and_its_return_too(server: Serv
     open_live(page, server)
     with load(server):
         assert eventually(lambda: figure(page, "Output", "output") > 0, 60)
-        server.engine().kill()
-        alarm = status(page).get_by_role("alert")
-        expect(alarm).to_contain_text("The engine died", timeout=PATIENT_MS)
-        expect(alarm).to_contain_text("killed by signal 9")
-        expect(alarm).to_contain_text("dmesg")
-        expect(page.locator(".rank .tag").first).to_contain_text("gone")
-        check_accessible(page)
+        with server.braked():
+            server.engine().kill()
+            alarm = status(page).get_by_role("alert")
+            expect(alarm).to_contain_text("The engine died", timeout=PATIENT_MS)
+            expect(alarm).to_contain_text("killed by signal 9")
+            expect(alarm).to_contain_text("dmesg")
+            expect(page.locator(".rank .tag").first).to_contain_text("gone")
+            check_accessible(page)
         expect(status(page)).to_contain_text("Ready", timeout=2 * PATIENT_MS)
         assert eventually(lambda: figure(page, "Output", "output") > 0, 60)
     samples = events(server, 1)[0]["samples"]
