@@ -16,6 +16,7 @@ from typing import Any
 
 import certifi
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG as httpx_patience
 from hypothesis import settings
 
 from tests.quick import changed_files, leave_out, leave_out_unneeded, may_be_needed
@@ -265,8 +266,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "SSL_CERT_FILE" not in os.environ:
         _trust_one_authority(config)
+    _be_patient()
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _be_patient() -> None:
+    """An HTTP client that is told no time waits a minute, not five seconds."""
+    httpx_patience.connect = httpx_patience.read = httpx_patience.write = httpx_patience.pool = 60.0
 
 
 def _trust_one_authority(config: pytest.Config) -> None:

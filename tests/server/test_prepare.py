@@ -18,7 +18,7 @@ from phalanx.server.preparer import QUICK_BYTES, Preparer
 from phalanx.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
-from tests.server.running import eventually
+from tests.server.running import eventually, pid_of
 
 CONTEXT = 512
 VOCAB = 49152
@@ -264,7 +264,7 @@ def test_small_requests_do_not_wait_for_large_ones(office: Office) -> None:
         large = json.dumps({"prompt": "a" * 2 * QUICK_BYTES}).encode()
         started = await office.real._processes._started()
         await office.real.prepare("tokenize", json.dumps({"prompt": " " * 2 * QUICK_BYTES}).encode(), "")
-        worker = psutil.Process(_pid_of(started[1][1]._pid_fd))
+        worker = psutil.Process(pid_of(started[1][1]._pid_fd))
         worker.suspend()
         stuck = [asyncio.create_task(office.real.prepare("tokenize", large, "greedy")) for _ in range(10)]
         await asyncio.sleep(0)
@@ -300,13 +300,6 @@ def test_one_who_leaves_in_the_middle_of_a_message_takes_nobody_elses_along(offi
                 assert isinstance(await office.real.prepare("tokenize", small, "honest"), TokenizedText)
 
     office.loop.run(leave_and_ask())
-
-
-def _pid_of(pid_fd: int) -> int:
-    from pathlib import Path
-
-    fields = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{pid_fd}").read_text().splitlines())
-    return int(fields["Pid"])
 
 
 def test_processes_that_are_killed_are_replaced(office: Office) -> None:

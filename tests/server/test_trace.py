@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 from phalanx.cli import app
 from phalanx.trace.perfetto import records_of
 from phalanx.trace.timeline import effects_before_causes, steps_of
-from tests.server.running import Server
+from tests.server.running import Server, eventually
+from tests.server.test_faults import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
@@ -68,18 +70,24 @@ def test_steps_of_a_server_under_load(server: Server, tmp_path: Path) -> None:
 
 
 def test_an_idle_server_tells_none_and_takes_one_trace_at_a_time(server: Server) -> None:
-    answers: list[httpx.Response] = []
-    first = threading.Thread(
-        target=lambda: answers.append(httpx.post(server.url + "/trace", json={"seconds": 2}, timeout=60))
-    )
-    first.start()
-    while first.is_alive() and 409 not in [answer.status_code for answer in answers]:
-        answers.append(httpx.post(server.url + "/trace", json={"seconds": 0.1}, timeout=60))
-    first.join()
-    refused = [answer for answer in answers if answer.status_code == 409]
+    """One that waits for a step runs until there is one."""
+
+    def trace(**body: float) -> httpx.Response:
+        return httpx.post(server.url + "/trace", json=body, timeout=90)
+
+    assert eventually(lambda: books_balance(server))
+    answers = [trace(seconds=0.1)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trace, steps=1, seconds=60)
+        while not waiting.done() and answers[-1].status_code != 409:
+            answers.append(trace(seconds=0.1))
+        httpx.post(server.url + "/v1/completions", json=LONG | {"max_tokens": 4, "stream": False})
+        last = waiting.result()
+    refused = [answer for answer in (*answers, last) if answer.status_code == 409]
     assert {answer.json()["error"]["code"] for answer in refused} == {"trace_runs"}
     for answer in answers:
         assert answer.status_code == 409 or steps_of(records_of(answer.content)) == []
+    assert last.status_code == 409 or len(steps_of(records_of(last.content))) == 1
 
 
 @pytest.mark.parametrize("body", [{"steps": 0}, {"steps": 65}, {"seconds": 61}, {"layers": 1}, []])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-Step = bytes | float | None
-"""Bytes to send, seconds to wait, or None to drop the connection."""
+Step = bytes | float | Callable[[], bool] | None
+"""Bytes to send, seconds to wait, what to wait for, or None to drop the connection."""
 
 
 def frame(**fields: Any) -> bytes:
@@ -67,12 +67,12 @@ class FakeServer:
 
         self._thread = threading.Thread(target=serve, daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _listen(self) -> None:
@@ -113,11 +113,20 @@ class FakeServer:
                     assert request.transport is not None
                     request.transport.close()
                     return response
-                await (asyncio.sleep(step) if isinstance(step, float) else response.write(step))
+                if isinstance(step, bytes):
+                    await response.write(step)
+                else:
+                    await (asyncio.sleep(step) if isinstance(step, float) else _until(step))
             await response.write_eof()
             return response
         finally:
             self.in_flight -= 1
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

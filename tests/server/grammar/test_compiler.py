@@ -20,14 +20,15 @@ import psutil
 import pytest
 
 from phalanx.errors import ConfigError, RequestError
+from phalanx.server import forked_client
 from phalanx.server.fairness import Shares
 from phalanx.server.grammar import compiler as module
 from phalanx.server.grammar.compiler import GrammarCompiler
 from phalanx.server.grammar.constraint import Constraint
 from phalanx.server.grammar.matcher import Grammars
-from phalanx.server.grammar.messages import decode_constraint
+from phalanx.server.grammar.messages import decode_constraint, encode
 from tests.byte_model import EOS, VOCAB, make_tokenizer, random_text
-from tests.server.running import eventually
+from tests.server.running import eventually, pid_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loop() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
         yield runner
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that get no time are waited for: what ends a trial is the processor time that it took."""
+    monkeypatch.setattr(forked_client, "_PATIENCE", 1000.0)
 
 
 class Compiler:
@@ -111,12 +118,13 @@ def refusal(compiler: Compiler, constraint: Constraint) -> RequestError:
 
 @pytest.fixture
 def exchanged(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> list[Constraint]:
-    """What the processes were asked."""
+    """What was tried: first for a moment, whether or not that was enough."""
     asked: list[Constraint] = []
     real = compiler.real._processes.ask
 
     async def ask(lane: int, message: bytes) -> bytes:
-        asked.append(decode_constraint(message))
+        if lane == module.QUICK:
+            asked.append(decode_constraint(message))
         return await real(lane, message)
 
     monkeypatch.setattr(compiler.real._processes, "ask", ask)
@@ -174,10 +182,11 @@ def test_one_who_gives_up_does_not_break_off_the_trial_of_another(compiler: Comp
     assert exchanged == [SMALL]
 
 
-def test_one_whom_all_have_left_is_broken_off(compiler: Compiler) -> None:
+def test_one_whom_all_have_left_is_broken_off(compiler: Compiler, exchanged: list[Constraint]) -> None:
     async def left() -> None:
         askers = [asyncio.create_task(compiler.real.compile(SLOW)) for _ in range(3)]
-        await asyncio.sleep(0.2)
+        while not exchanged:
+            await asyncio.sleep(0)
         (trial,) = compiler.real._trials.values()
         for asker in askers:
             assert not trial.work.cancelled()
@@ -246,11 +255,19 @@ def test_too_large_a_constraint_does_not_even_reach_the_process(compiler: Compil
 
 
 def test_a_slow_grammar_ends_at_the_limit_and_those_behind_it_are_served(compiler: Compiler) -> None:
+    """While they are, the process that is at it is stopped."""
+
     async def behind_each_other() -> tuple[Any, bool]:
+        _, lines, _ = await compiler.real._processes._started()
+        await compiler.real._processes.ask(module.SLOW, encode(SMALL))
+        worker = psutil.Process(pid_of(lines[module.SLOW]._pid_fd))
         slow = asyncio.create_task(compiler.real.compile(SLOW))
-        await asyncio.sleep(0.1)
+        while lines[module.SLOW]._settled.is_set():
+            await asyncio.sleep(0)
+        worker.suspend()
         assert await compiler.real.compile(SMALL)
         at_work = not slow.done()
+        worker.resume()
         (error,) = await asyncio.gather(slow, return_exceptions=True)
         return error, at_work
 
@@ -351,8 +368,10 @@ def test_closing_ends_the_process_and_what_it_was_at(folder: Path, loop: asyncio
 
     async def close_at_work() -> Any:
         await compiler.real.start()
+        _, lines, _ = await compiler.real._processes._started()
         work = asyncio.create_task(compiler.real.compile(SLOW))
-        await asyncio.sleep(0.3)
+        while lines[module.QUICK]._settled.is_set():
+            await asyncio.sleep(0)
         await compiler.real.close()
         return (await asyncio.gather(work, return_exceptions=True))[0]
 
