@@ -7,6 +7,8 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,14 +16,16 @@ import pytest
 from phalanx import LLM
 from phalanx.errors import ConfigError
 from phalanx.runtime import child
-from phalanx.runtime.channel import Keys
+from phalanx.runtime.channel import Keys, Lookout
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.messages import Meeting, RankAssignment
 from phalanx.runtime.placement import RayNode
+from phalanx.runtime.pulse import ENGINE_LOST_AFTER_S
 from phalanx.runtime.rank import Spot
 from phalanx.runtime.ray_cluster import RayCluster
 from phalanx.runtime.ray_workers import check_machines, visible_index
 from phalanx.runtime.seat import Ended, Posting, Seat, SeatFacts, gather_facts
+from phalanx.runtime.worker import _end_in_the_dark
 from tests.faults import FAULT
 from tests.forked import forked_rank
 
@@ -135,6 +139,27 @@ def test_a_rank_whose_engine_is_not_there_ends_by_itself(tiny_llama: Path, monke
 
     monkeypatch.setattr(child, "start", start)
     assert run_in_seat(assignment(str(tiny_llama))) == Ended(0, None)
+
+
+def test_a_pause_of_a_rank_is_not_taken_for_the_end_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a look takes, the next ones find the flashes that came meanwhile."""
+    looks = [False, True, *[False] * 9, True, *[False] * 10]
+    waits: list[int] = []
+
+    class Over(BaseException): ...
+
+    def sees(timeout_ms: int) -> bool:
+        waits.append(timeout_ms)
+        return looks[len(waits) - 1]
+
+    def end(status: int) -> None:
+        raise Over
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Over):
+        _end_in_the_dark(cast(Lookout, SimpleNamespace(sees=sees)))
+    assert len(waits) == len(looks)
+    assert sum(waits[-10:]) == ENGINE_LOST_AFTER_S * 1e3
 
 
 def test_ray_options_without_ray_are_refused() -> None:

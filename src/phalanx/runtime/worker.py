@@ -47,6 +47,7 @@ from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.stacks import tell_stacks
 
 _BEATS_KEPT = 16
+_LOOKS_IN_THE_DARK = 10
 _ASIDE = (TEND, TRACE, END_TRACE, PING)
 _LOOK_EVERY_MS = 1
 _GO_ON_WITHIN_MS = 20_000
@@ -166,9 +167,13 @@ class _Ends:
 
 
 def _end_in_the_dark(lookout: Lookout) -> None:
-    """The engine, its machine or the link to it is gone: free what this rank holds."""
-    while lookout.sees(int(ENGINE_LOST_AFTER_S * 1e3)):
-        pass
+    """The engine, its machine or the link to it is gone: free what this rank holds.
+
+    It is dark in many looks in a row. A pause of this process, after which flashes are still unread, is one of them.
+    """
+    dark = 0
+    while dark < _LOOKS_IN_THE_DARK:
+        dark = 0 if lookout.sees(int(ENGINE_LOST_AFTER_S * 1e3 / _LOOKS_IN_THE_DARK)) else dark + 1
     print(
         f"no sign of life from the engine for {ENGINE_LOST_AFTER_S:.0f} s: this rank ends", file=sys.stderr, flush=True
     )
