@@ -52,15 +52,17 @@ def stepping(llm: LLM) -> threading.Thread:
     return thread
 
 
-def named(watch: HangWatch, code: str) -> Hang:
-    """What the watch says once nothing moves any more. Before, ranks that get no time may look as if they stood."""
+def named(watch: HangWatch, code: str, ranks: list[int], *words: str) -> Hang:
+    """What the watch says once nothing moves any more. Before, ranks that get no time may look as if they stood, and be
+    elsewhere in the end."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         asyncio.run(watch.look({}, set(), here=True))
-        if watch.hang is not None and watch.hang.code == code:
-            return watch.hang
+        hang = watch.hang
+        if hang is not None and (hang.code, hang.ranks) == (code, ranks) and all(each in hang.found for each in words):
+            return hang
         time.sleep(0.2)
-    raise AssertionError(f"no {code} was named, but {watch.hang}")
+    raise AssertionError(f"no {code} of {ranks} with {words} was named, but {watch.hang}")
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -71,9 +73,7 @@ def test_a_stopped_rank_and_a_lost_order(tiny_llama: Path, tp: int) -> None:
             llm.engine.step()
         os.kill(last.pid, signal.SIGSTOP)
         thread = stepping(llm)
-        hang = named(watch, "rank_stopped")
-        assert hang.ranks == [tp - 1]
-        assert "Rank 0 waits: step 6, the embedding, in all-reduce" in hang.found
+        named(watch, "rank_stopped", [tp - 1], "Rank 0 waits: step 6, the embedding, in all-reduce")
         assert "_serve" in last_stacks_of(last.pid, watch._folder, tp - 1)
         thread.join(60)
         assert not llm.engine.has_work
@@ -83,10 +83,8 @@ def test_a_stopped_rank_and_a_lost_order(tiny_llama: Path, tp: int) -> None:
         runner.workers.links.orders[1].send = lambda *frames: None  # type: ignore[method-assign]
         step = llm.engine.totals.steps + 1
         stepping(llm)
-        hang = named(watch, "order_lost")
-        assert hang.ranks == [1]
-        assert f"Rank 1 has not begun step {step}: idle behind step {step - 1}" in hang.found
-        assert f"Rank 0 waits: step {step}, the embedding, in all-reduce" in hang.found
+        idle = f"Rank 1 has not begun step {step}: idle behind step {step - 1}"
+        hang = named(watch, "order_lost", [1], idle, f"Rank 0 waits: step {step}, the embedding, in all-reduce")
         assert "receive" in hang.stack
 
 
@@ -96,10 +94,10 @@ def test_a_rank_that_is_not_heard_any_more(tiny_llama: Path, tp: int, monkeypatc
     monkeypatch.setenv(FAULT, "mute 1@45")
     with watched(tiny_llama, tp) as (llm, _, watch):
         stepping(llm)
-        hang = named(watch, "message_lost")
-        assert hang.ranks == [rank for rank in range(tp) if rank != 1]
-        assert "Rank 0 waits though all others have arrived: step 5, layer 2 (mixer), in all-reduce 45." in hang.found
-        assert hang.found.endswith("Rank 1 waits: step 5, layer 2 (FFN), in all-reduce 46.")
+        first = "Rank 0 waits though all others have arrived: step 5, layer 2 (mixer), in all-reduce 45."
+        last = "Rank 1 waits: step 5, layer 2 (FFN), in all-reduce 46."
+        hang = named(watch, "message_lost", [rank for rank in range(tp) if rank != 1], first, last)
+        assert hang.found.endswith(last)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

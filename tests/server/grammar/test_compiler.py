@@ -265,7 +265,8 @@ def test_a_slow_grammar_ends_at_the_limit_and_those_behind_it_are_served(compile
         while lines[module.SLOW]._settled.is_set():
             await asyncio.sleep(0)
         worker.suspend()
-        assert await compiler.real.compile(SMALL)
+        async with asyncio.timeout(60):
+            assert await compiler.real.compile(SMALL)
         at_work = not slow.done()
         worker.resume()
         (error,) = await asyncio.gather(slow, return_exceptions=True)
