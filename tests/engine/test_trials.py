@@ -9,11 +9,12 @@ from phalanx.engine.trials import BETWEEN, ENOUGH, LONGEST_REST, PLAIN_STEPS, RE
 
 from .books import Guesser, greedy, make_engine
 
-LONG = 3000
+ANSWER, LONG = 500, 3000
 
 
 def seconds(dear: float, by_ranks: bool, depth: int, is_blind: bool = False) -> float:
-    """Of a long answer, whose every draft comes true, where steps with drafts take so many seconds and others one.
+    """Of as many tokens in answers one after the other, whose every draft comes true, where steps with drafts take so
+    many seconds and others one.
 
     The rule for single drafts may be blind to it.
     """
@@ -21,12 +22,13 @@ def seconds(dear: float, by_ranks: bool, depth: int, is_blind: bool = False) -> 
     speculation = Speculation(drafter, 2)
     if is_blind:
         speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
-    engine, runner = make_engine(max_model_len=LONG + 8, num_blocks=LONG, depth=depth, speculation=speculation)
+    engine, runner = make_engine(max_model_len=ANSWER + 8, num_blocks=ANSWER, depth=depth, speculation=speculation)
     runner._inner._price = lambda plan: dear if max(plan.samples) > 1 else 1.0
     runner.right = 1.0
-    engine.add([1, 2, 3], greedy(LONG))
-    while engine.has_work:
-        engine.step()
+    for _ in range(LONG // ANSWER):
+        engine.add([1, 2, 3], greedy(ANSWER))
+        while engine.has_work:
+            engine.step()
     return runner.clock
 
 
