@@ -20,7 +20,7 @@ from phalanx.server import engine_client, mailbox
 from phalanx.server.engine_client import EngineClient, EngineLaunch
 from phalanx.server.errors import ApiError
 from phalanx.server.mailbox import Mailbox
-from phalanx.server.messages import Books, Cancel, Death, Loading, NewToken, Pulses, Refused, Stepped, Submit
+from phalanx.server.messages import Books, Cancel, Death, Loading, NewToken, Pulses, Refused, Stepped, Submit, encode
 
 STUB = """
 import os, signal, sys, time
@@ -199,6 +199,32 @@ def test_a_backlog_of_reports_does_not_fill_the_mailbox_of_one_who_reads(
 
     assert mailbox.MOST_UNREAD < 6000
     assert asyncio.run(run()) == list(range(6000))
+
+
+def test_no_turn_of_the_loop_has_two_turns_of_reports(engine: Callable[..., EngineClient]) -> None:
+    """Where the next one is due already, what has come meanwhile waits for it."""
+
+    class Reports:
+        taken = 0
+
+        def receive(self, timeout_ms: int) -> list[bytes]:
+            self.taken += 1
+            tokens = [NewToken(1, token, None, 0, 0.0) for token in range(mailbox.MOST_UNREAD)]
+            return [encode(Stepped(tokens, Books(1, 0, 8, 0, 0, 0, Totals())))]
+
+    async def run() -> None:
+        client, reports = engine(), Reports()
+        client._reports = reports  # type: ignore[assignment]
+        client._hear()
+        client._hear()
+        assert reports.taken == 1
+        await asyncio.sleep(0)
+        assert reports.taken == 2
+        assert client._receiving is not None
+        client._receiving.cancel()
+        await client.stop()
+
+    asyncio.run(run())
 
 
 def test_a_silent_rank_is_given_up_by_name(
