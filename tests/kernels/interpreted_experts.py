@@ -43,7 +43,7 @@ def check_wide(rows: int, outputs: int, inputs: int) -> None:
 
 
 def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
-    """Every pair lies once in a tile of its expert, whichever way is taken."""
+    """Every pair lies once in a tile of its expert, whichever way is taken; tiles without one are nobody's."""
     chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
     order, owner = moe.sort_by_expert(chosen, experts, tile)
     rows = order.view(-1, tile)
@@ -51,6 +51,7 @@ def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
     assert sorted((pair, expert) for pair, expert in pairs if pair < chosen.numel()) == list(
         enumerate(chosen.flatten().tolist())
     )
+    assert owner[(rows >= chosen.numel()).all(1)].eq(-1).all()
 
 
 def main() -> None:

@@ -100,10 +100,12 @@ def _sort_few(
     tl.store(starts + expert, (end - tiles_needed) * TILE, mask=expert < experts)
     for first in range(0, tiles * TILE, LANES):
         tl.store(order + first + lane, pairs, mask=first + lane < tiles * TILE)
-    for first in range(0, tiles, 32):
-        tile = first + tl.arange(0, 32)
-        finished = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
-        tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
+    used = tl.max(end, 0)
+    for first in range(0, tiles, LANES):
+        tile = first + lane
+        tl.store(owner + tile, -1, mask=(tile >= used) & (tile < tiles))
+    for tile in range(0, tl.max(tiles_needed, 0)):
+        tl.store(owner + end - tiles_needed + tile, expert, mask=tile < tiles_needed)
     tl.debug_barrier()
     for first in range(0, pairs, LANES):
         pair = first + lane
