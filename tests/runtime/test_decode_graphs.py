@@ -5,11 +5,14 @@ Graphs need a GPU; what is in them does not. `test_cuda.py` runs real ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.step_plan import StepPlan
+from phalanx.layers.layer import DecoderLayer
 from phalanx.runtime import graphs
 from phalanx.runtime.graphs import DecodeGraphs, graph_sizes
 from phalanx.runtime.runner import TorchRunner
@@ -55,3 +58,33 @@ def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
         assert answer.token_ids == wanted[:length]
     assert paddings == {0, 1}
     assert {kind.uneven for kind in used._graphs} == {False, True}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_graphs_in_parts_are_cut_before_most_of_their_layers(
+    captured: Reference, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a GPU computes the first ones while the rest is launched."""
+    passed: list[int | str] = []
+    compute = DecoderLayer.__call__
+
+    def noted(layer: DecoderLayer, *args: Any) -> None:
+        passed.append(layer.number)
+        compute(layer, *args)
+
+    monkeypatch.setattr(DecoderLayer, "__call__", noted)
+    with LLM(captured.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, TorchRunner)
+        runner.graphs = DecodeGraphs(runner.model, runner.batch, in_parts)
+        runner.graphs.recorder = Repeater(runner.model.place.group)
+        monkeypatch.setattr(runner.graphs.recorder, "cut", lambda: passed.append("cut"))
+        (answer,) = llm.generate([captured.prompts[0]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert answer.token_ids == captured.continuations[0][:3]
+    layers = len(runner.model.layers)
+    whole: list[int | str] = [*range(layers)]
+    if in_parts:
+        for cut in sorted({min(2, layers // 2), layers // 4} - {0}, reverse=True):
+            whole.insert(cut, "cut")
+    assert passed[-len(whole) :] == whole
+    assert ("cut" in passed) == in_parts

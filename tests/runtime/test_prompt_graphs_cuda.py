@@ -8,7 +8,7 @@ import torch
 from phalanx import LLM, SamplingParams
 from phalanx.engine.request import Request
 from phalanx.engine.step_plan import StepPlan
-from phalanx.runtime.graphs import DecodeGraphs
+from phalanx.runtime.graphs import DecodeGraphs, GraphInParts
 from phalanx.runtime.prompt_graphs import PromptGraphs
 from phalanx.runtime.runner import TorchRunner
 from tests.conftest import NEW_TOKENS, Reference
@@ -52,6 +52,21 @@ def test_either_way_gives_the_tokens_of_transformers(captured: Reference, way: s
     assert [answer.token_ids for answer in answers] == captured.continuations * 2
     assert again.token_ids == captured.continuations[-1]
     assert again.cached_tokens >= 48
+
+
+def test_graphs_of_prompts_are_in_parts(captured: Reference) -> None:
+    """Those of decodes are not, unless a step has to be read before the next: they are launched ahead."""
+    with start(captured, **ROOMY) as llm:
+        llm.generate(captured.prompts, GREEDY)
+        runner = llm.engine.runner
+        assert isinstance(runner, TorchRunner)
+        assert runner.prompt_graphs is not None
+        assert runner.graphs is not None
+        prompts = [recorded.graph for _, recorded in runner.prompt_graphs._graphs.values()]
+        decodes = [recorded.graph for recorded in runner.graphs._graphs.values()]
+    assert prompts
+    assert all(isinstance(graph, GraphInParts) and graph._rest for graph in prompts)
+    assert all(isinstance(graph, GraphInParts) and not graph._rest for graph in decodes)
 
 
 def test_prompts_that_come_while_others_decode(captured: Reference, way: str) -> None:

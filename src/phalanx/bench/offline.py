@@ -126,7 +126,7 @@ def check_acceptance(config: EngineConfig, acceptance: float | None) -> None:
 
 def with_room_for(asked: EngineConfig, cases: Sequence[FixedBatch]) -> EngineConfig:
     """Limits that the cases just fit, each request with its drafts."""
-    tokens = 1 + (asked.most_drafts if asked.speculate != "off" else 0)
+    tokens = 1 + asked.drafts
     return msgspec.structs.replace(
         asked,
         max_num_seqs=max(case.batch for case in cases) * tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from math import prod
 
@@ -114,6 +114,15 @@ class Decoder:
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
     @property
+    def _cuts(self) -> set[int]:
+        """Layers before which a graph is cut. A GPU computes a layer for four times as long as it takes to launch, or
+        longer: nothing hides the launch of the first two, they hide that of the first quarter, and this that of the
+        rest.
+        """
+        layers = len(self.layers)
+        return {min(2, layers // 2), layers // 4} - {0}
+
+    @property
     def _with_blocks(self) -> list[DecoderLayer]:
         return [self.all_layers[number] for number in self.place.spec.with_blocks]
 
@@ -173,19 +182,22 @@ class Decoder:
         batch: AttentionBatch,
         rows: Tensor | None = None,
         adapters: StepAdapters | None = None,
+        cut: Callable[[], None] | None = None,
     ) -> Tensor:
         """What the stream holds before the last norm: of these rows, at least one of them, or of all.
 
-        No row looks at another one behind the last mixer, so there the others are left out.
+        No row looks at another one behind the last mixer, so there the others are left out. `cut` is called where what
+        follows may be launched while what came before is computed.
         """
         self.place.group.where.at(EMBEDDING)
         step = StepContext(
             tokens, positions, batch, self.block_size, self.place.dtype, self.rotary, adapters, self.watch
         )
         stream = self.ends.begin(self.embedding(tokens))
-        for layer in self.layers[:-1]:
-            layer(stream, step)
-        self.layers[-1](stream, step, rows)
+        for number, layer in enumerate(self.layers):
+            if cut is not None and number in self._cuts:
+                cut()
+            layer(stream, step, rows if layer is self.layers[-1] else None)
         hidden = self.ends.finish(stream)
         if self.watch is not None:
             self.watch.mark(len(self.place.spec.layers), hidden)

@@ -107,8 +107,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_drafts(self) -> int:
-        """Guesses a request and step."""
+        """Guesses a request and step, if there are any."""
         return self.speculate_tokens or min(MOST_DRAFTS, self.max_num_seqs - 1)
+
+    @property
+    def drafts(self) -> int:
+        """The same, or none."""
+        return 0 if self.speculate == "off" else self.most_drafts
 
     def _check_drafts(self) -> None:
         """A row of drafts takes as many places of a batch, and of the graphs for it, as it has tokens."""

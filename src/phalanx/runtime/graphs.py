@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,33 @@ from phalanx.runtime.batch import Batch
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes to capture: small ones close together, then every 16."""
     return sorted({size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most} | {most})
+
+
+class GraphInParts(torch.cuda.CUDAGraph):
+    """A graph that may be cut while it is recorded: a GPU begins a graph when all of it is launched, which takes the
+    host long. Of one in parts it computes the first ones meanwhile.
+    """
+
+    def capture_begin(self, *where: Any, **how: Any) -> None:
+        self._where, self._how = where, how
+        self._rest: list[torch.cuda.CUDAGraph] = []
+        super().capture_begin(*where, **how)
+
+    def cut(self) -> None:
+        self.capture_end()
+        self._rest.append(torch.cuda.CUDAGraph())
+        self._rest[-1].capture_begin(*self._where, **self._how)
+
+    def capture_end(self) -> None:
+        if self._rest:
+            self._rest[-1].capture_end()
+        else:
+            super().capture_end()
+
+    def replay(self) -> None:
+        super().replay()
+        for part in self._rest:
+            part.replay()
 
 
 class Recorded(NamedTuple):
@@ -45,6 +72,7 @@ class Recorder:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._recorded: GraphInParts | None = None
 
     @cached_property
     def _memory(self) -> torch.cuda._POOL_HANDLE:
@@ -54,11 +82,19 @@ class Recorder:
         """Rehearse, so that every kernel is there, then record."""
         rehearse()
         self._group.wait_for(torch.cuda.current_stream().record_event())
-        graph = torch.cuda.CUDAGraph()
+        self._recorded = graph = GraphInParts()
         # NCCL looks after its collectives from a thread of its own: only this thread's calls may break the capture.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            results = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                results = run()
+        finally:
+            self._recorded = None
         return Recorded(graph, tuple(map(unowned, results)))
+
+    def cut(self) -> None:
+        """What follows becomes a part of its own, if a graph is being recorded."""
+        if self._recorded is not None:
+            self._recorded.cut()
 
 
 class _Memory:
@@ -109,13 +145,15 @@ class DecodeGraphs:
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
     leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
     ones, or, in a graph of its own, those drawn by the parameters of their slots. Rows beyond the batch point at the
-    spare slot, which is greedy.
+    spare slot, which is greedy. Graphs are recorded in parts where a step is read before the next one is launched: with
+    two on their way, the GPU has work while the host launches.
     """
 
-    def __init__(self, model: Decoder, batch: Batch) -> None:
+    def __init__(self, model: Decoder, batch: Batch, in_parts: bool = False) -> None:
         self._model = model
         self._sketch = model.sketch()
         self._batch = batch
+        self._in_parts = in_parts
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
@@ -193,5 +231,5 @@ class DecodeGraphs:
     def _forward(self, model: Decoder, kind: GraphKind) -> Replayed:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
-        hidden = model(tokens, positions, attention)
+        hidden = model(tokens, positions, attention, cut=self.recorder.cut if self._in_parts else None)
         return score_and_keep(model, self._batch, hidden, slots, positions, kind.drawn)

@@ -114,7 +114,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
     place, longest = model.place, longest_sequence(config, model)
     model.allocate_cache(1, config.block_size)
     model.allocate_states(state_places(config).total)
-    runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest, config.most_drafts)
+    runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest, config.drafts)
     worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
 
     def rehearsal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -113,14 +114,16 @@ def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> l
     ]
 
 
-def run_padded(model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool) -> Replayed:
+def run_padded(
+    model: Decoder, batch: Batch, inputs: Tensor, size: GraphSize, drawn: bool, cut: Callable[[], None] | None = None
+) -> Replayed:
     """Scores and tokens of a plan laid out on the device; nothing here asks the host. A head that drafts takes in what
     the model made of all rows.
     """
     slots, positions, decode_slots, decode_positions, sampled, sampled_slots, tiles = inputs.split(size.parts)
     tokens, attention = batch.mixed_inputs(slots, positions, decode_slots, decode_positions, tiles.view(-1, 5))
     all_rows = model.draft_head is not None
-    hidden = model(tokens, positions, attention, None if all_rows else sampled)
+    hidden = model(tokens, positions, attention, None if all_rows else sampled, cut=cut)
     looked_at = hidden[sampled] if all_rows else hidden
     scores, sampled_tokens, _ = score_and_keep(model, batch, looked_at, sampled_slots, positions[sampled], drawn)
     return scores, sampled_tokens, hidden
@@ -223,5 +226,5 @@ class PromptGraphs:
         return torch.tensor(lay_out(nothing, 0, size, self._batch.spare_slot), device=self._batch.device)
 
     def _forward(self, model: Decoder, kind: PromptKind, inputs: Tensor) -> Replayed:
-        scores, tokens, hidden = run_padded(model, self._batch, inputs, kind.size, kind.drawn)
+        scores, tokens, hidden = run_padded(model, self._batch, inputs, kind.size, kind.drawn, self._recorder.cut)
         return self._scores[: kind.size.samples].copy_(scores), tokens, hidden

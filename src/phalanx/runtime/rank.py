@@ -282,9 +282,7 @@ def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunn
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
     model.allocate_states(state_places(config).total)
-    runner = TorchRunner(
-        model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, config.most_drafts
-    )
+    runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, config.drafts)
     if config.canary:
         runner.weights = WeightWatch(model)
     warm_up(runner, config.warm_up)

@@ -83,7 +83,7 @@ class TorchRunner:
     read.
     """
 
-    def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int, most_drafts: int = 0) -> None:
+    def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int, drafts: int = 0) -> None:
         self.model = model
         self.limits = (slots, tokens, max_model_len)
         self.nodes: list[str] = []
@@ -101,13 +101,13 @@ class TorchRunner:
             token_by_token=model.place.units is not None,
             token_blocks=0 if spec.keeps_all_tokens else token_blocks(slots, max_model_len, model.block_size),
         )
-        self.graphs = DecodeGraphs(model, self.batch) if DecodeGraphs.serve(model) else None
+        self.graphs = DecodeGraphs(model, self.batch, in_parts=drafts > 0) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = None
         if self.graphs is not None and not self.batch.token_by_token:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
         self.drafting, self.draft_graphs = RankDrafts.of(model, self.batch), None
         if self.drafting is not None and self.graphs is not None and self.prompt_graphs is not None:
-            self.draft_graphs = DraftGraphs(self.drafting, self.batch, self.graphs.recorder, most_drafts)
+            self.draft_graphs = DraftGraphs(self.drafting, self.batch, self.graphs.recorder, drafts)
         self.put_off: deque[Callable[[], None]] = deque()
         self.sampler = Sampler(model.place.spec.eos_token_ids)
         self.weights: WeightWatch | None = None
