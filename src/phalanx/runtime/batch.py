@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -63,6 +63,24 @@ class StepInputs:
     positions: Tensor
     attention: AttentionBatch
     wanted: Tensor
+
+
+class _News:
+    """Whole numbers for the device and what is done with them there, in this order: all go in one copy."""
+
+    def __init__(self, send: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._send = send
+        self._parts: list[Tensor] = []
+        self._uses: list[tuple[Callable[..., None], int]] = []
+
+    def add(self, use: Callable[..., None], *parts: Tensor) -> None:
+        self._parts += parts
+        self._uses.append((use, len(parts)))
+
+    def deliver(self) -> None:
+        sent = iter(self._send(*self._parts) if self._parts else ())
+        for use, count in self._uses:
+            use(*islice(sent, count))
 
 
 def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
@@ -178,18 +196,21 @@ class Batch:
 
     def update(self, plan: StepPlan) -> None:
         """Take in new requests, new masks, new blocks and tokens that only the engine knows."""
+        news = _News(self.send)
         for admission in plan.admissions:
             self._seat(admission)
-        self._extend(0, plan.new_blocks)
+        self._extend(news, 0, plan.new_blocks)
         for group in range(1, len(self._tables)):
-            self._extend(group, [(slot, blocks) for slot, window, blocks in plan.window_blocks if window + 1 == group])
+            windows = [(slot, blocks) for slot, window, blocks in plan.window_blocks if window + 1 == group]
+            self._extend(news, group, windows)
         if plan.admissions:
-            self._admit(plan.admissions)
-        self.masks.take_in(plan.new_masks, self.send)
+            self._admit(news, plan.admissions)
         if plan.told:
-            self.write(plan.told)
+            self._tell(news, plan.told)
+        news.deliver()
+        self.masks.take_in(plan.new_masks, self.send)
 
-    def _extend(self, group: int, new_blocks: list[tuple[int, list[int]]]) -> None:
+    def _extend(self, news: _News, group: int, new_blocks: list[tuple[int, list[int]]]) -> None:
         lengths = self._table_lengths[group]
         rows: list[int] = []
         columns: list[int] = []
@@ -200,9 +221,12 @@ class Batch:
             columns += range(length, length + len(blocks))
             added += blocks
             lengths[slot] = length + len(blocks)
-        if added:
-            where, at, values = self.send(tensor_of(rows), tensor_of(columns), tensor_of(added))
+
+        def extend(where: Tensor, at: Tensor, values: Tensor) -> None:
             self._tables[group][where, at] = values.to(torch.int32)
+
+        if added:
+            news.add(extend, tensor_of(rows), tensor_of(columns), tensor_of(added))
 
     def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
@@ -258,22 +282,28 @@ class Batch:
         self.adapters[admission.slot] = admission.adapter
         self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
 
-    def _admit(self, admissions: list[Admission]) -> None:
-        """All of them in one copy and two writes: a step may admit as many as the batch holds."""
+    def _admit(self, news: _News, admissions: list[Admission]) -> None:
         asked = [pack(a.params.temperature, a.params.top_k, a.params.top_p, a.params.min_p, a.seed) for a in admissions]
-        slots, parameters = self.send(tensor_of([admission.slot for admission in admissions]), torch.cat(asked))
-        self.sampling[slots] = parameters.view(-1, PARAMETERS)
-        self.write([(admission.slot, 0, admission.tokens) for admission in admissions])
 
-    def write(self, told: list[tuple[int, int, list[int]]]) -> None:
+        def admit(slots: Tensor, parameters: Tensor) -> None:
+            self.sampling[slots] = parameters.view(-1, PARAMETERS)
+
+        news.add(admit, tensor_of([admission.slot for admission in admissions]), torch.cat(asked))
+        self._tell(news, [(admission.slot, 0, admission.tokens) for admission in admissions])
+
+    def _tell(self, news: _News, told: list[tuple[int, int, list[int]]]) -> None:
         """Tokens of slots from a position on. What was sampled there does not count."""
         lengths = [len(tokens) for _, _, tokens in told]
-        slots, positions, tokens = self.send(
+
+        def write(slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+            write_tokens(self.tokens, self._tables[0], slots, positions, tokens, self.block_size)
+
+        news.add(
+            write,
             repeated([slot for slot, _, _ in told], lengths),
             counted_on([position for _, position, _ in told], lengths),
             tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
-        write_tokens(self.tokens, self._tables[0], slots, positions, tokens, self.block_size)
 
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens at these positions of these slots, which are all computed."""
