@@ -22,11 +22,11 @@ ROUTERS = (
 
 
 def check_route(router: Router, joined: bool, gated: bool) -> None:
-    logits = torch.randn(9, router.experts) * 3
+    logits, gate = (torch.randn(9, router.experts + 1) * 3).split([router.experts, 1], -1)
     correction = torch.randn(router.experts) if router.correction else None
     told = torch.stack([torch.randperm(router.experts)[: router.experts_per_token] for _ in logits])
     told = told if router.hashed else None
-    gate = torch.randn(9, 1) if gated else None
+    gate = gate if gated else None
     assert route.routes(router, correction)
     weights, chosen = route.route(logits, router, correction, told, joined, gate)
     wanted, best = route_torch(logits, router, correction, told, joined, gate)
@@ -62,6 +62,7 @@ def main() -> None:
             check_route(router, joined, gated)
     for rows in (1, 2, 5):
         check_wide(rows, 6, 700)
+        check_wide(rows, 3, 5000)
     for few in (moe.FEW_PAIRS, 0):
         moe.FEW_PAIRS = few
         check_sort(33, 4, 60, 16)

@@ -18,8 +18,9 @@ from phalanx.kernels.gpu.shared_memory import stages_here
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
-WIDE_TILE = (4, 4, 512)
-"""Rows, outputs and inputs that one program of a product in float32 takes at once."""
+WIDE_TILE = (4, 2, 2048)
+"""Rows, outputs and inputs that one program of a product in float32 takes at once: rows of a weight are long and few,
+and nothing hides the time until a block of them is there."""
 
 WIDE_ROWS = 64
 """Up to these, a product in float32 is ours: the library takes two kernels, and a third for rows in half precision."""
@@ -119,17 +120,21 @@ def _wide_product(
     x, weight, bias, out, rows, inputs, outputs, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A block of weights is asked for while the one before is multiplied, the first before the kernel ahead ends."""
     let_next_start()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = tl.zeros([OUTPUTS, ROWS, BLOCK], tl.float32)
+    column = tl.arange(0, BLOCK)
+    wanted, known = output[:, None] < outputs, row[:, None] < rows
+    weights, taken = weight + output[:, None].to(tl.int64) * inputs, x + row[:, None].to(tl.int64) * inputs
+    block = tl.load(weights + column, mask=wanted & (column < inputs), other=0.0)
     wait_for_ahead()
+    acc = tl.zeros([OUTPUTS, ROWS, BLOCK], tl.float32)
     for start in range(0, inputs, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        wanted, known = (output[:, None] < outputs) & (column < inputs), (row[:, None] < rows) & (column < inputs)
-        block = tl.load(weight + output[:, None].to(tl.int64) * inputs + column, mask=wanted, other=0.0)
-        taken = tl.load(x + row[:, None].to(tl.int64) * inputs + column, mask=known, other=0.0).to(tl.float32)
-        acc += block[:, None, :] * taken[None, :, :]
+        values = tl.load(taken + start + column, mask=known & (start + column < inputs), other=0.0).to(tl.float32)
+        acc += block[:, None, :] * values[None, :, :]
+        following = start + BLOCK + column
+        block = tl.load(weights + following, mask=wanted & (following < inputs), other=0.0)
     y = tl.sum(acc, 2)
     if HAS_BIAS:
         y += tl.load(bias + output, mask=output < outputs, other=0.0)[:, None]
@@ -142,8 +147,8 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (count, _), (outputs, inputs), (rows, height, block) = x.shape, weight.shape, WIDE_TILE
     out = torch.empty(count, outputs, dtype=torch.float32, device=x.device)
     _wide_product[(triton.cdiv(outputs, height), triton.cdiv(count, rows))](
-        x.contiguous(), weight, bias, out, count, inputs, outputs, bias is not None, rows, height, block,
-        launch_pdl=starts_early(),
+        x.contiguous(), weight, bias, out, count, inputs, outputs, bias is not None, rows, height,
+        min(block, triton.next_power_of_2(inputs)), num_warps=8, launch_pdl=starts_early(),
     )  # fmt: skip
     return out
 

@@ -47,9 +47,9 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, EACH: tl.c
 
 @triton.jit
 def _route(
-    logits, correction, told, gate, weights, chosen, experts, scaling, SCORE: tl.constexpr, CORRECTED: tl.constexpr,
-    TOLD: tl.constexpr, RENORMALISE: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, correction, told, gate, weights, chosen, experts, stride, gate_stride, scaling, SCORE: tl.constexpr,
+    CORRECTED: tl.constexpr, TOLD: tl.constexpr, RENORMALISE: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best experts of one token, the first of equals first, or those it is told, and their weights."""
     let_next_start()
@@ -57,7 +57,7 @@ def _route(
     expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     known = expert < experts
     wait_for_ahead()
-    value = tl.load(logits + row * experts + expert, mask=known, other=NOTHING).to(tl.float32)
+    value = tl.load(logits + row * stride + expert, mask=known, other=NOTHING).to(tl.float32)
     score = _scores(value, known, SCORE)
     left = score
     if CORRECTED:
@@ -84,7 +84,7 @@ def _route(
     if JOINED:
         last = 1.0
         if GATED:
-            last = 1 / (1 + tl.exp(-tl.load(gate + row).to(tl.float32)))
+            last = 1 / (1 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
         best = tl.where(slot == TOP, last, best)
         where = tl.where(slot == TOP, experts, where)
     tl.store(weights + row * (TOP + JOINED) + slot, best, mask=slot < TOP + JOINED)
@@ -100,13 +100,14 @@ def routes(router: Router, correction: Tensor | None) -> bool:
 def route(
     logits: Tensor, router: Router, correction: Tensor | None, told: Tensor | None, joined: bool, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights in float32, and expert numbers as int32."""
+    """Weights in float32, and expert numbers as int32. Rows of logits may lie apart, with the gate between them."""
     rows, experts = logits.shape
     top = router.experts_per_token
     weights = torch.empty(rows, top + joined, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(rows, top + joined, dtype=torch.int32, device=logits.device)
     _route[(rows,)](
-        logits.contiguous(), correction, told, gate, weights, chosen, experts, router.scaling, SCORE=router.score,
+        logits, correction, told, gate, weights, chosen, experts, logits.stride(0),
+        0 if gate is None else gate.stride(0), router.scaling, SCORE=router.score,
         CORRECTED=correction is not None, TOLD=told is not None, RENORMALISE=router.renormalise, JOINED=int(joined),
         GATED=gate is not None, GROUPS=router.groups if correction is not None and told is None else 1,
         KEPT=router.kept_groups, TOP=top, SLOTS=triton.next_power_of_2(top + joined),

@@ -140,7 +140,7 @@ class Experts:
 
     def _scored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the router and the shared expert's gate say."""
-        if self.router_and_gate is not None and len(x) == 1:
+        if self.router_and_gate is not None and len(x) <= JOINED_ROWS:
             logits, gate = self.router_and_gate(x).split([self.record.experts, 1], -1)
             return logits, gate
         return self.router(x), None if self.shared_gate is None else self.shared_gate(x)
