@@ -30,6 +30,11 @@ from phalanx.layers.stream import Ends
 from phalanx.layers.vocabulary import Embedding, Head
 from phalanx.layers.watch import LayerWatch
 
+CUTS = (1, 3, 7, 15)
+"""Layers before which a graph is cut. To compute a layer takes a GPU at least twice as long as to launch it takes the
+host: while a part is computed, one of twice as many layers is launched.
+"""
+
 
 class Decoder:
     """One rank's share of a decoder-only model. Built empty: `parts` names what has to be loaded."""
@@ -114,15 +119,6 @@ class Decoder:
         return all(part.in_graphs for layer in self.layers for part in (layer.mixer, layer.ffn))
 
     @property
-    def _cuts(self) -> set[int]:
-        """Layers before which a graph is cut. A GPU computes a layer for four times as long as it takes to launch, or
-        longer: nothing hides the launch of the first two, they hide that of the first quarter, and this that of the
-        rest.
-        """
-        layers = len(self.layers)
-        return {min(2, layers // 2), layers // 4} - {0}
-
-    @property
     def _with_blocks(self) -> list[DecoderLayer]:
         return [self.all_layers[number] for number in self.place.spec.with_blocks]
 
@@ -195,7 +191,7 @@ class Decoder:
         )
         stream = self.ends.begin(self.embedding(tokens))
         for number, layer in enumerate(self.layers):
-            if cut is not None and number in self._cuts:
+            if cut is not None and number in CUTS:
                 cut()
             layer(stream, step, rows if layer is self.layers[-1] else None)
         hidden = self.ends.finish(stream)
