@@ -18,6 +18,7 @@ from phalanx.errors import EngineDeadError, RequestError
 from phalanx.fabric.group import Solo
 from phalanx.kernels.digest import digests_into, plain_digest, row_digest, row_digest_torch
 from phalanx.kernels.digest import words as words_of
+from phalanx.kernels.fp8 import Form
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
@@ -241,7 +242,7 @@ def breaking(tiny_llama: Path) -> Iterator[LLM]:
         model.embedding.weight[7] = float("inf")
         ffn = model.layers[2].ffn
         given = lambda x, step: ffn(x, step).masked_fill((step.tokens == 9)[:, None], float("nan"))  # noqa: E731
-        model.layers[2].ffn = type("Broken", (), {"takes_fp8": False, "__call__": staticmethod(given)})()
+        model.layers[2].ffn = type("Broken", (), {"takes": Form.PLAIN, "__call__": staticmethod(given)})()
         yield llm
 
 
