@@ -145,10 +145,12 @@ def graph(checked: Checked) -> None:
     )
 
     def step() -> tuple[Activations, ...]:
-        added, kept, again = group.all_reduce(small.clone()), residual.clone(), residual.clone()
+        added, (kept, again, third) = group.all_reduce(small.clone()), (residual.clone() for _ in range(3))
         normed = group.all_reduce_add_norm(part.clone(), kept, weight, EPS, Form.PLAIN)
-        both = group.all_reduce_add_norm(part.clone(), again, weight, EPS, Form.BOTH)
-        return added, group.all_reduce(many.clone()), normed, kept, both, group.all_gather_columns(columns, widths)
+        in_fp8 = group.all_reduce_add_norm(part.clone(), again, weight, EPS, Form.FP8)
+        both = group.all_reduce_add_norm(part.clone(), third, weight, EPS, Form.BOTH)
+        gathered = group.all_gather_columns(columns, widths)
+        return added, group.all_reduce(many.clone()), normed, kept, in_fp8, both, gathered
 
     step()
     torch.cuda.synchronize()
@@ -164,14 +166,15 @@ def graph(checked: Checked) -> None:
             target.copy_(given[group.rank])
         residual.copy_(before)
         recorded.replay()
-        added, added_many, normed, kept, both, gathered = outputs
+        added, added_many, normed, kept, in_fp8, both, gathered = outputs
         assert isinstance(added, Tensor)
         assert isinstance(added_many, Tensor)
         assert isinstance(kept, Tensor)
         assert isinstance(gathered, Tensor)
         check_sum(added, smalls)
         check_sum(added_many, manys)
-        check_norm(both, kept, parts, before, weight)
+        for found in (in_fp8, both):
+            check_norm(found, kept, parts, before, weight)
         assert torch.equal(gathered, torch.cat(all_columns, dim=1))
         checked.keep(added, added_many, gathered, *check_norm(normed, kept, parts, before, weight))
 
