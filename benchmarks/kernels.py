@@ -362,6 +362,7 @@ def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
 def choosing() -> Iterator[Case]:
     for dtype in (HALF, torch.float32):
         yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
+        yield lambda d=dtype: sampling.flag_broken(whole(3, dtype=TOKEN), some(3, 50000, dtype=d))
         yield lambda d=dtype: sampling.draw(
             some(3, 50000, dtype=d), whole(8, PARAMETERS, dtype=torch.int64), torch.arange(3), torch.arange(3)
         )
