@@ -19,6 +19,7 @@ from phalanx.fabric.choose import choose_group
 from phalanx.fabric.group import Group, open_store
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.fabric.peer import PeerGroup
+from phalanx.kernels.fp8 import Form
 
 WIDTH = 8192
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -71,7 +72,7 @@ def time_rows(group: Group, rows: int, device: torch.device) -> tuple[float, flo
     )
     return (
         microseconds(lambda: group.all_reduce(x)),
-        microseconds(lambda: group.all_reduce_add_norm(x, residual, weight, 1e-5, quantised=False)),
+        microseconds(lambda: group.all_reduce_add_norm(x, residual, weight, 1e-5, Form.PLAIN)),
     )
 
 

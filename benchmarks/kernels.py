@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.delta_weights import DeltaWeights
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import E4M3, Fp8Weight
+from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
@@ -221,15 +221,17 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
     x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
-    yield lambda: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, quantised)
-    yield lambda: rows.add_rms_norm(x, None, some(4096, dtype=dtype), 1e-5, quantised)
+    for form in (Form.FP8, Form.BOTH) if quantised else (Form.PLAIN,):
+        yield lambda f=form: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, f)
+        yield lambda f=form: rows.add_rms_norm(x, None, some(4096, dtype=torch.float32), 1e-5, f)
     yield lambda: rows.gate_and_mul(gates, SILU, quantised)
+    yield lambda: rows.sigmoid_and_mul(x, x.clone(), quantised)
     if quantised:
         yield lambda: rows.quantise(x)
-    norms = HeadNorms(some(128, dtype=dtype), some(128, dtype=dtype), 1e-6)
-    for turned in (None, norms):
-        yield lambda n=turned: rows.rotate_and_store(
-            some(4, 48, 128, dtype=dtype), some(4, 1, 128, dtype=dtype), some(4, 1, 128, dtype=dtype),
+    for weight, rotary in ((None, 128), (dtype, 128), (torch.float32, 64)):
+        norms = None if weight is None else HeadNorms(some(128, dtype=weight), some(128, dtype=weight), 1e-6)
+        yield lambda n=norms, r=rotary: rows.rotate_and_store(
+            some(4, 48, 128, dtype=dtype), some(4, 1, r, dtype=dtype), some(4, 1, r, dtype=dtype),
             whole(4, dtype=torch.int64), some(8, 16, 2, 8, 128, dtype=cache_dtype), 32, 8, n,
         )  # fmt: skip
     yield lambda: rows.cos_and_sin(whole(4, dtype=torch.int64), some(64, dtype=torch.float32), 1.0, dtype)
@@ -327,7 +329,8 @@ def sums(quantised: bool) -> Iterator[Case]:
     peers = all_reduce.Peers(0, 4, whole(4, dtype=torch.int64))
     yield lambda: all_reduce.one_shot(some(4, 4096), peers)
     yield lambda: all_reduce.two_shot(some(256, 4096), peers)
-    yield lambda: all_reduce.one_shot_add_rms_norm(some(4, 4096), some(4, 4096), some(4096), 1e-5, quantised, peers)
+    for form in (Form.FP8, Form.BOTH) if quantised else (Form.PLAIN,):
+        yield lambda f=form: all_reduce.one_shot_add_rms_norm(some(4, 4096), some(4, 4096), some(4096), 1e-5, f, peers)
     edges = torch.tensor([0, 256, 512, 768, 1024])
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
@@ -359,6 +362,7 @@ def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
 def choosing() -> Iterator[Case]:
     for dtype in (HALF, torch.float32):
         yield lambda d=dtype: sampling.likeliest(some(3, 50000, dtype=d))
+        yield lambda d=dtype: sampling.flag_broken(whole(3, dtype=TOKEN), some(3, 50000, dtype=d))
         yield lambda d=dtype: sampling.draw(
             some(3, 50000, dtype=d), whole(8, PARAMETERS, dtype=torch.int64), torch.arange(3), torch.arange(3)
         )

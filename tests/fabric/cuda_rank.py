@@ -13,8 +13,9 @@ from torch import Tensor
 from phalanx.fabric.group import FabricError, open_store
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.fabric.peer import PeerGroup, one_shot_bytes
-from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
+from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
+from phalanx.kernels.norm import add_rms_norm_in
+from phalanx.kernels.quantise import quantise
 
 DEVICE = torch.device("cuda", 0)
 EPS = 1e-5
@@ -39,10 +40,10 @@ class Checked:
         check_sum(found, parts)
         self.keep(found)
 
-    def norm(self, parts: list[Tensor], residual: Tensor, weight: Tensor, quantised: bool) -> None:
+    def norm(self, parts: list[Tensor], residual: Tensor, weight: Tensor, form: Form) -> None:
         kept = residual.clone()
         poison(parts[0].nbytes)
-        found = self.group.all_reduce_add_norm(parts[self.group.rank].clone(), kept, weight, EPS, quantised)
+        found = self.group.all_reduce_add_norm(parts[self.group.rank].clone(), kept, weight, EPS, form)
         self.keep(*check_norm(found, kept, parts, residual, weight))
 
     def gather(self, whole: Tensor, widths: list[int]) -> None:
@@ -73,12 +74,18 @@ def check_sum(found: Tensor, parts: list[Tensor]) -> None:
 
 
 def check_norm(
-    found: Tensor | Quantised, kept: Tensor, parts: list[Tensor], residual: Tensor, weight: Tensor
+    found: Activations, kept: Tensor, parts: list[Tensor], residual: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Held against the same two steps one after the other: the sum's bits, the norm up to its own rounding."""
+    """Held against the same two steps one after the other: the sum's bits, the norm up to its own rounding, and of a
+    norm that comes in both forms the bits of the one brought to the other.
+    """
+    if isinstance(found, InBoth):
+        for given, wanted_bits in zip(found.in_fp8, quantise(found.plain), strict=True):
+            assert torch.equal(given, wanted_bits), "not what it is brought to"
+        return check_norm(found.plain, kept, parts, residual, weight)
     apart = residual.clone()
-    norm = add_rms_norm_quantised if isinstance(found, Quantised) else add_rms_norm
-    wanted = norm(summed(parts), apart, weight, EPS)
+    form = Form.FP8 if isinstance(found, Quantised) else Form.PLAIN
+    wanted = add_rms_norm_in(form, summed(parts), apart, weight, EPS)
     assert torch.equal(kept, apart), "the residual"
     if not isinstance(found, Quantised):
         assert isinstance(wanted, Tensor)
@@ -111,7 +118,7 @@ def calls(checked: Checked, dtype: torch.dtype) -> None:
     torch.manual_seed(9)
     for call in range(200):
         rows, width = random_calls.choice(ROWS), random_calls.choice(WIDTHS)
-        kind = ("sum", "norm", "quantised", "gather")[call % 4]
+        kind = ("sum", Form.PLAIN, Form.FP8, Form.BOTH, "gather")[call % 5]
         if call == 100:
             rows, width, kind = 1500, 5120, "sum"  # more than the slots hold at once
         if kind == "gather":
@@ -119,11 +126,11 @@ def calls(checked: Checked, dtype: torch.dtype) -> None:
             checked.gather(randn(rows, columns, dtype=dtype), split_unevenly(columns, size))
             continue
         parts = [randn(rows, width, dtype=dtype) for _ in range(size)]
-        if kind == "sum":
-            checked.all_reduce(parts)
-        else:
+        if isinstance(kind, Form):
             residual, weight = randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
-            checked.norm(parts, residual, weight, kind == "quantised")
+            checked.norm(parts, residual, weight, kind)
+        else:
+            checked.all_reduce(parts)
 
 
 def graph(checked: Checked) -> None:
@@ -137,11 +144,13 @@ def graph(checked: Checked) -> None:
         randn(*each, dtype=dtype) for each in (shape, large, shape, shape, (7, widths[0]))
     )
 
-    def step() -> tuple[Tensor | Quantised, ...]:
-        added, kept, again = group.all_reduce(small.clone()), residual.clone(), residual.clone()
-        normed = group.all_reduce_add_norm(part.clone(), kept, weight, EPS, quantised=False)
-        in_fp8 = group.all_reduce_add_norm(part.clone(), again, weight, EPS, quantised=True)
-        return added, group.all_reduce(many.clone()), normed, kept, in_fp8, group.all_gather_columns(columns, widths)
+    def step() -> tuple[Activations, ...]:
+        added, (kept, again, third) = group.all_reduce(small.clone()), (residual.clone() for _ in range(3))
+        normed = group.all_reduce_add_norm(part.clone(), kept, weight, EPS, Form.PLAIN)
+        in_fp8 = group.all_reduce_add_norm(part.clone(), again, weight, EPS, Form.FP8)
+        both = group.all_reduce_add_norm(part.clone(), third, weight, EPS, Form.BOTH)
+        gathered = group.all_gather_columns(columns, widths)
+        return added, group.all_reduce(many.clone()), normed, kept, in_fp8, both, gathered
 
     step()
     torch.cuda.synchronize()
@@ -157,14 +166,15 @@ def graph(checked: Checked) -> None:
             target.copy_(given[group.rank])
         residual.copy_(before)
         recorded.replay()
-        added, added_many, normed, kept, in_fp8, gathered = outputs
+        added, added_many, normed, kept, in_fp8, both, gathered = outputs
         assert isinstance(added, Tensor)
         assert isinstance(added_many, Tensor)
         assert isinstance(kept, Tensor)
         assert isinstance(gathered, Tensor)
         check_sum(added, smalls)
         check_sum(added_many, manys)
-        check_norm(in_fp8, kept, parts, before, weight)
+        for found in (in_fp8, both):
+            check_norm(found, kept, parts, before, weight)
         assert torch.equal(gathered, torch.cat(all_columns, dim=1))
         checked.keep(added, added_many, gathered, *check_norm(normed, kept, parts, before, weight))
 

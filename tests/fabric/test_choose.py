@@ -12,6 +12,7 @@ from phalanx.fabric.host import HostGroup
 from phalanx.fabric.nccl import NcclGroup, interface_of
 from phalanx.fabric.peer import TWO_SHOT_BYTES, PeerGroup, one_shot_bytes
 from phalanx.kernels import cpu
+from phalanx.kernels.fp8 import Form
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Spot, local_spots, pick_device
 
@@ -127,11 +128,11 @@ def test_only_a_small_sum_is_one_with_its_norm(monkeypatch: pytest.MonkeyPatch) 
     group._peers = None  # type: ignore[assignment]
     for rows, width in ((16, 8192), (17, 8192), (1, 20_000), (3, 16_384)):
         x, weight = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(width, dtype=torch.bfloat16)
-        group.all_reduce_add_norm(x, x.clone(), weight, 1e-5, quantised=False)
+        group.all_reduce_add_norm(x, x.clone(), weight, 1e-5, Form.PLAIN)
     assert ways.taken == ["one_shot_add_rms_norm", "two_shot", "one_shot_add_rms_norm", "one_shot_add_rms_norm"]
     ways.taken.clear()
     wide = torch.ones(1, 40_000)
-    group.all_reduce_add_norm(wide, wide.clone(), torch.ones(40_000), 1e-5, quantised=False)
+    group.all_reduce_add_norm(wide, wide.clone(), torch.ones(40_000), 1e-5, Form.PLAIN)
     assert ways.taken == ["one_shot"], "a row that does not fit a slot"
 
 

@@ -18,6 +18,7 @@ def main(folder: Path, room: int) -> None:
     case = load_file(folder / "case")
     drawn = sampling.draw(case["scores"], case["table"], torch.arange(len(case["scores"])), case["positions"])
     found = {"drawn": drawn, "likeliest": sampling.likeliest(case["scores"])}
+    found["flagged"] = sampling.flag_broken(sampling.likeliest(case["broken"]), case["broken"])
     save_file(found, folder / "found")
 
 

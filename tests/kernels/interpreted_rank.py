@@ -15,8 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 assert triton.knobs.runtime.interpret
 
-from phalanx.kernels.fp8 import Quantised, dequantise  # noqa: E402
-from phalanx.kernels.gpu import all_reduce  # noqa: E402
+from phalanx.kernels.fp8 import Form, InBoth, Quantised, dequantise  # noqa: E402
+from phalanx.kernels.gpu import all_reduce, rows  # noqa: E402
 from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
 from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
 from phalanx.kernels.quantise import quantise_torch  # noqa: E402
@@ -57,19 +57,23 @@ def check_sum(seed: int, peers: Peers, elements: int, two_shot: bool) -> None:
     assert torch.equal(x, total(parts))
 
 
-def check_norm(seed: int, peers: Peers, rows: int, width: int, quantised: bool) -> None:
-    parts = all_parts(seed, (rows, width), peers.size)
-    (weight,), (residual,) = all_parts(seed + 100, (width,), 1), all_parts(seed + 200, (rows, width), 1)
+def check_norm(seed: int, peers: Peers, count: int, width: int, form: Form) -> None:
+    parts = all_parts(seed, (count, width), peers.size)
+    (weight,), (residual,) = all_parts(seed + 100, (width,), 1), all_parts(seed + 200, (count, width), 1)
     kept = residual.clone()
-    found = all_reduce.one_shot_add_rms_norm(parts[peers.rank].clone(), kept, weight, 1e-5, quantised, peers)
+    found = all_reduce.one_shot_add_rms_norm(parts[peers.rank].clone(), kept, weight, 1e-5, form, peers)
     whole = residual + total(parts)
     assert torch.equal(kept, whole)
     wanted, tolerance = add_rms_norm_torch(whole, None, weight, 1e-5), 1e-5
+    if isinstance(found, InBoth):
+        for given, brought in zip(found.in_fp8, rows.quantise(found.plain), strict=True):
+            assert torch.equal(given, brought)
+        found = found.plain
     if isinstance(found, Quantised):
         torch.testing.assert_close(found.scales, quantise_torch(wanted).scales)
         found, tolerance = dequantise(found.values, found.scales, 1, torch.float32), 0.2  # the interpreter rounds badly
     error = float((found - wanted).norm() / wanted.norm())
-    assert error < tolerance, (rows, width, quantised, error)
+    assert error < tolerance, (count, width, form, error)
 
 
 def check_gather(seed: int, peers: Peers, rows: int, widths: list[int]) -> None:
@@ -111,17 +115,18 @@ def main() -> None:
         for check, *arguments in (
             (check_sum, 5, False),
             (check_sum, TILE + 7, True),
-            (check_norm, 3, 144, False),
+            (check_norm, 3, 144, Form.PLAIN),
             (check_gather, 2, [TILE + 5, 0, 16][:size]),
             (check_sum, TILE + 2, False),
-            (check_norm, PROGRAMS + 2, 8, False),
+            (check_norm, PROGRAMS + 2, 8, Form.PLAIN),
             (check_sum, (PROGRAMS * all_reduce.SLOT_TILES + 1) * TILE, True),
-            (check_norm, 2, 256, True),
+            (check_norm, 2, 256, Form.FP8),
+            (check_norm, 3, 200, Form.BOTH),
             (check_gather, 17, [TILE + 16, 32, 64][:size]),
         ):
             check(seed, peers, *arguments)  # type: ignore[operator]
     calls = areas[rank][: 8 * PROGRAMS].view(torch.int64)
-    assert calls[0] == 2 * (7 + 2 + 2), "two of nine were cut into two pieces"
+    assert calls[0] == 2 * (8 + 2 + 2), "two of ten were cut into two pieces"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.kernels.sampling import draw, likeliest
+from phalanx.engine.output import NO_TOKEN
+from phalanx.kernels.sampling import draw, flag_broken_torch, likeliest
 from tests.kernels.apart import run_apart
 from tests.kernels.drawing import KINDS, LatentQueries, distance, mixed, probabilities, table_of
 
@@ -109,8 +110,12 @@ def test_the_kernels_draw_what_the_definition_draws(
     scores[2, :300] = float("-inf")
     scores[3, 5] = float("nan")
     table, positions = table_of([kind._replace(seed=index - 5) for index, kind in enumerate(kinds)]), rows * 1000
-    save_file({"scores": scores, "table": table, "positions": positions}, tmp_path / "case")
+    broken = scores.clone()
+    broken[0], broken[1, 7], broken[2] = float("nan"), float("inf"), float("-inf")
+    save_file({"scores": scores, "broken": broken, "table": table, "positions": positions}, tmp_path / "case")
     run_apart("interpreted_draw", str(tmp_path), str(room))
     found, sound = load_file(tmp_path / "found"), scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     assert found["drawn"].tolist() == draw(sound, table, rows, positions).tolist()
     assert found["likeliest"].tolist() == likeliest(sound).tolist()
+    assert found["flagged"].tolist() == [NO_TOKEN] * 3 + likeliest(sound)[3:].tolist()
+    assert found["flagged"].tolist() == flag_broken_torch(likeliest(broken.nan_to_num(posinf=9e9)), broken).tolist()

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.activation import silu_and_mul, silu_and_mul_quantised, silu_and_mul_torch
+from phalanx.kernels.activation import (
+    sigmoid_and_mul,
+    sigmoid_and_mul_quantised,
+    sigmoid_and_mul_torch,
+    silu_and_mul,
+    silu_and_mul_quantised,
+    silu_and_mul_torch,
+)
 from phalanx.kernels.attention import (
     AttentionBatch,
     PrefillRow,
@@ -18,10 +25,10 @@ from phalanx.kernels.attention import (
     paged_attention,
 )
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, dequantise, quantise_blocks, row_block_of
+from phalanx.kernels.fp8 import Fp8Weight, InBoth, Quantised, dequantise, quantise_blocks, row_block_of
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised, add_rms_norm_torch
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_both, add_rms_norm_quantised, add_rms_norm_torch
 from phalanx.kernels.quantise import quantise, quantise_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
@@ -71,6 +78,13 @@ def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 3), (33, 1300)])
+def test_sigmoid_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, gate = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype) * 4
+    close(sigmoid_and_mul(x, gate), sigmoid_and_mul_torch(x.double(), gate.double()))
+
+
+@DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 36, 36), (2, 2, 32, 16)])
 def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int, dtype: torch.dtype) -> None:
     qkv = randn(5, heads + 2 * kv_heads, head_dim, dtype=dtype)
@@ -85,13 +99,21 @@ def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int,
 
 
 @DTYPES
-def test_heads_are_normed_before_they_are_rotated(dtype: torch.dtype) -> None:
-    heads, kv_heads, head_dim = 6, 2, 128
-    qkv = randn(5, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    cos, sin = randn(5, 1, head_dim, dtype=dtype), randn(5, 1, head_dim, dtype=dtype)
-    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6)
-    write_to = torch.tensor([3, 0, 17, 9, 23], device="cuda")
-    cache = torch.zeros(6, 4, 2, kv_heads, head_dim, dtype=dtype, device="cuda")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [5, 70])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary"), [(6, 2, 128, 128), (16, 2, 256, 64), (3, 1, 36, 12), (9, 3, 64, 16)]
+)
+def test_heads_are_normed_before_they_are_rotated(
+    heads: int, kv_heads: int, head_dim: int, rotary: int, tokens: int, wide: bool, dtype: torch.dtype
+) -> None:
+    """Over the whole head, however much of it is rotated, by weights that may be float32."""
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    cos, sin = randn(tokens, 1, rotary, dtype=dtype), randn(tokens, 1, rotary, dtype=dtype)
+    of = torch.float32 if wide else dtype
+    norms = HeadNorms(randn(head_dim, dtype=of), randn(head_dim, dtype=of), 1e-6)
+    write_to = torch.randperm(80, device="cuda")[:tokens]
+    cache = torch.zeros(20, 4, 2, kv_heads, head_dim, dtype=dtype, device="cuda")
     twin, other = qkv.double().cpu(), cache.double().cpu()
     norm_heads(twin, heads, kv_heads, HeadNorms(norms.query.double().cpu(), norms.key.double().cpu(), 1e-6))
     rotate_and_store_torch(twin, cos.double().cpu(), sin.double().cpu(), write_to.cpu(), other, heads, kv_heads)
@@ -236,6 +258,24 @@ def test_quantised_rows(rows: int, width: int) -> None:
     close_quantised(add_rms_norm_quantised(x, residual, weight, 1e-5), add_rms_norm_torch(total, None, weight, 1e-5))
     close(residual, total)
     close_quantised(silu_and_mul_quantised(gate_up), silu_and_mul_torch(gate_up.clone()))
+    close_quantised(sigmoid_and_mul_quantised(x, residual), sigmoid_and_mul_torch(x, residual))
+
+
+@DTYPES
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (1, 4096), (3, 5), (300, 1000), (7, 77)])
+def test_a_norm_in_both_forms_has_the_bits_of_each(rows: int, width: int, add: bool, dtype: torch.dtype) -> None:
+    """Those of the norm alone, and of the same brought to FP8 by a kernel of its own or on the way out of its norm."""
+    x, residual, weight = randn(rows, width), randn(rows, width), randn(width, dtype=dtype)
+    twins = [residual.clone() if add else None for _ in range(3)]
+    both, plain = add_rms_norm_both(x, twins[0], weight, 1e-5), add_rms_norm(x, twins[1], weight, 1e-5)
+    in_fp8 = add_rms_norm_quantised(x, twins[2], weight, 1e-5)
+    assert torch.equal(both.plain, plain)
+    for found, alone, wanted in zip(both.in_fp8, in_fp8, quantise(plain), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+        assert torch.equal(alone.float(), wanted.float())
+    for twin in twins:
+        assert twin is None or torch.equal(twin, residual + x)
 
 
 def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
@@ -353,7 +393,11 @@ def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, in
         entered = fp8_product_torch(quantise(x), gate_up[expert], None, torch.float64).bfloat16()
         left = fp8_product_torch(silu_and_mul_quantised(entered), down[expert], None, torch.float64)
         wanted += left * (weights * (chosen == expert)).sum(-1, keepdim=True)
-    close(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted, tolerance=3e-2)
+    held = ExpertWeights(gate_up, down)
+    assert held.takes_fp8(torch.bfloat16)
+    found = fused_experts(x, held, weights, chosen)
+    close(found, wanted, tolerance=3e-2)
+    assert torch.equal(fused_experts(InBoth(x, quantise(x)), held, weights, chosen), found)
 
 
 def test_a_cache_of_more_than_two_billion_elements() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
-from phalanx.kernels.fp8 import Quantised, dequantise
+from phalanx.kernels.fp8 import Form, InBoth, Quantised, dequantise
+from phalanx.kernels.quantise import quantise
 from phalanx.models import read_config
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, load_model, make_runner
@@ -93,8 +94,8 @@ def test_the_bias_after_a_row_parallel_product_counts_once() -> None:
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + bias)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_the_norm_behind_a_layer_adds_up_all_ranks_parts_first(quantised: bool) -> None:
+@pytest.mark.parametrize("form", Form)
+def test_the_norm_behind_a_layer_adds_up_all_ranks_parts_first(form: Form) -> None:
     """By the definition: the sum over ranks, added to the residual, which keeps it, and the norm of that."""
     part, other, residual, weight = (torch.randn(shape) for shape in ((3, 256), (3, 256), (3, 256), (256,)))
 
@@ -106,11 +107,17 @@ def test_the_norm_behind_a_layer_adds_up_all_ranks_parts_first(quantised: bool) 
 
     whole = residual + (part + other)
     kept = residual.clone()
-    found = Pair().all_reduce_add_norm(part, kept, weight, 1e-5, quantised)
+    found = Pair().all_reduce_add_norm(part, kept, weight, 1e-5, form)
     assert torch.equal(kept, whole)
     wanted = torch.nn.functional.rms_norm(whole, (256,), weight, 1e-5)
-    if quantised:
+    if form is Form.BOTH:
+        assert isinstance(found, InBoth)
+        for given, brought in zip(found.in_fp8, quantise(found.plain), strict=True):
+            assert torch.equal(given, brought)
+        found = found.plain
+    if form is Form.FP8:
         assert isinstance(found, Quantised)
         found = dequantise(found.values, found.scales, 1, torch.float32)
     assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, wanted, rtol=0.07 if quantised else 1e-5, atol=0.02 if quantised else 1e-5)
+    rough = form is Form.FP8
+    torch.testing.assert_close(found, wanted, rtol=0.07 if rough else 1e-5, atol=0.02 if rough else 1e-5)

@@ -16,13 +16,14 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.agreement import disagreement
 from phalanx.errors import EngineDeadError, RequestError
 from phalanx.fabric.group import Solo
-from phalanx.kernels.digest import digests_into, plain_digest, row_digest, row_digest_torch
+from phalanx.kernels.digest import digests_into, plain_digests, row_digest, row_digest_torch
 from phalanx.kernels.digest import words as words_of
+from phalanx.kernels.fp8 import Form
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import load_model
-from phalanx.runtime.weight_watch import WeightWatch
+from phalanx.runtime.weight_watch import Stretch, Turn, WeightWatch
 from phalanx.weights.checkpoint import Checkpoint
 from tests import faults
 from tests.conftest import Reference
@@ -60,7 +61,7 @@ def test_one_flipped_bit_changes_a_digest(dtype: torch.dtype, shape: tuple[int, 
     rows, out, defined = torch.randn(shape).to(dtype), torch.zeros((), dtype=torch.int64), torch.zeros(1).long()[0]
     row_digest(rows, out)
     row_digest_torch(rows, defined)
-    before, sum_before = int(out), int(plain_digest(words_of(rows)))
+    before, sum_before = int(out), int(plain_digests(words_of(rows).flatten()))
     several = torch.zeros(4, dtype=torch.int64)
     put = digests_into(several)
     put(2, rows)
@@ -70,7 +71,7 @@ def test_one_flipped_bit_changes_a_digest(dtype: torch.dtype, shape: tuple[int, 
         row_digest(rows, out)
         put(1, rows)
         assert int(out) == int(several[1]) != before
-        assert int(plain_digest(words_of(rows))) != sum_before
+        assert int(plain_digests(words_of(rows).flatten())) != sum_before
         faults.flip_bit(rows, bit)
     row_digest(rows.flip(-1), out)
     assert int(out) != before
@@ -212,6 +213,23 @@ def test_a_bit_of_any_weight_that_lies_in_panels_or_beside_them_is_found_too(tmp
     one_pass(watch)
 
 
+def test_what_lies_at_even_distances_is_read_at_once() -> None:
+    """Experts in their stacks, one of which is left out, beside a matrix alone; each stretch has its own digest."""
+    stack, scales, alone = torch.randn(6, 4, 32), torch.randn(6, 8), torch.randn(32)
+    stretches = [
+        Stretch(f"{name} {expert}", words_of(part[expert].flatten()))
+        for expert in (0, 1, 2, 4, 5)
+        for name, part in (("matrix", stack), ("scales", scales))
+    ]
+    turn = Turn.of([*stretches, Stretch("alone", words_of(alone))])
+    assert [len(rows) for rows in turn.rows] == [3, 2, 3, 2, 1]
+    by_name = {piece.name: int(plain_digests(piece.words)) for piece in stretches} | {
+        "alone": int(plain_digests(words_of(alone)))
+    }
+    assert dict(zip(turn.names, turn.digests().tolist(), strict=True)) == by_name
+    assert turn.names[:3] == ["matrix 0", "matrix 1", "matrix 2"]
+
+
 def one_pass(watch: WeightWatch) -> None:
     for _ in range(watch.steps):
         reading = watch.read()
@@ -241,7 +259,7 @@ def breaking(tiny_llama: Path) -> Iterator[LLM]:
         model.embedding.weight[7] = float("inf")
         ffn = model.layers[2].ffn
         given = lambda x, step: ffn(x, step).masked_fill((step.tokens == 9)[:, None], float("nan"))  # noqa: E731
-        model.layers[2].ffn = type("Broken", (), {"takes_fp8": False, "__call__": staticmethod(given)})()
+        model.layers[2].ffn = type("Broken", (), {"takes": Form.PLAIN, "__call__": staticmethod(given)})()
         yield llm
 
 

@@ -28,9 +28,10 @@ def test_digests_are_those_of_a_cpu_and_broken_rows_are_flagged() -> None:
     assert int(here) == int(there)
     scores = torch.randn(3, 5000, device="cuda")
     scores[0], scores[2, 4000] = float("nan"), float("inf")
-    told = flag_broken(likeliest(scores), scores).tolist()
-    assert (told[0], told[2]) == (-1, -1)
-    assert told[1] == int(scores[1].argmax())
+    for given in (scores, scores.bfloat16()):
+        told = flag_broken(likeliest(scores), given).tolist()
+        assert (told[0], told[2]) == (-1, -1)
+        assert told[1] == int(scores[1].argmax())
 
 
 def test_two_ranks_on_one_gpu_agree_in_graphs_and_name_what_breaks(tiny_llama: Path) -> None:

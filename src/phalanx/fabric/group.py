@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.engine.marks import LinkPace
 from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, GATHER, IN_CALL, Whereabouts
-from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
+from phalanx.kernels.fp8 import Activations, Form
+from phalanx.kernels.norm import add_rms_norm_in
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -59,12 +59,9 @@ class Group(Protocol):
         """Every rank's columns side by side in rank order; rank r brings `widths[r]` of them."""
         ...
 
-    def all_reduce_add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantised: bool
-    ) -> Tensor | Quantised:
-        """RMSNorm of residual + the sum of x over ranks, which is kept in `residual`; in FP8 if asked. x is used up."""
-        norm = add_rms_norm_quantised if quantised else add_rms_norm
-        return norm(self.all_reduce(x), residual, weight, eps)
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Form) -> Activations:
+        """RMSNorm of residual + the sum of x over ranks, which is kept in `residual`. x is used up."""
+        return add_rms_norm_in(form, self.all_reduce(x), residual, weight, eps)
 
     def count(self, kind: int) -> None:
         """A collective begins."""

@@ -14,7 +14,7 @@ from phalanx.engine.whereabouts import ALL_REDUCE, FOR_DEVICE, GATHER, IN_CALL
 from phalanx.fabric import cuda_ipc
 from phalanx.fabric.group import CHECK_EVERY_S, Check, FabricError, Group, nothing_to_say, poll, with_patience
 from phalanx.fabric.nccl import NcclGroup
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 
 _KIB, _MIB = 2**10, 2**20
 _COPY_LOOK_S = 0.001
@@ -93,15 +93,13 @@ class PeerGroup(Group):
             self._large.all_reduce(tensor)
         return tensor
 
-    def all_reduce_add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantised: bool
-    ) -> Tensor | Quantised:
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Form) -> Activations:
         from phalanx.kernels.gpu.all_reduce import fits_one_norm, one_shot_add_rms_norm
 
         if x.nbytes <= one_shot_bytes(self.size) and fits_one_norm(x):
             self.count(ALL_REDUCE)
-            return one_shot_add_rms_norm(x, residual, weight, eps, quantised, self._peers)
-        return super().all_reduce_add_norm(x, residual, weight, eps, quantised)
+            return one_shot_add_rms_norm(x, residual, weight, eps, form, self._peers)
+        return super().all_reduce_add_norm(x, residual, weight, eps, form)
 
     def all_gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         from phalanx.kernels.gpu.all_reduce import gather_columns

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP."""
+"""The gates of gated MLPs and of gated attention."""
 
 from __future__ import annotations
 
@@ -67,3 +67,30 @@ def silu_and_mul_torch(gate_up: Tensor) -> Tensor:
     """The definition."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x by the sigmoid of its gate."""
+    if x.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        product = gpu.sigmoid_and_mul(x, gate)
+        assert isinstance(product, Tensor)
+        return product
+    return sigmoid_and_mul_torch(x, gate)
+
+
+def sigmoid_and_mul_quantised(x: Tensor, gate: Tensor) -> Quantised:
+    """The same, brought to FP8 on the way out."""
+    if x.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        product = gpu.sigmoid_and_mul(x, gate, quantised=True)
+        assert isinstance(product, Quantised)
+        return product
+    return quantise(sigmoid_and_mul(x, gate))
+
+
+def sigmoid_and_mul_torch(x: Tensor, gate: Tensor) -> Tensor:
+    """The definition."""
+    return x * torch.sigmoid(gate)

@@ -58,6 +58,6 @@ def row_digest_torch(rows: Tensor, out: Tensor) -> None:
     torch.sum(bits * odd, dim=(0, 1), out=out)
 
 
-def plain_digest(words: Tensor) -> Tensor:
-    """The sum of all words modulo 2^64: one flipped bit changes it for sure. Nothing is copied."""
-    return words.sum(dtype=torch.int64)
+def plain_digests(words: Tensor) -> Tensor:
+    """The sum of the words of each row modulo 2^64: one flipped bit changes it for sure. Nothing is copied."""
+    return words.sum(-1, dtype=torch.int64)

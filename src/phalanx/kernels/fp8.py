@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from math import gcd
 from typing import NamedTuple
@@ -29,6 +30,31 @@ class Quantised(NamedTuple):
 
     values: Tensor
     scales: Tensor
+
+
+class InBoth(NamedTuple):
+    """The same activations as they are computed and in FP8, for a part that multiplies both."""
+
+    plain: Tensor
+    in_fp8: Quantised
+
+
+Activations = Tensor | Quantised | InBoth
+
+
+class Form(Enum):
+    """Which of these a part takes."""
+
+    PLAIN = auto()
+    FP8 = auto()
+    BOTH = auto()
+
+
+def plain(x: Activations) -> Tensor:
+    """As they are computed, for who does not take them in FP8 alone."""
+    found = x.plain if isinstance(x, InBoth) else x
+    assert isinstance(found, Tensor)
+    return found
 
 
 def dequantise(values: Tensor, scales: Tensor, row_block: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import E4M3, converts_e4m3
+from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
@@ -100,6 +100,13 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    def takes_fp8(self, dtype: torch.dtype) -> bool:
+        """Whether a GPU brings what they take, numbers of this kind, to FP8."""
+        weight = self.gate_up
+        if not isinstance(weight, Fp8Weight) or not weight.values.is_cuda or not weight.numel():
+            return False
+        return dtype != torch.float32 and converts_e4m3(weight.values.device)
+
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
         """All but what lies in panels."""
         gate_up, down = (
@@ -142,7 +149,7 @@ class PanelStack(NamedTuple):
 
 
 def fused_experts(
-    x: Tensor,
+    x: Activations,
     held: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
@@ -153,13 +160,15 @@ def fused_experts(
 
     x is [tokens, hidden]; the result is a partial sum over ranks.
     """
-    if x.is_cuda and held.gate_up.numel():
+    given = plain(x)
+    if given.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
 
-        taken = held if x.dtype != torch.float32 and _multiplied(held, x.device) else held.widened(x.dtype)
+        dtype = given.dtype
+        taken = held if dtype != torch.float32 and _multiplied(held, given.device) else held.widened(dtype)
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
         return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
-    return fused_experts_torch(x, held.widened(x.dtype), weights, experts, activation, weighs_input)
+    return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
 
 
 def _multiplied(held: ExpertWeights, device: torch.device) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
 from phalanx.kernels.quantise import quantise
 
 
@@ -32,10 +34,34 @@ def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, e
     if x.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
-        normed = gpu.add_rms_norm(x, residual, weight, eps, quantised=True)
+        normed = gpu.add_rms_norm(x, residual, weight, eps, Form.FP8)
         assert isinstance(normed, Quantised)
         return normed
     return quantise(add_rms_norm(x, residual, weight, eps))
+
+
+def add_rms_norm_both(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> InBoth:
+    """The same as it is, and beside it brought to FP8."""
+    if x.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        normed = gpu.add_rms_norm(x, residual, weight, eps, Form.BOTH)
+        assert isinstance(normed, InBoth)
+        return normed
+    plain = add_rms_norm(x, residual, weight, eps)
+    return InBoth(plain, quantise(plain))
+
+
+_NORMS: dict[Form, Callable[[Tensor, Tensor | None, Tensor, float], Activations]] = {
+    Form.PLAIN: add_rms_norm,
+    Form.FP8: add_rms_norm_quantised,
+    Form.BOTH: add_rms_norm_both,
+}
+
+
+def add_rms_norm_in(form: Form, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Activations:
+    """The one of these that gives this form."""
+    return _NORMS[form](x, residual, weight, eps)
 
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

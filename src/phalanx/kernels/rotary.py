@@ -88,9 +88,6 @@ def rotate_and_store(
     if qkv.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
-        if norms is not None and cos.shape[-1] < qkv.shape[-1]:
-            norm_heads(qkv, heads, kv_heads, norms)
-            norms = None
         gpu.rotate_and_store(qkv, cos, sin, write_to, cache, heads, kv_heads, norms, scales, steady)
         return
     if norms is not None:

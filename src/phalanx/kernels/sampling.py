@@ -25,6 +25,15 @@ def likeliest(scores: Tensor) -> Tensor:
 
 def flag_broken(tokens: Tensor, scores: Tensor) -> Tensor:
     """Tokens as they are told: NO_TOKEN for rows whose best score is NaN or infinite, which is the one chosen there."""
+    if scores.is_cuda:
+        from phalanx.kernels.gpu import sampling as gpu
+
+        return gpu.flag_broken(tokens, scores)
+    return flag_broken_torch(tokens, scores)
+
+
+def flag_broken_torch(tokens: Tensor, scores: Tensor) -> Tensor:
+    """The definition."""
     chosen = scores.gather(1, tokens[:, None].long())[:, 0]
     return tokens.where(chosen.isfinite(), NO_TOKEN)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised, dequantise
+from phalanx.kernels.fp8 import Activations, InBoth, Quantised, dequantise
 
 
 class Added(NamedTuple):
@@ -44,12 +44,14 @@ class StepAdapters:
         """The same for some of the rows."""
         return StepAdapters(self.active, self.of_row[rows])
 
-    def add(self, out: Tensor, x: Tensor | Quantised, held: Mapping[int, Added]) -> Tensor:
+    def add(self, out: Tensor, x: Activations, held: Mapping[int, Added]) -> Tensor:
         """What a product gives, with what its adapters add."""
         found = [(number, held[number]) for number in self.active if number in held]
         if not found:
             return out
-        if isinstance(x, Quantised):
+        if isinstance(x, InBoth):
+            x = x.plain
+        elif isinstance(x, Quantised):
             x = dequantise(x.values, x.scales, 1, out.dtype)
         down, up = torch.cat([added.down for _, added in found]), torch.cat([added.up for _, added in found], 1)
         own = self._own(tuple((number, len(added.down)) for number, added in found), out.dtype)

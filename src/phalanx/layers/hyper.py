@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.hyper import Mixing, Weights, join_streams, mix_streams, part_streams
 from phalanx.layers.place import Place
 from phalanx.layers.stream import Around, Stream
@@ -48,10 +48,10 @@ class HyperAround:
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         return chain(self.mapping.parts(), self.norms.parts())
 
-    def enter(self, stream: Stream, in_fp8: bool) -> Tensor | Quantised:
+    def enter(self, stream: Stream, form: Form) -> Activations:
         assert isinstance(stream, HyperStream)
         taken, stream.mixing = part_streams(stream.residual, self.mapping.weights, self.hyper)
-        return self.norms.enter(Stream(taken), in_fp8)
+        return self.norms.enter(Stream(taken), form)
 
     def leave(self, part: Tensor, stream: Stream) -> None:
         assert isinstance(stream, HyperStream)

@@ -41,7 +41,7 @@ class DecoderLayer:
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind run the same kernels."""
-        return self.record, self.mixer.takes_fp8, self.ffn.takes_fp8
+        return self.record, self.mixer.takes, self.ffn.takes
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         for part in (self.around_mixer, self.mixer, self.around_ffn, self.ffn):
@@ -53,7 +53,7 @@ class DecoderLayer:
         where.at(2 * self.number)
         if step.only_decodes and rows is None and self.in_one_call(stream, step):
             return
-        taken = self.around_mixer.enter(stream, self.mixer.takes_fp8)
+        taken = self.around_mixer.enter(stream, step.form(self.mixer.takes))
         if step.watch is not None:
             step.watch.mark(self.number, stream.residual)
         mixed = self.mixer(taken, step, rows)
@@ -61,7 +61,8 @@ class DecoderLayer:
         step.rows = rows
         self.around_mixer.leave(mixed, stream)
         where.at(2 * self.number + 1)
-        self.around_ffn.leave(self.ffn(self.around_ffn.enter(stream, self.ffn.takes_fp8), step), stream)
+        taken = self.around_ffn.enter(stream, step.form(self.ffn.takes))
+        self.around_ffn.leave(self.ffn(taken, step), stream)
 
     def in_one_call(self, stream: Stream, step: StepContext) -> bool:
         """Whether that was done: a CPU has a kernel for the whole of some layers, `whole`."""

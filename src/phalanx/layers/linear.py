@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
+from phalanx.kernels.gemm import Product
 from phalanx.layers.adapters import Added, StepAdapters
 from phalanx.layers.place import Part, Place
 
@@ -32,8 +33,8 @@ class ColumnParallelLinear:
             for name, bias in zip(self.names, self.product.bias.split(self.rows), strict=True):
                 yield f"{name}.bias", bias
 
-    def __call__(self, x: Tensor | Quantised, adapters: StepAdapters | None = None) -> Tensor:
-        out = self.product(x)
+    def __call__(self, x: Activations, adapters: StepAdapters | None = None) -> Tensor:
+        out = self.product(_given(self.product, x))
         return out if adapters is None else adapters.add(out, x, self.adapters)
 
 
@@ -62,9 +63,23 @@ class RowParallelLinear:
         if self.bias is not None:
             yield f"{self.name}.bias", self.bias
 
-    def __call__(self, x: Tensor | Quantised, adapters: StepAdapters | None = None) -> Tensor:
-        out = self.product(x)
+    def __call__(self, x: Activations, adapters: StepAdapters | None = None) -> Tensor:
+        out = self.product(_given(self.product, x))
         return out if adapters is None else adapters.add(out, x, self.adapters)
 
 
 Linear = ColumnParallelLinear | RowParallelLinear
+
+
+def _given(product: Product, x: Activations) -> Tensor | Quantised:
+    if not isinstance(x, InBoth):
+        return x
+    return x.in_fp8 if product.takes_fp8 else x.plain
+
+
+def form_for(*linears: Linear) -> Form:
+    """What these take of an input that they share."""
+    in_fp8 = {linear.product.takes_fp8 for linear in linears}
+    if len(in_fp8) > 1:
+        return Form.BOTH
+    return Form.FP8 if True in in_fp8 else Form.PLAIN

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_quantised
+from phalanx.kernels.fp8 import Activations, Form
+from phalanx.kernels.norm import add_rms_norm, add_rms_norm_in
 from phalanx.layers.place import Place
 
 
@@ -24,10 +24,10 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return add_rms_norm(x, None, self.weight, self.eps)
 
-    def quantised(self, x: Tensor) -> Quantised:
-        """The same, for a product that takes FP8."""
-        return add_rms_norm_quantised(x, None, self.weight, self.eps)
+    def given_as(self, form: Form, x: Tensor) -> Activations:
+        """The same, as the next product takes it."""
+        return add_rms_norm_in(form, x, None, self.weight, self.eps)
 
-    def of_sum(self, part: Tensor, residual: Tensor, quantised: bool) -> Tensor | Quantised:
+    def of_sum(self, part: Tensor, residual: Tensor, form: Form) -> Activations:
         """The norm of residual + the sum of all ranks' parts, which is then kept in `residual`."""
-        return self.group.all_reduce_add_norm(part, residual, self.weight, self.eps, quantised)
+        return self.group.all_reduce_add_norm(part, residual, self.weight, self.eps, form)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, SightMasks
+from phalanx.kernels.fp8 import Form
 from phalanx.kernels.indexer import Best, Chosen
 from phalanx.layers.adapters import StepAdapters
 from phalanx.layers.rotary import Rotary
@@ -61,6 +62,10 @@ class StepContext:
         if adapters is None or rows is None:
             return adapters
         return self.once("adapters of the last rows", lambda: adapters.rows(rows))
+
+    def form(self, takes: Form) -> Form:
+        """Of what a part is given that takes this: adapters multiply it as it is computed."""
+        return Form.BOTH if takes is Form.FP8 and self._adapters is not None else takes
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What the first layer that asks makes of the step, for all that ask by this key."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
@@ -60,14 +60,14 @@ class Around:
             if norm is not None:
                 yield from norm.parts()
 
-    def enter(self, stream: Stream, in_fp8: bool) -> Tensor | Quantised:
-        """What the part takes."""
+    def enter(self, stream: Stream, form: Form) -> Activations:
+        """What the part takes, in this form where a norm makes it."""
         part, stream.part = stream.part, None
         if self.before is None:
             return stream.residual if part is None else stream.residual.add_(self.group.all_reduce(part))
         if part is not None:
-            return self.before.of_sum(part, stream.residual, in_fp8)
-        return self.before.quantised(stream.residual) if in_fp8 else self.before(stream.residual)
+            return self.before.of_sum(part, stream.residual, form)
+        return self.before.given_as(form, stream.residual)
 
     def leave(self, part: Tensor, stream: Stream) -> None:
         """Add this rank's share of what the part gives."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import EngineDeadError
-from phalanx.kernels.digest import plain_digest, words
+from phalanx.kernels.digest import plain_digests, words
 from phalanx.layers.decoder import Decoder
 
 PASS_STEPS = 1024
@@ -27,6 +27,25 @@ class Stretch(NamedTuple):
 
     name: str
     words: Tensor
+
+
+class Turn(NamedTuple):
+    """What is read at once. Stretches as long as each other that lie in one memory at even distances, as those of
+    experts do, are the rows of a matrix, which one kernel reads.
+    """
+
+    names: list[str]
+    rows: list[Tensor]
+
+    @classmethod
+    def of(cls, stretches: list[Stretch]) -> Turn:
+        runs = list(_runs(stretches))
+        return cls([piece.name for run in runs for piece in run], [_matrix(run) for run in runs])
+
+    def digests(self) -> Tensor:
+        """One for each name."""
+        found = [plain_digests(rows) for rows in self.rows]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class DigestReading(NamedTuple):
@@ -49,8 +68,8 @@ class WeightWatch:
         total = sum(tensor.nbytes for _, tensor in tensors)
         self._pause = PAUSES[model.place.device.type]
         at_once = max(LEAST_BYTES, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
-        self._turns = list(_turns(tensors, at_once))
-        self._loaded = [_digests(turn).tolist() for turn in self._turns]
+        self._turns = [Turn.of(stretches) for stretches in _turns(tensors, at_once)]
+        self._loaded = [turn.digests().tolist() for turn in self._turns]
         self._next = self._steps = 0
 
     @property
@@ -66,15 +85,15 @@ class WeightWatch:
         if self._steps % self._pause:
             return None
         turn, self._next = self._next, (self._next + 1) % len(self._turns)
-        return DigestReading(turn, _digests(self._turns[turn]).to("cpu", non_blocking=True))
+        return DigestReading(turn, self._turns[turn].digests().to("cpu", non_blocking=True))
 
     def check(self, reading: DigestReading) -> None:
         turn, found = self._turns[reading.turn], reading.digests.tolist()
-        for piece, before, now in zip(turn, self._loaded[reading.turn], found, strict=True):
+        for name, before, now in zip(turn.names, self._loaded[reading.turn], found, strict=True):
             if before != now:
                 raise EngineDeadError(
                     "weight_damaged",
-                    f"{piece.name} on rank {self._rank} is not what was loaded.",
+                    f"{name} on rank {self._rank} is not what was loaded.",
                     "Its memory is failing: look at ECC errors (dmesg, nvidia-smi -q) before it serves again.",
                 )
 
@@ -105,7 +124,27 @@ def _cut(tensor: Tensor, at_once: int) -> Iterator[Tensor]:
     yield from tensor.reshape(-1).split(max(8, at_once // tensor.itemsize // 8 * 8))
 
 
-def _digests(turn: list[Stretch]) -> Tensor:
-    if len(turn) == 1:
-        return plain_digest(turn[0].words)[None]
-    return torch.stack([plain_digest(piece.words) for piece in turn])
+def _runs(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
+    """Those that are the rows of one matrix, in the order in which they lie."""
+    alike: dict[tuple[object, ...], list[Stretch]] = {}
+    for piece in stretches:
+        words = piece.words
+        alike.setdefault((words.untyped_storage().data_ptr(), words.dtype, words.numel()), []).append(piece)
+    for pieces in alike.values():
+        run: list[Stretch] = []
+        for piece in sorted(pieces, key=_place):
+            if len(run) > 1 and _place(piece) - _place(run[-1]) != _place(run[1]) - _place(run[0]):
+                yield run
+                run = []
+            run.append(piece)
+        yield run
+
+
+def _place(piece: Stretch) -> int:
+    return int(piece.words.storage_offset())
+
+
+def _matrix(run: list[Stretch]) -> Tensor:
+    first = run[0].words
+    apart = _place(run[1]) - _place(run[0]) if len(run) > 1 else first.numel()
+    return first.as_strided((len(run), first.numel()), (apart, 1))

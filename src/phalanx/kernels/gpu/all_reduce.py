@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.fp8 import GROUP, LARGEST, Quantised
+from phalanx.kernels.fp8 import GROUP, LARGEST, Activations, Form
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.gpu.rows import empty_quantised, norm_and_store
+from phalanx.kernels.gpu.rows import empty_in, norm_and_store
 
 PROGRAMS = 128
 MOST_RANKS = 16
@@ -136,8 +135,8 @@ def _two_shot(x, areas, rank, elements, tiles, SIZE: tl.constexpr, WIDE: tl.cons
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _one_shot_add_rms_norm(
-    x, residual, weight, out, out_scales, areas, rank, rows, width, eps, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    x, residual, weight, out, out_fp8, out_scales, areas, rank, rows, width, eps, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, so that the norm needs no other program."""
     let_next_start()
@@ -157,7 +156,7 @@ def _one_shot_add_rms_norm(
         h = _sum(areas, count, x, row // programs * BLOCK + column, mask, SIZE)
         h += tl.load(at, mask=mask, other=0.0)
         tl.store(at, h, mask=mask)
-        norm_and_store(h, scale, out, out_scales, row, rows, width, eps, QUANTISED, BLOCK, LARGEST)
+        norm_and_store(h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK, LARGEST)
     tl.store(kept, count + 1)
 
 
@@ -233,19 +232,17 @@ def fits_one_norm(x: Tensor) -> bool:
 
 
 def one_shot_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantised: bool, peers: Peers
-) -> Tensor | Quantised:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Form, peers: Peers
+) -> Activations:
     """The norm of residual + the sum of x over ranks, which is kept in `residual`."""
     rows, width = x.shape
     assert x.is_contiguous()
     assert residual.is_contiguous()
     assert fits_one_norm(x)
-    out = empty_quantised(rows, width, x.device) if quantised else torch.empty_like(x)
-    values, scales = out if isinstance(out, Quantised) else (out, None)
+    out, places = empty_in(form, x)
     _one_shot_add_rms_norm[(min(rows, PROGRAMS),)](
-        x, residual, weight, values, scales, peers.table, peers.rank, rows, width, eps, QUANTISED=quantised,
-        BLOCK=_norm_block(width), LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
-        **_meeting(peers),
+        x, residual, weight, *places, peers.table, peers.rank, rows, width, eps, BLOCK=_norm_block(width),
+        LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(), **_meeting(peers),
     )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.four_bit import FourBitWeight
-from phalanx.kernels.fp8 import Fp8Weight, Quantised, converts_e4m3
+from phalanx.kernels.fp8 import Activations, Fp8Weight, InBoth, Quantised, converts_e4m3, plain
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
@@ -197,21 +197,24 @@ Experts = tuple[Any, Tensor | None]
 
 
 def fused_experts(
-    x: Tensor, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
+    x: Activations, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
     weighs_input: bool,
 ) -> Tensor:  # fmt: skip
     """Where weights multiply what experts take, every pair has a row of its own."""
-    (rows, width), top, experts = x.shape, chosen.shape[1], gate_up[0].shape[0]
-    way = _way(gate_up[0], down[0], x.dtype)
+    given = plain(x)
+    (rows, width), top, experts = given.shape, chosen.shape[1], gate_up[0].shape[0]
+    way = _way(gate_up[0], down[0], given.dtype)
     tile = way.tile(rows * top, experts)
-    pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, x.dtype)
+    pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, given.dtype)
+    taken: Tensor | Quantised
     if weighs_input:
-        taken, pairs_a_row, pair_weights = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), 1, None
+        taken, pairs_a_row = (given[:, None] * weights[..., None].to(given.dtype)).flatten(0, 1), 1
     else:
-        taken, pairs_a_row, pair_weights = x, top, weights
+        taken, pairs_a_row = x.in_fp8 if way.quantised and isinstance(x, InBoth) else given, top
+    pair_weights = None if weighs_input else weights
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
     left = way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights)
-    out = torch.empty_like(x)
+    out = torch.empty_like(given)
     block = min(1024, triton.next_power_of_2(width))
     _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early())
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
-from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Quantised
+from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.spec.ffn import Activation
 
@@ -35,6 +35,22 @@ def empty_quantised(rows: int, width: int, device: torch.device) -> Quantised:
     return Quantised(values, scales.t())
 
 
+Places = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Where a kernel puts activations: as they are computed, in FP8, and the scales of that. What nobody takes is None."""
+
+
+def empty_in(form: Form, x: Tensor) -> tuple[Activations, Places]:
+    """Room for activations of this form, as many as x has."""
+    if form is Form.PLAIN:
+        plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return plain, (plain, None, None)
+    in_fp8 = empty_quantised(x.numel() // x.shape[-1], x.shape[-1], x.device)
+    if form is Form.FP8:
+        return in_fp8, (None, *in_fp8)
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return InBoth(plain, in_fp8), (plain, *in_fp8)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantise(x, out, out_scales, rows, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
     let_next_start()
@@ -56,23 +72,22 @@ def quantise(x: Tensor) -> Quantised:
 
 @triton.jit
 def norm_and_store(
-    h, scale, out, out_scales, row, rows, width, eps,
-    QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """A row's norm. Columns of h beyond `width` are zero."""
+    h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK: tl.constexpr, LARGEST: tl.constexpr
+):
+    """A row's norm, as it is, in FP8, or both: where there is room. Columns of h beyond `width` are zero."""
     wide = h.to(tl.float32)
-    normed = scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)
-    if QUANTISED:
-        _store_quantised(out, out_scales, normed.to(tl.float32), row, rows, 0, width, BLOCK, LARGEST)
-    else:
+    normed = (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)).to(h.dtype)
+    if out is not None:
         column = tl.arange(0, BLOCK)
         tl.store(out + row * width + column, normed, mask=column < width)
+    if out_fp8 is not None:
+        _store_quantised(out_fp8, out_scales, normed.to(tl.float32), row, rows, 0, width, BLOCK, LARGEST)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _add_rms_norm(
-    x, residual, weight, out, out_scales, rows, stride, inner, width, eps,
-    HAS_RESIDUAL: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    x, residual, weight, out, out_fp8, out_scales, rows, stride, inner, width, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
@@ -85,21 +100,18 @@ def _add_rms_norm(
     if HAS_RESIDUAL:
         h += tl.load(residual + place, mask=mask, other=0.0)
         tl.store(residual + place, h, mask=mask)
-    norm_and_store(h, scale, out, out_scales, row, rows, width, eps, QUANTISED, BLOCK, LARGEST)
+    norm_and_store(h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK, LARGEST)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantised: bool = False
-) -> Tensor | Quantised:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Form = Form.PLAIN
+) -> Activations:
     """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart."""
     width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    rows = x.numel() // width
-    out = empty_quantised(rows, width, x.device) if quantised else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    values, scales = out if isinstance(out, Quantised) else (out, None)
+    rows, (out, places) = x.numel() // width, empty_in(form, x)
     _add_rms_norm[(rows,)](
-        x, residual, weight, values, scales, rows, x.stride(0), inner, width, eps,
-        HAS_RESIDUAL=residual is not None, QUANTISED=quantised,
-        BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
+        x, residual, weight, *places, rows, x.stride(0), inner, width, eps,
+        HAS_RESIDUAL=residual is not None, BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
         num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
     )  # fmt: skip
     return out
@@ -149,12 +161,54 @@ def gate_and_mul(gate_up: Tensor, activation: Activation, quantised: bool = Fals
     return out
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _sigmoid_and_mul(
+    x, gate, out, out_scales, rows, width, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr
+):
+    let_next_start()
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    mask = column < width
+    wait_for_ahead()
+    value = tl.load(x + row * width + column, mask=mask, other=0.0)
+    opening = 1 / (1 + tl.exp(-tl.load(gate + row * width + column, mask=mask, other=0.0).to(tl.float32)))
+    product = value * opening.to(value.dtype)
+    if QUANTISED:
+        _store_quantised(out, out_scales, product.to(tl.float32), row, rows, first, width, BLOCK, LARGEST)
+    else:
+        tl.store(out + row * width + column, product, mask=mask)
+
+
+def sigmoid_and_mul(x: Tensor, gate: Tensor, quantised: bool = False) -> Tensor | Quantised:
+    rows, width = x.shape
+    out = empty_quantised(rows, width, x.device) if quantised else torch.empty_like(x)
+    values, scales = out if isinstance(out, Quantised) else (out, None)
+    _sigmoid_and_mul[(rows, triton.cdiv(width, COLUMNS_AT_ONCE))](
+        x, gate, values, scales, rows, width, quantised, COLUMNS_AT_ONCE, LARGEST, launch_pdl=starts_early()
+    )
+    return out
+
+
 @triton.jit
 def _as_cached(x, inverse, cache, LARGEST: tl.constexpr):
     """Values as the cache holds them: in FP8 divided by their scale, and at most the largest."""
     if cache.dtype.element_ty.is_fp8():
         x = tl.clamp(x.to(tl.float32) * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return x.to(cache.dtype.element_ty)
+
+
+@triton.jit
+def _normed(x, shrink, query_norm, key_norm, d, known, is_query, turns):
+    """These dimensions of query and key heads by their norms' weights; values stay as they are."""
+    of_queries = tl.load(query_norm + d, mask=known, other=0.0)
+    weight = tl.where(is_query, of_queries, tl.load(key_norm + d, mask=known, other=0.0))
+    return tl.where(turns, (weight * (x.to(tl.float32) * shrink).to(x.dtype)).to(x.dtype), x)
+
+
+@triton.jit
+def _squares(x):
+    wide = x.to(tl.float32)
+    return wide * wide
 
 
 @triton.jit(do_not_specialize_on_alignment=["write_to"])
@@ -179,20 +233,20 @@ def _rotate_and_store(
     low_sin, high_sin = tl.load(sin + at, mask=known, other=0.0), tl.load(sin + half + at, mask=known, other=0.0)
     low = tl.load(place + d, mask=mask, other=0.0)
     high = tl.load(place + half + d, mask=mask, other=0.0)
+    if rotary < head_dim:
+        r = rotary + tl.arange(0, REST)[None, :]
+        behind = r < head_dim
+        rest = tl.load(place + r, mask=exists & behind, other=0.0)
     if NORMED:
-        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-        shrink = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 1) / head_dim + eps)[:, None]
-        is_query = head < heads
-        low_weight = tl.where(
-            is_query, tl.load(query_norm + d, mask=known, other=0.0), tl.load(key_norm + d, mask=known, other=0.0)
-        )
-        high_weight = tl.where(
-            is_query,
-            tl.load(query_norm + half + d, mask=known, other=0.0),
-            tl.load(key_norm + half + d, mask=known, other=0.0),
-        )
-        low = tl.where(turns, low_weight * (wide_low * shrink).to(low.dtype), low)
-        high = tl.where(turns, high_weight * (wide_high * shrink).to(high.dtype), high)
+        squares = tl.sum(_squares(low) + _squares(high), 1)
+        if rotary < head_dim:
+            squares += tl.sum(_squares(rest), 1)
+        shrink, is_query = tl.rsqrt(squares / head_dim + eps)[:, None], head < heads
+        low = _normed(low, shrink, query_norm, key_norm, d, known, is_query, turns)
+        high = _normed(high, shrink, query_norm, key_norm, half + d, known, is_query, turns)
+        if rotary < head_dim:
+            rest = _normed(rest, shrink, query_norm, key_norm, r, behind, is_query, turns)
+            tl.store(place + r, rest, mask=exists & behind & turns)
     turned_low = low.to(tl.float32) * low_cos + high.to(tl.float32) * low_sin
     turned_high = high.to(tl.float32) * high_cos + low.to(tl.float32) * high_sin
     low = tl.where(turns, turned_low.to(low.dtype), low)
@@ -205,9 +259,7 @@ def _rotate_and_store(
     tl.store(entry + d, _as_cached(low, inverse, cache, LARGEST), mask=mask & kept)
     tl.store(entry + half + d, _as_cached(high, inverse, cache, LARGEST), mask=mask & kept)
     if rotary < head_dim:
-        r = rotary + tl.arange(0, REST)[None, :]
-        rest = tl.load(place + r, mask=exists & (r < head_dim), other=0.0)
-        tl.store(entry + r, _as_cached(rest, inverse, cache, LARGEST), mask=kept & (r < head_dim))
+        tl.store(entry + r, _as_cached(rest, inverse, cache, LARGEST), mask=kept & behind)
 
 
 def rotate_and_store(
@@ -222,13 +274,9 @@ def rotate_and_store(
     scales: CacheScales = UNSCALED,
     steady: bool = False,
 ) -> None:
-    """Norms reach over the rotated dimensions only, which in the models that have them are all.
-
-    More warps sum up in another order: `steady` keeps to one number of them.
-    """
+    """More warps sum up in another order: `steady` keeps to one number of them."""
     tokens, all_heads, head_dim = qkv.shape
     rotary = cos.shape[-1]
-    assert norms is None or rotary == head_dim
     query_norm, key_norm, eps = norms or (None, None, 0.0)
     _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,

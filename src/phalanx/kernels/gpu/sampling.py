@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.engine.output import NO_TOKEN
 from phalanx.kernels import sampling_table
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
@@ -96,6 +97,24 @@ def likeliest(scores: Tensor) -> Tensor:
     )
     block = triton.next_power_of_2(stretches)
     _best_of_all[(rows,)](best, where, out, stretches, width, BLOCK=block, launch_pdl=starts_early())
+    return out
+
+
+@triton.jit
+def _flag_broken(tokens, scores, out, stride, NO_TOKEN: tl.constexpr):
+    let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_ahead()
+    token = tl.load(tokens + row)
+    chosen = tl.load(scores + row * stride + token).to(tl.float32)
+    tl.store(out + row, tl.where(tl.abs(chosen) < float("inf"), token, NO_TOKEN))
+
+
+def flag_broken(tokens: Tensor, scores: Tensor) -> Tensor:
+    out = torch.empty_like(tokens)
+    _flag_broken[(len(tokens),)](
+        tokens, scores, out, scores.stride(0), NO_TOKEN, num_warps=1, launch_pdl=starts_early()
+    )
     return out
 
 

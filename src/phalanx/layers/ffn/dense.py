@@ -8,11 +8,11 @@ from itertools import chain
 from torch import Tensor
 
 from phalanx.kernels.activation import gate_and_mul, gate_and_mul_quantised
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import PanelGemm, Product
 from phalanx.kernels.invariant import InvariantGemm
 from phalanx.kernels.panels import Panels
-from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Dense
@@ -32,8 +32,8 @@ class Mlp:
         self.gate_up.product.weight, self.down.product.weight = gate_up, down
 
     @property
-    def takes_fp8(self) -> bool:
-        return self.gate_up.product.takes_fp8
+    def takes(self) -> Form:
+        return form_for(self.gate_up)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         return chain(self.gate_up.parts(), self.down.parts())
@@ -48,7 +48,7 @@ class Mlp:
         """All is in its products."""
         return []
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
         adapters = step.adapters_of(step.rows)
         entered = self.gate_up(x, adapters)

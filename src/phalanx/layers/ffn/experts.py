@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form, plain
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, fused_experts, route
@@ -31,7 +31,7 @@ class Experts:
         self.path = f"{prefix}{record.names.block}."
         self.inner = len(place.shard.expert_ffn)
         hidden, first = place.spec.hidden, place.group.rank == 0
-        self.units, self.alone = place.units, place.group.size == 1
+        self.units, self.alone, self.dtype = place.units, place.group.size == 1, place.dtype
         self.joins = self._joins(place)
         self._build_router(place)
         correction = f"{self.path}{self.names.correction}"
@@ -76,10 +76,14 @@ class Experts:
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
         return place.matrix(self._matrices, rows, columns, self.record.experts + self.joins)
 
-    takes_fp8 = False
-    """The router wants its input as it is; what the experts take is brought to FP8 behind it."""
-
     in_graphs = True
+
+    @property
+    def takes(self) -> Form:
+        """The router wants its input as it is, whatever experts multiply."""
+        routed = self.held.takes_fp8(self.dtype) and not self.record.router.weighs_input
+        shared = self.shared is not None and self.shared.takes is Form.FP8
+        return Form.BOTH if self.units is None and (routed or shared) else Form.PLAIN
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         names = self.names
@@ -120,17 +124,17 @@ class Experts:
             del self.gate_up, self.down
         return held.matrices()
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext) -> Tensor:
         """This rank's part of a sum over ranks."""
-        assert isinstance(x, Tensor)
-        record = self.record
+        record, given = self.record, plain(x)
         told = self.table[step.tokens].long() if self.table is not None else None
-        logits, gate = self._scored(x)
-        joined = self.joins and len(x) <= JOINED_ROWS
+        logits, gate = self._scored(given)
+        joined = self.joins and len(given) <= JOINED_ROWS
         weights, experts = route(logits, record.router, self.correction, told, joined, gate)
         if self.units is not None:
+            beside = self._beside(given, gate)
             return invariant_experts(
-                x, self.held, weights, experts, record.activation, self.units, not self.alone, self._beside(x, gate)
+                given, self.held, weights, experts, record.activation, self.units, not self.alone, beside
             )
         out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None or joined:

@@ -28,11 +28,11 @@ from phalanx.kernels.compressed import (
     together,
     turn,
 )
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.indexer import choose_gpu, rows_of
 from phalanx.kernels.tiling import DecodeRows
-from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, RowParallelLinear, form_for
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
@@ -44,7 +44,6 @@ class CompressedAttention:
     """Keeps entries in blocks, and the last vectors of a sequence in its place."""
 
     in_graphs = True
-    takes_fp8 = False
 
     def __init__(self, place: Place, record: Compressed, prefix: str) -> None:
         if place.fp8_cache:
@@ -69,6 +68,11 @@ class CompressedAttention:
         self.indexer = EntryIndexer(place, record, indexer, f"{path}indexer.") if indexer else None
         both = (self.compressor, self.indexer.compressor if self.indexer else None)
         self.compressors = [compressor for compressor in both if compressor is not None]
+
+    @property
+    def takes(self) -> Form:
+        asked = [] if self.indexer is None else [self.indexer.weigh]
+        return form_for(self.enter, *(compressor.enter for compressor in self.compressors), *asked)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield from chain(self.enter.parts(), self.query_norm.parts(), self.query.parts(), self.norm.parts())
@@ -103,33 +107,32 @@ class CompressedAttention:
         made = 2 * record.entry * (record.span // record.ratio) ** 2 if record.ratio else 0
         return 4 * (2 * rows * seen * record.head_dim + 2 * tokens * made)
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
-        assert isinstance(x, Tensor)
         record, (cos, sin) = self.record, step.turns(self.record.rope)
         low, kept = self.enter(x).split([record.q_rank, record.head_dim], -1)
         if self.by_rows:
             attended = self._attended_by_rows(x, low, kept, step)
             return self._leave(attended if rows is None else attended[rows])
-        low, kept = self.query_norm(low.contiguous()), self.norm(kept.contiguous())
+        narrow, kept = self._normed(low), self.norm(kept.contiguous())
         lines = self._keep(turn(kept[:, None], cos, sin)[:, 0], x, step)
-        q = self.query(low).view(-1, self.heads, record.head_dim)
+        q = self.query(narrow).view(-1, self.heads, record.head_dim)
         q = q * (q.float().square().mean(-1, keepdim=True) + self.eps).rsqrt().to(q.dtype)
-        attended = turn(self._attended(turn(q, cos, sin), lines, x, low, step), cos, -sin)
+        attended = turn(self._attended(turn(q, cos, sin), lines, x, narrow, step), cos, -sin)
         return self._leave(attended if rows is None else attended[rows])
 
-    def _attended_by_rows(self, x: Tensor, low: Tensor, kept: Tensor, step: StepContext) -> Tensor:
+    def _attended_by_rows(self, x: Activations, low: Tensor, kept: Tensor, step: StepContext) -> Tensor:
         """The same on a GPU, by its kernels: every token is a row of its own, and nothing asks the host."""
         from phalanx.kernels.gpu import compressed, compressed_rows
 
-        record, turns, rows = self.record, step.turns(self.record.rope), _rows(step, len(x))
+        record, turns, rows = self.record, step.turns(self.record.rope), _rows(step, len(low))
         vectors = compressed_rows.norm_and_turn(kept[:, None], self.norm.weight, self.norm.eps, turns)[:, 0]
         for compressor in self.compressors:
             compressor.keep_by_rows(x, step, self.block_size)
-        low = self.query_norm(low.contiguous())
-        q = self.query(low).view(-1, self.heads, record.head_dim)
+        narrow = self._normed(low)
+        q = self.query(narrow).view(-1, self.heads, record.head_dim)
         q = compressed_rows.norm_and_turn(q, None, self.eps, turns)
-        chosen = self.indexer.best(x, low, step, self.block_size) if self.indexer is not None else None
+        chosen = self.indexer.best(x, narrow, step, self.block_size) if self.indexer is not None else None
         entries = self.compressor.entries if self.compressor is not None else None
         attended = compressed.attend(
             q, vectors, self.vectors, entries, record.ratio, self.block_size, rows, record.window, chosen, self.sinks,
@@ -138,7 +141,12 @@ class CompressedAttention:
         compressed_rows.remember(self.vectors, vectors, rows)
         return compressed_rows.turn_back(attended, turns)
 
-    def _keep(self, vectors: Tensor, x: Tensor, step: StepContext) -> list[Tensor]:
+    def _normed(self, low: Tensor) -> Activations:
+        """What queries are made of."""
+        asked = [] if self.indexer is None else [self.indexer.query]
+        return self.query_norm.given_as(form_for(self.query, *asked), low.contiguous())
+
+    def _keep(self, vectors: Tensor, x: Activations, step: StepContext) -> list[Tensor]:
         """The vectors that each sequence looks at, once they, and the entries that are complete, are kept."""
         lines = []
         for rows in _together(step, self.block_size):
@@ -148,7 +156,7 @@ class CompressedAttention:
             compressor.keep(x, step, self.block_size)
         return lines
 
-    def _attended(self, q: Tensor, lines: list[Tensor], x: Tensor, low: Tensor, step: StepContext) -> Tensor:
+    def _attended(self, q: Tensor, lines: list[Tensor], x: Activations, low: Activations, step: StepContext) -> Tensor:
         record, cut = self.record, _tiles(step, self.block_size)
         close = step.once(("near", record.window), lambda: [near(tile.rows, record.window) for tile in cut])
         out = torch.empty_like(q)
@@ -189,7 +197,7 @@ class Compressor:
     def allocate_cache(self, blocks: int, block_size: int) -> None:
         self.entries = zeros(self.entries, blocks, room(block_size, self.record.ratio), self.entries.shape[-1])
 
-    def keep(self, x: Tensor, step: StepContext, block_size: int) -> None:
+    def keep(self, x: Activations, step: StepContext, block_size: int) -> None:
         """What entries are made from, and those entries that these tokens complete."""
         rows, (ratio, span) = _together(step, block_size), (self.record.ratio, self.record.span)
         closed = step.once(("closing", ratio, span), lambda: closing(rows, ratio, span, block_size))
@@ -201,11 +209,12 @@ class Compressor:
         for each in rows:
             remember(self.inputs, inputs, each)
 
-    def keep_by_rows(self, x: Tensor, step: StepContext, block_size: int) -> None:
+    def keep_by_rows(self, x: Activations, step: StepContext, block_size: int) -> None:
         """The same on a GPU."""
         from phalanx.kernels.gpu import compressed_rows
 
-        record, rows, inputs = self.record, _rows(step, len(x)), self.enter(x)
+        record, inputs = self.record, self.enter(x)
+        rows = _rows(step, len(inputs))
         turns = step.once(
             ("entries", record.rope, record.ratio),
             lambda: step.turns_at(record.rope, (rows.positions + (1 - record.ratio)).clamp_min(0)),
@@ -229,18 +238,18 @@ class EntryIndexer:
     def parts(self) -> Iterator[tuple[str, Part]]:
         return chain(self.compressor.parts(), self.query.parts(), self.weigh.parts())
 
-    def ask(self, x: Tensor, low: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def ask(self, x: Activations, low: Activations, step: StepContext) -> tuple[Tensor, Tensor]:
         """Queries of all rows, and the weights of their heads."""
         q = self.query(low).view(-1, self.indexer.heads, self.indexer.head_dim)
         return turn(q, *step.turns(self.record.rope)), self.weigh(x).float() * self.scale
 
-    def best(self, x: Tensor, low: Tensor, step: StepContext, block_size: int) -> Tensor | None:
+    def best(self, x: Activations, low: Activations, step: StepContext, block_size: int) -> Tensor | None:
         """The entries that each row looks at, the best first; None where those are all that there can be."""
         from phalanx.kernels.gpu import compressed_rows
 
         q = self.query(low).view(-1, self.indexer.heads, self.indexer.head_dim)
         q, weights = compressed_rows.turn(q, step.turns(self.record.rope)), self.weigh(x).float() * self.scale
-        rows, keys = _rows(step, len(x)), self.compressor.entries
+        rows, keys = _rows(step, len(q)), self.compressor.entries
         found = choose_gpu(q, weights, keys, rows, self.indexer.top_k, self.record.ratio, block_size)
         return None if found is None else found.positions
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
-from phalanx.kernels.fp8 import GROUP, Quantised
+from phalanx.kernels.fp8 import GROUP, Activations, Form
 from phalanx.kernels.gemm import Product
-from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.delta import DeltaNet
@@ -26,7 +26,6 @@ class DeltaMixer:
     """
 
     in_graphs = True
-    takes_fp8 = False
 
     def __init__(self, place: Place, record: DeltaNet, prefix: str) -> None:
         self.record, self.path = record, f"{prefix}{record.module}."
@@ -46,6 +45,10 @@ class DeltaMixer:
         )  # fmt: skip
         self.columns = place.empty(0, record.kernel, sum(self.widths))
         self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
+
+    @property
+    def takes(self) -> Form:
+        return form_for(self.qkvz, self.rates)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield from chain(self.qkvz.parts(), self.rates.parts())
@@ -86,9 +89,8 @@ class DeltaMixer:
         self.memory = zeros(self.memory, places, *self.memory.shape[1:])
         self.columns = zeros(self.columns, places, *self.columns.shape[1:])
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what the net adds to these rows, all by default."""
-        assert isinstance(x, Tensor)
         quantised = rows is None and self.output.product.takes_fp8 and self.record.v_dim == GROUP
         adapters = step.adapters_of(None)
         qkvz, rates = self.qkvz(x, adapters), self.rates(x, adapters)

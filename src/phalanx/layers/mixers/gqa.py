@@ -8,14 +8,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from phalanx.kernels.activation import sigmoid_and_mul, sigmoid_and_mul_quantised
 from phalanx.kernels.attention import Sight, paged_attention
 from phalanx.kernels.cache import UNSCALED, HeadNorms, store, zeros
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.invariant import invariant_attention
 from phalanx.kernels.norm import add_rms_norm_torch
 from phalanx.kernels.rotary import apply_rotary, norm_heads, rotate_and_store
-from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
@@ -45,8 +46,8 @@ class Attention(Stateless):
         self.cache_group = 0
 
     @property
-    def takes_fp8(self) -> bool:
-        return self.qkv.product.takes_fp8 and self.gate is None
+    def takes(self) -> Form:
+        return form_for(self.qkv, *([] if self.gate is None else [self.gate]))
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         yield from self.qkv.parts()
@@ -78,7 +79,7 @@ class Attention(Stateless):
         """Whether a GPU computes it without asking the host."""
         return self.sight.is_plain or self.invariant
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
         qkv = self.qkv(x, step.adapters_of(None)).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
         self._turn_and_store(qkv, step)
@@ -93,9 +94,15 @@ class Attention(Stateless):
             attended = paged_attention(
                 qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
             ).flatten(1)
-        if self.gate is not None:
-            attended = attended * torch.sigmoid(self.gate(x, step.adapters_of(None)))
-        return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
+        adapters = step.adapters_of(rows)
+        if self.gate is None:
+            return self.output(attended if rows is None else attended[rows], adapters)
+        gate = self.gate(x, step.adapters_of(None))
+        if rows is not None:
+            attended, gate = attended[rows], gate[rows]
+        in_fp8 = self.output.product.takes_fp8 and adapters is None
+        gated = sigmoid_and_mul_quantised if in_fp8 else sigmoid_and_mul
+        return self.output(gated(attended, gate), adapters)
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
         """Queries and keys normed and turned in place, keys and values written to the cache."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.kernels.cache import zeros
-from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.indexer import choose
 from phalanx.kernels.latent import Heads, keep_latents, latent_attention
 from phalanx.kernels.rotary import apply_rotary
-from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.stateless import Stateless
@@ -50,9 +50,9 @@ class LatentAttention(Stateless):
         self.indexer = LightningIndexer(place, record, indexer, f"{self.path}indexer.") if indexer else None
 
     @property
-    def takes_fp8(self) -> bool:
-        """An indexer wants what comes in, and what makes queries, as they are."""
-        return self.indexer is None and self.enter.product.takes_fp8 and self.query.product.takes_fp8
+    def takes(self) -> Form:
+        asked = [] if self.indexer is None else self.indexer.of_input
+        return form_for(self.enter, *asked, *([self.query] if self.query_norm is None else []))
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
@@ -78,26 +78,25 @@ class LatentAttention(Stateless):
         if self.indexer is not None:
             self.indexer.allocate_cache(blocks, block_size)
 
-    def __call__(self, x: Tensor | Quantised, step: StepContext, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
         record, adapters = self.record, step.adapters_of(None)
         first, entered = self.enter(x, adapters).split([record.q_rank or 0, record.width], -1)
-        low = x if self.query_norm is None else self._normed(first)
+        low = x if self.query_norm is None else self._normed(first, step)
         turns = step.turns(record.rope)
         kept = keep_latents(entered, self.latent_norm.weight, _LATENT_EPS, turns, step.batch.write_to, self.cache)
         q = self.query(low, adapters).view(-1, self.heads, record.head_dim)
         if self.indexer is not None:
-            assert isinstance(x, Tensor)
-            assert isinstance(low, Tensor)
             self.indexer(x, low, step)
         chosen = step.chosen if self.indexer is not None else None
         heads = Heads(self.widening.view(self.heads, -1, record.kv_rank), record.nope_dim)
         attended = latent_attention(q, turns, kept, self.cache, step.batch, heads, record.scale, chosen).flatten(1)
         return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
 
-    def _normed(self, x: Tensor) -> Tensor | Quantised:
+    def _normed(self, x: Tensor, step: StepContext) -> Activations:
         assert self.query_norm is not None
-        return self.query_norm.quantised(x) if self.takes_fp8 else self.query_norm(x)
+        asked = [] if self.indexer is None else self.indexer.of_low
+        return self.query_norm.given_as(step.form(form_for(self.query, *asked)), x)
 
 
 class LightningIndexer:
@@ -114,6 +113,16 @@ class LightningIndexer:
             self.norm_bias = place.empty_for(path + "k_norm.bias")
             self.cache = place.empty(0, 0, indexer.head_dim)
 
+    @property
+    def of_input(self) -> list[Linear]:
+        """What it makes of the input of attention."""
+        return [self.key, self.weigh] if self.indexer.own else []
+
+    @property
+    def of_low(self) -> list[Linear]:
+        """What it makes of that which queries are made of."""
+        return [self.query] if self.indexer.own else []
+
     def parts(self) -> Iterator[tuple[str, Part]]:
         if self.indexer.own:
             yield from chain(self.query.parts(), self.key.parts(), self.weigh.parts())
@@ -127,7 +136,7 @@ class LightningIndexer:
         if self.indexer.own:
             self.cache = zeros(self.cache, blocks, block_size, self.indexer.head_dim)
 
-    def __call__(self, x: Tensor, low: Tensor, step: StepContext) -> None:
+    def __call__(self, x: Activations, low: Activations, step: StepContext) -> None:
         """Leave the choice with the step; without an indexer of its own a layer leaves the last one's there."""
         if not self.indexer.own:
             return

@@ -1,0 +1,96 @@
+"""In which form a part of a layer is given its input: the same bits come of it as of the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.engine.sampling import SamplingParams
+from phalanx.engine.step_plan import Admission, StepPlan
+from phalanx.fabric.group import Solo
+from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
+from phalanx.layers.adapters import Added, StepAdapters
+from phalanx.layers.decoder import Decoder
+from phalanx.layers.place import Place
+from phalanx.layers.step import StepContext
+from phalanx.models import read_config
+from phalanx.runtime.config import EngineConfig
+from phalanx.runtime.rank import Sizes, make_runner
+from phalanx.runtime.runner import TorchRunner
+from phalanx.spec import Layout
+from tests.conftest import tiny_config
+
+IN_FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+PROMPT = list(range(5, 24))
+
+
+def runner_of(name: str) -> TorchRunner:
+    """A tiny model in bfloat16, with weights in FP8 where checkpoints of its family have them so."""
+    place = Place(
+        Layout(read_config(tiny_config(name).to_dict() | IN_FP8), 1),
+        Solo(),
+        torch.bfloat16,
+        torch.device("cpu"),
+        quantised=True,
+    )
+    model = Decoder(place)
+    for part_name, part in model.parts():
+        if isinstance(part, Fp8Weight):
+            part.fill(*quantise_blocks(torch.randn(part.shape) * 0.1))
+        elif isinstance(part, Tensor) and part.is_floating_point():
+            part.copy_(torch.randn(part.shape) * 0.1 + ("norm" in part_name))
+        else:
+            assert isinstance(part, Tensor)
+            part.copy_(torch.arange(part.numel()).view(part.shape) % place.spec.layers[0].ffn.experts)
+    return make_runner(EngineConfig(max_num_seqs=2, dtype="bf16"), model, Sizes(num_blocks=40, max_model_len=64))
+
+
+def hidden(runner: TorchRunner, adapters: StepAdapters | None = None) -> Tensor:
+    """Behind the last layer, of all tokens of a prompt."""
+    admission = Admission(0, len(PROMPT), PROMPT, 0, SamplingParams(temperature=0))
+    windows = [(0, group, [20 + 3 * group + at for at in range(3)]) for group in range(5)]
+    windows = windows[: len(runner.model.place.spec.window_groups)]
+    plan = StepPlan(1, [admission], [0], [0], [len(PROMPT)], [1], [(0, [0, 1, 2])], window_blocks=windows)
+    inputs = runner.batch.prepare(plan)
+    return runner.model(inputs.tokens, inputs.positions, inputs.attention, None, adapters)
+
+
+@pytest.mark.parametrize(
+    ("name", "mixers", "ffns"),
+    [
+        ("qwen3_next", {Form.BOTH, Form.FP8}, {Form.BOTH, Form.FP8}),
+        ("qwen3_5_text", {Form.BOTH, Form.FP8}, {Form.FP8}),
+        ("qwen3_5_moe_text", {Form.BOTH, Form.FP8}, {Form.BOTH}),
+        ("deepseek_v32", {Form.BOTH}, {Form.BOTH, Form.FP8}),
+        ("deepseek_v4", {Form.BOTH, Form.FP8}, {Form.BOTH}),
+        ("qwen3_moe", {Form.FP8}, {Form.PLAIN, Form.FP8}),
+    ],
+)
+def test_what_a_norm_brings_to_fp8_is_what_products_would(
+    name: str, mixers: set[Form], ffns: set[Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delta nets, gated attention, indexers and shared experts, which take one input in two forms, or all in FP8."""
+    runner = runner_of(name)
+    assert {layer.mixer.takes for layer in runner.model.layers} == mixers
+    assert {layer.ffn.takes for layer in runner.model.layers} == ffns
+    found = hidden(runner)
+    assert found.isfinite().all()
+    monkeypatch.setattr(StepContext, "form", lambda *_: Form.PLAIN)
+    assert torch.equal(found, hidden(runner))
+
+
+def test_adapters_multiply_what_comes_in_as_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("qwen3_5_text")
+    for linear in runner.model.linears():
+        inputs, outputs = linear.product.weight.shape[1], sum(linear.rows)
+        linear.adapters[1] = Added(torch.randn(4, inputs).bfloat16(), torch.randn(outputs, 4).bfloat16() / 9)
+    adapters = StepAdapters([1], torch.ones(len(PROMPT), dtype=torch.int64))
+    asked: list[Form] = []
+    form = StepContext.form
+    monkeypatch.setattr(StepContext, "form", lambda step, takes: asked.append(form(step, takes)) or asked[-1])
+    found = hidden(runner, adapters)
+    assert set(asked) == {Form.BOTH}
+    monkeypatch.setattr(StepContext, "form", lambda *_: Form.PLAIN)
+    assert torch.equal(found, hidden(runner, adapters))
+    assert not torch.equal(found, hidden(runner))
