@@ -60,7 +60,7 @@ def main() -> None:
     for router in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
             check_route(router, joined, gated)
-    for rows in (1, 2, 5):
+    for rows in (1, 2, 5, 9, 33):
         check_wide(rows, 6, 700)
         check_wide(rows, 3, 5000)
     for few in (moe.FEW_PAIRS, 0):

@@ -18,11 +18,12 @@ from phalanx.kernels.gpu.shared_memory import stages_here
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
-WIDE_TILE = (4, 2, 2048)
-"""Rows, outputs and inputs that one program of a product in float32 takes at once: rows of a weight are long and few,
-and nothing hides the time until a block of them is there."""
+WIDE_TILES = {8: (4, 2, 2048), 64: (16, 4, 512)}
+"""For up to so many rows, the rows, outputs and inputs that one program of a product in float32 takes at once. Of few
+rows the weight decides: nothing hides the time until a block of it is there. More of them are read again and again.
+"""
 
-WIDE_ROWS = 64
+WIDE_ROWS = max(WIDE_TILES)
 """Up to these, a product in float32 is ours: the library takes two kernels, and a third for rows in half precision."""
 
 COUNTERS = 4096
@@ -144,7 +145,8 @@ def _wide_product(
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A few rows of any precision, as a router has them, by a small weight in float32."""
-    (count, _), (outputs, inputs), (rows, height, block) = x.shape, weight.shape, WIDE_TILE
+    (count, _), (outputs, inputs) = x.shape, weight.shape
+    rows, height, block = next(tile for most, tile in WIDE_TILES.items() if count <= most)
     out = torch.empty(count, outputs, dtype=torch.float32, device=x.device)
     _wide_product[(triton.cdiv(outputs, height), triton.cdiv(count, rows))](
         x.contiguous(), weight, bias, out, count, inputs, outputs, bias is not None, rows, height,

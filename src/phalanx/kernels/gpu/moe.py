@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +32,11 @@ FP8_TILES = {16: Tile(16, 64, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Til
 WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 """For FP8 weights on cards that do not convert them."""
 
-FEW_EXPERTS = Tile(16, 64, 128, 4, 6)
-"""For as many pairs as leave most of a GPU idle: more of a weight is on its way at once."""
+FEW_EXPERTS = {32: Tile(16, 64, 128, 4, 6), 128: Tile(16, 64, 128, 4, 4)}
+"""For so few pairs as leave some of a GPU idle: more of a weight is on its way at once."""
 
-FEW_EXPERT_PAIRS = 32
+SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 128, 128, 8, 3)
+"""Up to these inputs a program ends before much is on its way: fewer and wider ones are faster."""
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
@@ -236,13 +238,13 @@ class _Way(NamedTuple):
     tiles: dict[int, Tile]
     product: Callable[..., Tensor]
     quantised: bool = False
-    few: Tile | None = None
+    few: Mapping[int, Tile] = MappingProxyType({})
 
     def tile(self, pairs: int, experts: int) -> Tile:
         """Tiles that hold twice an expert's average share, so that few experts need a second one."""
-        if self.few is not None and pairs <= FEW_EXPERT_PAIRS:
-            return self.few
-        return pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
+        usual = pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
+        few = (tile for most, tile in self.few.items() if pairs <= most and tile.rows == usual.rows)
+        return next(few, usual)
 
 
 def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
@@ -283,6 +285,8 @@ def _grouped(
         assert isinstance(x, Tensor)
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
+    if x_scales is not None and tile.rows == SHORT_TILE.rows and inputs <= SHORT_INPUTS:
+        tile = SHORT_TILE
     out = torch.empty(count, outputs, dtype=dtype, device=values.device)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
