@@ -26,7 +26,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.delta_weights import DeltaWeights
+from phalanx.kernels.delta_weights import DeltaWeights, Pending
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
@@ -213,10 +213,13 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
         decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
         tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
         qkvz = some(9, channels + v_heads * dim, dtype=dtype)
-        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 4, channels, dtype=dtype)
-        yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns: delta.delta_net(
-            x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128
-        )
+        states = some(3, v_heads, dim, dim, dtype=torch.float32)
+        updates = Pending(some(3, 4, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim))
+        for pending, ring in ((None, 4), (updates, 7)):
+            columns = some(3, ring, channels, dtype=dtype)
+            yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns, p=pending: delta.delta_net(
+                x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128, p
+            )
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:

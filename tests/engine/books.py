@@ -74,14 +74,18 @@ def make_engine(
     windows: tuple[int, ...] = (),
     token_blocks: int = 0,
     snapshots: int | None = None,
+    goes_back: bool = False,
     speculation: Speculation | None = None,
     price: Callable[[StepPlan], float] = lambda plan: 1.0,
 ) -> tuple[Engine, CheckingRunner]:
-    """`snapshots`: how many places there are for copies of recurrent states; None where the model has no states."""
+    """`snapshots`: how many places there are for copies of recurrent states; None where the model has no states.
+
+    `goes_back`: these can go on before drafts that did not come true.
+    """
     limits = Limits(max_num_seqs, budget, max_model_len)
     first, has_states = max_num_seqs + 1, snapshots is not None
     end = first + (snapshots or 0)
-    twins = range(end, end + max_num_seqs) if has_states and speculation else range(0)
+    twins = range(end, end + max_num_seqs) if has_states and speculation and not goes_back else range(0)
     layout = CacheLayout(windows, has_states, range(first, end), twins, token_blocks)
     runner = CheckingRunner(limits, num_blocks, block_size, vocab, depth, price, layout)
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size, prefix_caching), (EOS,), layout, speculation)

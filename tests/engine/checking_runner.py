@@ -75,7 +75,8 @@ class CheckingRunner:
         self.limits = limits
         self.layout = layout or CacheLayout()
         self.reaches = (None, *self.layout.windows)
-        self.states: dict[int, int] = {}
+        self.states: dict[int, tuple[int, ...]] = {}
+        """By place, the prefixes that a sequence may go on behind."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab = vocab
@@ -196,13 +197,14 @@ class CheckingRunner:
                 assert target == self.layout.twins[source], f"slot {source} has another twin than {target}"
             else:
                 assert source in (*self.layout.snapshots, self.layout.twins[target] if self.layout.twins else None)
-            self.states[target] = before.get(source, 0)
+            self.states[target] = before.get(source, ())
         for row in rows if self.layout.states else ():
             slot = self.slots[row.slot]
             if row.start:
                 wanted = self._prefixes(slot.tokens[: row.start])[-1]
-                assert self.states[row.slot] == wanted, f"slot {row.slot} goes on from another state"
-            self.states[row.slot] = self._prefixes(slot.tokens[: row.end])[-1]
+                assert wanted in self.states[row.slot], f"slot {row.slot} goes on from another state"
+            goes_back = row.samples > 1 and not self.layout.twins
+            self.states[row.slot] = tuple(self._prefixes(slot.tokens[: row.end])[row.start if goes_back else -1 :])
 
     def _save(self, saved: list[tuple[int, int]]) -> None:
         assert len({place for _, place in saved}) == len(saved), f"a place is written twice: {saved}"

@@ -39,7 +39,7 @@ class ShortRunner(CheckingRunner):
             for group in range(len(self.reaches)):
                 for position in range(row.start, row.end):
                     self._kv[self._place(slot, position, group)] = SPOILT
-        self.states |= dict.fromkeys([row.slot for row in rows] + [place for _, place in plan.saved], -1)
+        self.states |= dict.fromkeys([row.slot for row in rows] + [place for _, place in plan.saved], ())
         self.plans.append(plan)
         raise StepMemoryError("out_of_memory", f"Step {plan.step} ran out of memory on rank 0.", "Lower a limit.")
 

@@ -171,6 +171,21 @@ def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:
     check_answer(first, 200)
 
 
+def test_states_that_go_back_are_neither_copied_nor_computed_again() -> None:
+    speculation = Speculation(Guesser(0.5), 4)
+    speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+    engine, runner = make_engine(
+        snapshots=0, goes_back=True, max_model_len=200, num_blocks=160, speculation=speculation, prefix_caching=False
+    )
+    request = engine.add([1, 2, 3], greedy(60))
+    run(engine)
+    check_answer(request, 200)
+    assert 0 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
+    assert not any(plan.restored for plan in runner.plans)
+    assert all(plan.counts == plan.samples for plan in runner.plans[1:])
+
+
 def test_a_step_says_what_its_drafts_cost() -> None:
     plan = StepPlan(1, [], [0, 1, 2], [9, 4, 0], [1, 3, 5], [1, 3, 0], [])
     sums = plan.sums()

@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(), (), (3,), (6, 6), (2, 9)]),
         only_windows=st.booleans(),
         snapshots=st.sampled_from([None, None, 0, 1, 6]),
+        goes_back=st.booleans(),
         guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
         most_drafts=st.integers(1, 8),
         by_ranks=st.booleans(),
@@ -79,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int, ...],
         only_windows: bool,
         snapshots: int | None,
+        goes_back: bool,
         guessed: float | None,
         most_drafts: int,
         by_ranks: bool,
@@ -105,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             windows=windows,
             token_blocks=token_blocks,
             snapshots=snapshots,
+            goes_back=goes_back,
             speculation=speculation,
             price=lambda plan: 0.04 + seconds_per_token * plan.num_tokens,
         )

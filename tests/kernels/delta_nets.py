@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
-from phalanx.kernels.delta_weights import DeltaWeights
+from phalanx.kernels.delta_weights import DeltaWeights, Pending
 from phalanx.kernels.fp8 import Quantised, dequantise
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
@@ -31,18 +31,26 @@ def random_net(
 
 
 class Nets:
-    """A net with two sets of states, one for the kernels and one for the definition. Places are as others left them."""
+    """A net with two sets of states, one for the kernels and one for the definition. Places are as others left them.
+
+    With `pending` a sequence may have so many rows of one token, and go on behind any of them.
+    """
 
     alike = False
     """Whether all tokens have the same query and key."""
 
-    def __init__(self, net: DeltaWeights, places: int) -> None:
+    def __init__(self, net: DeltaWeights, places: int, pending: int = 0) -> None:
         self.net, self.dtype, self.device = net, net.norm.dtype, net.norm.device
         self.spare = places
         channels, kernel = net.taps.shape
         self.states = torch.full((2, places + 1, net.v_heads, net.k_dim, net.v_dim), float("nan"), device=self.device)
-        self.columns = torch.full((places + 1, kernel, channels), float("nan"), device=self.device, dtype=self.dtype)
+        ring, self.most = kernel - 1 + max(1, pending), max(1, pending)
+        self.columns = torch.full((places + 1, ring, channels), float("nan"), device=self.device, dtype=self.dtype)
         self.wanted_columns = self.columns.clone()
+        size = (places + 1, pending, net.v_heads, net.k_dim + net.v_dim + 1)
+        updates = torch.full((2, *size), float("nan"), device=self.device)
+        since = torch.full((2, places + 1, net.v_heads, net.v_dim), 7, dtype=torch.int32, device=self.device)
+        self.pending = [Pending(*each) if pending else None for each in zip(updates, since, strict=True)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         net = self.net
@@ -52,16 +60,15 @@ class Nets:
         return qkvz, (torch.randn(tokens, 2 * net.v_heads) * 2).to(self.device, self.dtype)
 
     def batch(self, spans: list[Span]) -> AttentionBatch:
-        """Both by whole prompts and by tiles, with some of no rows; rows of one token come first."""
+        """Both by whole prompts and by tiles, with some of no rows; those of few tokens come first, token by token."""
         empty = torch.empty(0, device=self.device)
-        singles = [span for span in spans if span[2] == 1]
+        singles = [span for span in spans if span[2] <= self.most]
         decode = None
         if singles:
-            slots, positions = (
-                torch.tensor(column, device=self.device) for column in list(zip(*singles, strict=True))[:2]
-            )
+            rows = [(place, start + at) for place, start, count in singles for at in range(count)]
+            slots, positions = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
             decode = DecodeRows(empty.new_empty(self.spare + 1, 1), slots, positions)
-        prompts, tiles, first = [], [], len(singles)
+        prompts, tiles, first = [], [], sum(count for _, _, count in singles)
         for place, start, count in spans[len(singles) :]:
             prompts.append(PrefillRow(first, count, start, empty, place))
             tiles += tile_prompt(place, first, count, start)
@@ -73,22 +80,30 @@ class Nets:
     def check(self, spans: list[Span], atol: float, quantised: bool = False) -> Tensor:
         """A step by the kernels gives what the definition does, and touches the states of its spans alone.
 
-        A row of one token in the spare place leaves no state there.
+        Rows of one token in the spare place leave nothing there.
         """
         batch = self.batch(spans)
         qkvz, rates = self.inputs(sum(count for _, _, count in spans))
         places = {place for place, *_ in spans} - {self.spare}
         others = [place for place in range(self.spare + 1) if place not in places]
-        before = self.states[0][others].clone()
-        found = delta_net(qkvz, rates, self.net, self.states[0], self.columns, batch.decode, batch.tiles, quantised)
+        before = [kept[others].clone() for kept in (self.states[0], self.columns, *(self.pending[0] or ()))]
+        found = delta_net(
+            qkvz, rates, self.net, self.states[0], self.columns, batch.decode, batch.tiles, quantised, self.pending[0]
+        )
         if isinstance(found, Quantised):
             found = dequantise(found.values, found.scales, 1, self.dtype)
             atol = max(atol, 0.07 * float(found.abs().max()))
         plain = replace(batch, tiles=None)
-        wanted = delta_net_torch(qkvz, rates, self.net, self.states[1], self.wanted_columns, plain)
+        wanted = delta_net_torch(qkvz, rates, self.net, self.states[1], self.wanted_columns, plain, self.pending[1])
         torch.testing.assert_close(found.float(), wanted.float(), atol=atol, rtol=2 * atol)
-        ours, theirs = (states[sorted(places)] for states in self.states)
-        torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
-        torch.testing.assert_close(self.columns, self.wanted_columns, atol=0, rtol=0, equal_nan=True)
-        torch.testing.assert_close(self.states[0][others], before, atol=0, rtol=0, equal_nan=True)
+        touched = sorted(places)
+        ours, theirs = (
+            [states[touched], *(part[touched] for part in pending or ())]
+            for states, pending in zip(self.states, self.pending, strict=True)
+        )
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol, equal_nan=True)
+        columns = self.columns[touched], self.wanted_columns[touched]
+        torch.testing.assert_close(*columns, atol=0, rtol=0, equal_nan=True)
+        after = [kept[others] for kept in (self.states[0], self.columns, *(self.pending[0] or ()))]
+        torch.testing.assert_close(after, before, atol=0, rtol=0, equal_nan=True)
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, prompts_of, unit_length
-from phalanx.kernels.delta_weights import CHUNK
+from phalanx.kernels.delta_weights import CHUNK, Pending
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 
 HEADS, K_DIM, V_DIM, CHANNELS, KERNEL = 3, 8, 5, 14, 4
@@ -152,3 +154,59 @@ def test_lengths_and_the_gated_norm_are_those_of_transformers() -> None:
         ours = gated_norm(x.to(dtype).float(), gate.to(dtype), norm.weight, 1e-3, dtype)
         torch.testing.assert_close(ours, wanted)
     torch.testing.assert_close(unit_length(x * 1e-3), l2norm(x * 1e-3))
+
+
+def test_a_sequence_goes_on_behind_any_of_its_rows() -> None:
+    """A prompt of one sequence and none of the other, steps of one to nine tokens of each, of which the last ones are
+    wrong, with rows that fill up between them, and prompts behind that.
+    """
+    random, most, tokens, begun = Random(0), 9, CHUNK + 70, {4: 5, 1: 0}
+    sequences, inputs = (
+        {slot: make() for slot in begun} for make in (lambda: random_rows(tokens), lambda: mixed_of(tokens))
+    )
+    states, columns, taps = (
+        dirty(HEADS, K_DIM, V_DIM),
+        dirty(KERNEL - 1 + most, CHANNELS),
+        torch.randn(KERNEL, CHANNELS),
+    )
+    since = torch.full((PLACES, HEADS, V_DIM), 3, dtype=torch.int32)
+    pending = Pending(dirty(most, HEADS, K_DIM + V_DIM + 1), since)
+    wanted = {
+        slot: (whole(sequences[slot], torch_recurrent_gated_delta_rule)[0], convolved(inputs[slot], taps))
+        for slot in begun
+    }
+
+    def check(batch: AttentionBatch, spans: list[tuple[int, int, int, int]]) -> None:
+        """Of (slot, start, count, right): as many as are right come out right, whatever the others are."""
+        parts, mixed = [], []
+        for slot, start, count, right in spans:
+            known = sequences.get(slot, random_rows(1)), inputs.get(slot, mixed_of(1))
+            wrong = random_rows(count - right), mixed_of(count - right)
+            parts += [known[0].span(start, start + right), wrong[0]]
+            mixed += [known[1][start : start + right], wrong[1]]
+        read = delta_rule(DeltaRows(*map(torch.cat, zip(*parts, strict=True))), states, batch, pending)
+        found, first = (read, convolve(torch.cat(mixed), taps, columns, batch)), 0
+        for slot, start, count, right in spans:
+            for ours, theirs in zip(found, wanted.get(slot, ()), strict=False):
+                torch.testing.assert_close(
+                    ours[first : first + right], theirs[start : start + right], atol=1e-5, rtol=0
+                )
+            first += count
+
+    check(batch_of((4, 0, 5)), [(4, 0, 5, 5)])
+    for _ in range(20):
+        counts = {slot: random.randint(1, most) for slot in begun}
+        spans = [(slot, start, counts[slot], random.randint(1, min(4, counts[slot]))) for slot, start in begun.items()]
+        spans = [(PLACES - 1, 0, 1, 1), (PLACES - 1, 0, 1, 1), *spans, (PLACES - 1, 0, 1, 1)]
+        rows = [(slot, start + at) for slot, start, count, _ in spans for at in range(count)]
+        slots, positions = (torch.tensor(column) for column in zip(*rows, strict=True))
+        check(AttentionBatch(torch.empty(0), DecodeRows(torch.empty(PLACES, 1), slots, positions), []), spans)
+        begun = {slot: start + right for slot, start, _, right in spans if slot in begun}
+    check(
+        batch_of(*((slot, start, 20) for slot, start in begun.items())),
+        [(slot, start, 20, 20) for slot, start in begun.items()],
+    )
+
+
+def mixed_of(tokens: int) -> Tensor:
+    return torch.randn(tokens, CHANNELS)

@@ -42,3 +42,24 @@ def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: f
     for rows in (32, 128):
         for position in range(3):
             nets.check([(place, position, 1) for place in range(rows)], atol, quantised)
+
+
+@pytest.mark.parametrize(("dtype", "quantised", "atol"), CASES)
+@pytest.mark.parametrize("v_heads", [16, 32, 48])
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_rows_of_drafts_of_nets_of_real_size_on_a_gpu(
+    dtype: torch.dtype, quantised: bool, atol: float, v_heads: int
+) -> None:
+    """One to nine rows of a sequence, which goes on behind any of them, beside prompts, and rows that fill up."""
+    from tests.kernels.delta_nets import Nets, random_net
+
+    torch.manual_seed(0)
+    nets = Nets(random_net((16, v_heads), (128, 128), 4, dtype, "cuda"), 40, pending=9)
+    filling = (nets.spare, 0, 1)
+    nets.check([(3, 0, 1), filling, filling, (2, 0, 9), (0, 0, 4), (1, 0, 10), (4, 0, 300)], atol, quantised)
+    nets.check([(3, 1, 4), filling, (2, 4, 9), (0, 3, 2), (1, 10, 1), (4, 300, 6), filling], atol, quantised)
+    nets.check([(3, 3, 7), (2, 13, 1), (4, 301, 65), (1, 11, 20)], atol, quantised)
+    nets.check([(3, 4, 1), (1, 31, 2), (2, 14, 8), (4, 366, 1), filling, (0, 0, 5)], atol, quantised)
+    for step in range(4):
+        nets.check([(place, step * (1 + place % 4), 4 + (place + step) % 6) for place in range(32)], atol, quantised)

@@ -1,4 +1,4 @@
-"""Gated delta nets in graphs: rows that fill up touch no state but the spare one, and drafts go as prompts do."""
+"""Gated delta nets in graphs: rows that fill up touch no state, and drafts are rows of one token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
+from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan
-from phalanx.runtime.graphs import DecodeGraphs
+from phalanx.runtime.graphs import DecodeGraphs, Replayed
 from phalanx.runtime.prompt_graphs import PromptGraphs, lay_out, size_for
 from phalanx.runtime.runner import TorchRunner
 from tests.conftest import NEW_TOKENS, Reference
+from tests.drafts import Rememberer
 from tests.runtime.replays import Repeater
 
 TIGHT = {"max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 40, "max_model_len": 160, "max_num_seqs": 6}
@@ -40,6 +42,44 @@ def test_padded_steps_give_the_tokens_of_transformers(
         group, tokens = runner.model.place.group, runner.limits[1]
         runner.prompt_graphs = PromptGraphs(runner.model, runner.batch, Repeater(group), tokens)
         check_answers(llm, reference)
+
+
+ON_GPU = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_rows_of_drafts_run_in_graphs_of_decodes(
+    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """With drafts that come true and such that do not. On a CPU graphs run anew where they would be replayed."""
+    reference, run = references("qwen3_5_text"), DecodeGraphs.run
+    plans: list[StepPlan] = []
+
+    def noted(graphs: DecodeGraphs, plan: StepPlan, drawn: bool) -> Replayed:
+        plans.append(plan)
+        return run(graphs, plan, drawn)
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    options = {"device": device, "dtype": "fp32", "speculate": "ngram", **TIGHT}
+    with LLM(reference.folder, progress=False, **options) as llm:
+        runner, scheduler = llm.engine.runner, llm.engine.scheduler
+        assert isinstance(runner, TorchRunner)
+        scheduler.speculation = None
+        plain = [answer.token_ids for answer in llm.generate(reference.prompts, GREEDY)]
+        known = {tuple(prompt): tokens for prompt, tokens in zip(reference.prompts, plain, strict=True)}
+        scheduler.speculation = speculation = Speculation(Rememberer(known, 0.7), 3)
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        if device == "cpu":
+            runner.graphs = DecodeGraphs(runner.model, runner.batch)
+            runner.graphs.recorder = Repeater(runner.model.place.group)
+        plans.clear()
+        check_answers(llm, reference)
+    assert 0 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
+    assert sum(samples > 1 for plan in plans for samples in plan.samples) > 0.5 * speculation.totals.drafts
+    assert max(count for plan in plans for count in plan.counts) == 4
 
 
 def test_drafts_that_go_as_prompts_have_room_for_all_their_tokens() -> None:

@@ -25,9 +25,10 @@ from phalanx.plan.simulate import StepPrice
 from phalanx.plan.tuning import Rung, Setting, Value
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import cache_layout
+from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.start import start_engine
 from phalanx.spec.workload import Workload
-from phalanx.weights.checkpoint import Checkpoint, locate
+from phalanx.weights.checkpoint import locate
 
 Tell = Callable[[str], None]
 
@@ -64,9 +65,10 @@ class Bench:
         self.seconds = seconds
         self.deadline = deadline
         self.tell = tell
-        self._config = msgspec.structs.replace(config, max_model_len=traffic.load.longest + 1)
+        longest = traffic.load.longest + 1
+        self._config = msgspec.structs.replace(config, max_model_len=longest, speculate="ngram")
         path = locate(config.model)
-        self._spec = Checkpoint(path, config.load_format).spec
+        self._spec = open_checkpoint(self._config, path).spec
         tell("Loading")
         self._loaded = start_engine(self._config, path, progress=lambda done, total: None)
 

@@ -117,7 +117,9 @@ class Drafting:
         return proven
 
     def _settle(self, row: Drafted, accepted: int) -> None:
-        """Take back what was computed behind the last draft that came true. A state is taken back as a whole."""
+        """Take back what was computed behind the last draft that came true. A state with a twin is taken back as a
+        whole.
+        """
         request, rejected = row.request, len(row.drafts) - accepted
         request.pending -= rejected
         request.drafted = (request.drafted[0] + accepted, request.drafted[1] + rejected)
@@ -126,7 +128,7 @@ class Drafting:
         self.speculation.verified(request, len(row.drafts), accepted)
         if request.phase is Phase.RUNNING:
             request.untold = True
-            request.rewound = self._roster.caches.layout.states and rejected > 0
+            request.rewound = bool(self._roster.caches.layout.twins) and rejected > 0
             request.computed = row.start if request.rewound else request.computed - rejected
             self._roster.ready[request.id] = request
 
@@ -148,7 +150,7 @@ class Drafting:
         """A row of all tokens that are to be computed, and drafts. It is read before the request goes on."""
         agenda.constrained |= request.matcher is not None
         slot, start, layout = _slot(request), request.computed, self._roster.caches.layout
-        if layout.states:
+        if layout.twins:
             twin = layout.twins[slot]
             agenda.restored.append((twin, slot) if request.rewound else (slot, twin))
         self._tell(agenda, request, drafts)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, Pending
 from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.tiling import DecodeRows
 
 _LEAST_SQUARES = 1e-6
 
@@ -40,27 +41,35 @@ def delta_net(
     columns: Tensor,
     batch: AttentionBatch,
     quantised: bool = False,
+    pending: Pending | None = None,
 ) -> Tensor | Quantised:
     """What a net makes of its projections, [tokens, v_heads * v_dim], as its last product takes it; a GPU brings it to
     FP8 if asked.
 
     `qkvz` are queries, keys, values and gates, `rates` what betas and decays come from. `states` and `columns`, which
-    lie by place, go on from there.
+    lie by place, go on from there. Only with `pending` rows of one token may be several of a sequence, as many as there
+    is room for: then it may go on behind any of them.
     """
     if qkvz.is_cuda:
         from phalanx.kernels.gpu import delta as gpu
 
-        return gpu.delta_net(qkvz, rates, net, states, columns, batch.decode, batch.tiles, quantised)
-    return delta_net_torch(qkvz, rates, net, states, columns, batch)
+        return gpu.delta_net(qkvz, rates, net, states, columns, batch.decode, batch.tiles, quantised, pending)
+    return delta_net_torch(qkvz, rates, net, states, columns, batch, pending)
 
 
 def delta_net_torch(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, batch: AttentionBatch
+    qkvz: Tensor,
+    rates: Tensor,
+    net: DeltaWeights,
+    states: Tensor,
+    columns: Tensor,
+    batch: AttentionBatch,
+    pending: Pending | None = None,
 ) -> Tensor:
     """The definition."""
     channels = sum(net.widths)
     mixed = convolve(qkvz[:, :channels], net.taps.t().float(), columns, batch)
-    read = delta_rule(rows_of(mixed, rates, net), states, batch)
+    read = delta_rule(rows_of(mixed, rates, net), states, batch, pending)
     gate = qkvz[:, channels:].view(read.shape)
     return gated_norm(read, gate, net.norm, net.eps, qkvz.dtype).flatten(1)
 
@@ -92,25 +101,36 @@ def rows_of(mixed: Tensor, rates: Tensor, net: DeltaWeights) -> DeltaRows:
 def convolve(x: Tensor, taps: Tensor, kept: Tensor, batch: AttentionBatch) -> Tensor:
     """SiLU of each channel's sum over its last tokens: x is [tokens, channels], taps [kernel, channels].
 
-    `kept` is [places, kernel, channels]: the last tokens of a sequence, each at its position modulo the kernel. So
-    there is room for a token while those before it are still looked at.
+    `kept` is [places, ring, channels]: the last tokens of a sequence, each at its position modulo the ring. There is
+    room for the tokens of a step while those before it are still looked at, and when it goes on before its last ones.
     """
-    out, kernel = torch.empty_like(x), len(taps)
+    out, kernel, ring = torch.empty_like(x), len(taps), kept.shape[1]
     back = torch.arange(1 - kernel, 0, device=x.device)
     if batch.decode is not None:
         slots, positions = batch.decode.slots, batch.decode.positions
         before = _looked_back(kept[slots], positions[:, None] + back)
+        if ring > kernel:
+            before = _with_own(before, x, back, batch.decode)
         window = torch.cat((before, x[: len(positions), None]), 1)
         out[: len(positions)] = _weigh(window.transpose(0, 1), taps, x.dtype)
-        kept[slots, positions % kernel] = x[: len(positions)]
+        kept[slots, positions % ring] = x[: len(positions)]
     for row in prompts_of(batch):
         span = slice(row.first, row.first + row.count)
         before = _looked_back(kept[row.slot][None], row.start + back[None])[0]
         seen = torch.cat((before, x[span]))
         out[span] = _weigh(seen.unfold(0, row.count, 1).movedim(-1, 1), taps, x.dtype)
         last = torch.arange(max(0, row.count - kernel), row.count, device=x.device)
-        kept[row.slot, (row.start + last) % kernel] = x[row.first + last]
+        kept[row.slot, (row.start + last) % ring] = x[row.first + last]
     return out
+
+
+def _with_own(before: Tensor, x: Tensor, back: Tensor, decode: DecodeRows) -> Tensor:
+    """What rows look back on, with the rows before them where these are of the same sequence."""
+    firsts, counts = decode.sequences
+    row = torch.arange(len(decode.slots), device=x.device)
+    looked_at = row[:, None] + back
+    own = looked_at >= firsts.repeat_interleave(counts)[:, None]
+    return torch.where(own[..., None], x[looked_at.clamp(min=0)], before)
 
 
 def _looked_back(kept: Tensor, positions: Tensor) -> Tensor:
@@ -127,16 +147,23 @@ def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
     return F.silu(total.to(dtype))
 
 
-def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch) -> Tensor:
+def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch, pending: Pending | None = None) -> Tensor:
     """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there."""
     out = torch.empty_like(rows.v)
     if batch.decode is not None:
         slots, positions = batch.decode.slots, batch.decode.positions
-        begun = _begun(states[slots], positions)
-        out[: len(positions)], states[slots] = delta_step(rows.span(0, len(positions)), begun)
+        few = rows.span(0, len(positions))
+        if pending is None:
+            out[: len(positions)], states[slots] = delta_step(few, _begun(states[slots], positions))
+        else:
+            out[: len(positions)] = delta_rows(few, states, batch.decode, pending)
     for row in prompts_of(batch):
         state = states[row.slot] if row.start else torch.zeros_like(states[row.slot])
         stop = row.first + row.count
+        if pending is not None:
+            slot, start = (torch.tensor([number], device=state.device) for number in (row.slot, row.start))
+            state = _caught_up(state[None], pending, slot, start)[0]
+            pending.since[row.slot] = row.start + row.count
         out[row.first : stop], states[row.slot] = delta_prompt(rows.span(row.first, stop), state)
     return out
 
@@ -155,27 +182,76 @@ def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.q[..., None, :] @ states)[..., 0, :], states
 
 
+def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pending) -> Tensor:
+    """A few tokens of each sequence: what each reads. What they do to the states stays pending.
+
+    Sequences are filled up to the longest of them with any tokens: nobody looks at what comes behind.
+    """
+    firsts, counts = decode.sequences
+    slots, positions = decode.slots[firsts], decode.positions[firsts]
+    state = _caught_up(_begun(states[slots], positions), pending, slots, positions)
+    states[slots], pending.since[slots] = state, positions.to(torch.int32)[:, None, None]
+    number = torch.arange(int(counts.max()), device=slots.device)
+    known = number < counts[:, None]
+    each = (firsts[:, None] + number).clamp(max=len(decode.slots) - 1)
+    filled = DeltaRows(*(part[each].transpose(1, 2) for part in rows))
+    read, moved = (part.transpose(1, 2)[known] for part in _solved(filled, state))
+    update = torch.cat((rows.k, moved, rows.decay[..., None]), -1)
+    pending.updates[decode.slots, decode.positions % pending.tokens] = update
+    return read
+
+
+def _caught_up(states: Tensor, pending: Pending, slots: Tensor, positions: Tensor) -> Tensor:
+    """States of these slots, overwritten with what they are before these positions: with the updates that stand."""
+    begin = torch.maximum(pending.since[slots, 0, 0], positions - pending.tokens)
+    most = int((positions - begin).max())
+    if most <= 0:
+        return states
+    at = begin[:, None] + torch.arange(most, device=slots.device)
+    entries = pending.updates[slots[:, None], at % pending.tokens]
+    entries.masked_fill_((at >= positions[:, None])[..., None, None], 0.0)
+    k, moved, decay = entries.transpose(1, 2).split((*states.shape[2:], 1), -1)
+    return _moved_on(states, k, moved, decay[..., 0])
+
+
 def delta_prompt(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence in order: what each reads, and the state behind the last."""
+    """The tokens of one sequence in order: what each reads, and the state behind the last, which is the one given,
+    overwritten.
+    """
     read = []
     for first in range(0, len(rows.q), CHUNK):
-        out, state = _delta_chunk(rows.span(first, first + CHUNK), state)
-        read.append(out)
+        chunk = DeltaRows(*(part.transpose(0, 1) for part in rows.span(first, first + CHUNK)))
+        out, moved = _solved(chunk, state)
+        state = _moved_on(state, chunk.k, moved, chunk.decay)
+        read.append(out.transpose(0, 1))
     return torch.cat(read), state
 
 
-def _delta_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What a token corrects depends on all corrections before it: a triangular system, solved for all at once."""
-    q, k, v, decay, beta = (part.transpose(0, 1) for part in rows)
-    since = decay.cumsum(1)
-    later = torch.ones(len(rows.q), len(rows.q), dtype=torch.bool, device=q.device).triu_(1)
-    between = (since[:, :, None] - since[:, None, :]).masked_fill_(later, float("-inf")).exp_()
-    fade, rest = since.exp()[..., None], (since[:, -1:] - since).exp()[..., None]
-    corrected = (k @ k.transpose(1, 2)) * between * beta[..., None]
-    wrong = (v - (k * fade) @ state) * beta[..., None]
+def _solved(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What tokens read and what they move the state by, each [..., heads, tokens, v_dim] as all that is given.
+
+    What a token corrects depends on all corrections before it: a triangular system, solved for all at once.
+    """
+    q, k, v, decay, beta = rows
+    since = decay.cumsum(-1)
+    later = torch.ones(since.shape[-1], since.shape[-1], dtype=torch.bool, device=q.device).triu_(1)
+    between = (since[..., :, None] - since[..., None, :]).masked_fill_(later, float("-inf")).exp_()
+    fade = since.exp()[..., None]
+    corrected = (k @ k.mT) * between * beta[..., None]
+    by_query, by_key = (torch.cat((q * fade, k * fade), -2) @ state).chunk(2, -2)
+    wrong = (v - by_key) * beta[..., None]
     moved = torch.linalg.solve_triangular(corrected, wrong, upper=False, unitriangular=True)
-    read = (q * fade) @ state + ((q @ k.transpose(1, 2)) * between) @ moved
-    return read.transpose(0, 1), state * fade[:, -1:] + (k * rest).transpose(1, 2) @ moved
+    return by_query + ((q @ k.mT) * between) @ moved, moved
+
+
+def _moved_on(state: Tensor, k: Tensor, moved: Tensor, decay: Tensor) -> Tensor:
+    """The state behind tokens that move it by so much, which is the one given, overwritten."""
+    since = decay.cumsum(-1)
+    rest = (since[..., -1:] - since).exp()[..., None]
+    state.mul_(since[..., -1].exp()[..., None, None])
+    each, *parts = (part.flatten(end_dim=-3) for part in (state, (k * rest).mT, moved))
+    each.baddbmm_(*parts)
+    return state
 
 
 def unit_length(x: Tensor) -> Tensor:

@@ -28,3 +28,20 @@ class DeltaWeights(NamedTuple):
         """Channels of queries, keys and values."""
         key = self.k_heads * self.k_dim
         return key, key, self.v_heads * self.v_dim
+
+
+class Pending(NamedTuple):
+    """What the last tokens of sequences do to their states, kept beside these until it is known which tokens stand:
+    those that were guessed may be wrong.
+
+    A state is as it was before position `since` of its sequence: [places, v_heads, v_dim], the same for all columns of
+    a head. `updates` are [places, tokens, v_heads, k_dim + v_dim + 1]: a token's at its position modulo their number,
+    its key, what it moves the state by there, and the logarithm of what it leaves of it.
+    """
+
+    updates: Tensor
+    since: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.updates.shape[1]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 PROMPT_TILE = 128
@@ -40,6 +41,7 @@ def is_uneven(lengths: Sequence[int], kv_heads: int) -> bool:
 @dataclass(frozen=True)
 class DecodeRows:
     """Rows that are the last token of their sequence, as far as they see: they come first and run as one product.
+    Several of one sequence lie together. Rows of the last slot fill up, and are each on their own.
 
     `tables` are the blocks of all slots, whatever their number; only `blocks` of each are looked at, where that is
     known. `uneven` says that some are much longer than the others, which is known where they are planned.
@@ -55,6 +57,15 @@ class DecodeRows:
     def block_table(self) -> Tensor:
         """The blocks of each row, gathered."""
         return self.tables[self.slots, : self.blocks].long()
+
+    @cached_property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """The first row of each sequence, and how many it has."""
+        slots = self.slots
+        begins = torch.ones_like(slots, dtype=torch.bool)
+        begins[1:] = (slots[1:] != slots[:-1]) | (slots[1:] == len(self.tables) - 1)
+        firsts = begins.nonzero()[:, 0]
+        return firsts, torch.diff(firsts, append=firsts.new_tensor([len(slots)]))
 
 
 @dataclass(frozen=True)

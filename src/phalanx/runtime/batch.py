@@ -110,6 +110,7 @@ class Batch:
         device: torch.device,
         groups: int = 1,
         states: bool = False,
+        goes_back: bool = True,
         whole_prompts: bool = False,
         token_by_token: bool = False,
         token_blocks: int = 0,
@@ -117,6 +118,7 @@ class Batch:
         self.block_size = block_size
         self.token_by_token = token_by_token
         self.states = states
+        self._goes_back = goes_back
         self._whole_prompts = whole_prompts or device.type == "cpu"
         self.device = device
         self.occupants: list[Occupant | None] = [None] * slots
@@ -179,13 +181,13 @@ class Batch:
     def singles(self, plan: StepPlan) -> int:
         """The first rows of a plan, which are computed token by token, as if each were the only one of its sequence.
 
-        A state takes the tokens of a row one after the other: there a row of drafts is like a prompt. With
+        A state that cannot go back takes the tokens of a row as one: there a row of drafts is like a prompt. With
         `token_by_token` prompts are computed so too: a token has the same bits however its prompt is cut.
         """
         if self.token_by_token:
             return len(plan.counts)
         of_one = plan.counts.count(1)
-        return of_one if self.states else of_one + sum(wanted > 1 for wanted in plan.samples)
+        return of_one + sum(wanted > 1 for wanted in plan.samples) if self._goes_back else of_one
 
     def send(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Whole numbers to the device in one copy that nobody waits for."""

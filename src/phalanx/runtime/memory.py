@@ -17,6 +17,7 @@ from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner, is_out_of_memory
 from phalanx.runtime.warm_up import all_graphs, build, largest_graphs, rehearse
+from phalanx.spec import ModelSpec
 from phalanx.spec.cache import StatePlaces
 from phalanx.spec.step_memory import KEPT_FREE, SYSTEM_SHARE, layer_bytes, score_bytes
 
@@ -113,7 +114,7 @@ def _beside_the_most(config: EngineConfig, model: Decoder) -> tuple[int, int]:
     """
     place, longest = model.place, longest_sequence(config, model)
     model.allocate_cache(1, config.block_size)
-    model.allocate_states(state_places(config).total)
+    model.allocate_states(state_places(config, place.spec).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, longest, config.drafts)
     worst, sketch, largest = worst_step(*runner.limits, place.spec.vocab), model.sketch(), largest_graphs(runner)
 
@@ -157,12 +158,13 @@ def longest_sequence(config: EngineConfig, model: Decoder) -> int:
 
 def needed_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:
     """What a step takes, and beside it all states, whatever the lengths of their sequences."""
-    places = state_places(config, rows)
+    places = state_places(config, model.place.spec, rows)
     return step_bytes(config, model, tokens, rows) + places.total * model.state_bytes_per_place
 
 
-def state_places(config: EngineConfig, rows: int | None = None) -> StatePlaces:
-    return StatePlaces.of(rows or config.max_num_seqs, config.prefix_caching, config.speculate != "off")
+def state_places(config: EngineConfig, spec: ModelSpec, rows: int | None = None) -> StatePlaces:
+    with_twins = config.speculate != "off" and not spec.goes_back
+    return StatePlaces.of(rows or config.max_num_seqs, config.prefix_caching, with_twins)
 
 
 def step_bytes(config: EngineConfig, model: Decoder, tokens: int, rows: int) -> int:

@@ -47,7 +47,7 @@ class Sizes(msgspec.Struct, frozen=True):
 def cache_layout(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> CacheLayout:
     reaches = tuple(group.reach for group in spec.window_groups)
     ids = 0 if spec.keeps_all_tokens else token_blocks(config.max_num_seqs, max_model_len, config.block_size)
-    return CacheLayout(reaches, spec.has_states, *state_places(config), ids)
+    return CacheLayout(reaches, spec.has_states, *state_places(config, spec), ids)
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -281,7 +281,7 @@ def agree_on_sizes(config: EngineConfig, spec: ModelSpec, blocks: list[int]) -> 
 def make_runner(config: EngineConfig, model: Decoder, sizes: Sizes) -> TorchRunner:
     """The rank's runner, warmed up as the config says. All ranks have to call this at once."""
     model.allocate_cache(sizes.num_blocks, config.block_size)
-    model.allocate_states(state_places(config).total)
+    model.allocate_states(state_places(config, model.place.spec).total)
     runner = TorchRunner(model, config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, config.drafts)
     if config.canary:
         runner.weights = WeightWatch(model)

@@ -97,6 +97,7 @@ class TorchRunner:
             model.place.device,
             groups=1 + len(spec.window_groups),
             states=spec.has_states,
+            goes_back=spec.goes_back,
             whole_prompts=spec.has_states and not model.in_graphs,
             token_by_token=model.place.units is not None,
             token_blocks=0 if spec.keeps_all_tokens else token_blocks(slots, max_model_len, model.block_size),

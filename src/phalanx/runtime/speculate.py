@@ -31,6 +31,8 @@ def settle(config: EngineConfig, model_path: Path) -> EngineConfig:
 def open_checkpoint(config: EngineConfig, model_path: Path) -> Checkpoint:
     """A checkpoint with what drafts for it: its own head, or a companion."""
     checkpoint = Checkpoint(model_path, config.load_format)
+    if config.speculate != "off":
+        checkpoint.spec = checkpoint.spec.going_back(1 + config.most_drafts)
     if config.speculate == "mtp" and not checkpoint.has_draft_head:
         lacks = "its files lack the tensors" if checkpoint.spec.head else "its config.json tells of none"
         raise ConfigError("no_draft_head", f"{model_name(model_path)} has no head that drafts: {lacks}.", _OTHERWISE)

@@ -25,7 +25,8 @@ class LayerCache:
     """What a layer keeps of a sequence, over all ranks.
 
     `heads * width` numbers for every `ratio` tokens, of the last `reach` tokens at most, and `state_bytes` whatever the
-    length. A latent has one head, which every rank keeps.
+    length. A latent has one head, which every rank keeps. `goes_back`: a sequence may go on before the last tokens that
+    what it keeps whatever its length has seen.
     """
 
     kind: CacheKind
@@ -34,6 +35,7 @@ class LayerCache:
     reach: int | None = None
     state_bytes: int = 0
     ratio: int = 1
+    goes_back: bool = False
 
     def block_numbers(self, block_size: int) -> int:
         """Numbers that a block of so many tokens has room for: where `ratio` is larger, those of one entry."""
@@ -51,17 +53,17 @@ class LayerCache:
 class StatePlaces(NamedTuple):
     """The places of states behind those of the sequences and the one for rows that only fill up a batch.
 
-    Those that belong to prefixes, and those for states as they were before drafts, as many of each as sequences may
-    run.
+    Those that belong to prefixes, and those for states as they were before drafts, where states cannot go back, as many
+    of each as sequences may run.
     """
 
     snapshots: range
     twins: range
 
     @classmethod
-    def of(cls, sequences: int, prefix_caching: bool, speculates: bool) -> StatePlaces:
+    def of(cls, sequences: int, prefix_caching: bool, with_twins: bool) -> StatePlaces:
         end = sequences + 1 + (sequences if prefix_caching else 0)
-        return cls(range(sequences + 1, end), range(end, end + (sequences if speculates else 0)))
+        return cls(range(sequences + 1, end), range(end, end + (sequences if with_twins else 0)))
 
     @property
     def total(self) -> int:

@@ -14,7 +14,8 @@ class DeltaNet:
     """Dealt by key heads, each with the value heads that share it.
 
     `grouped`: checkpoints keep all projections of a key head together, in two tensors; otherwise queries, keys and
-    values one after the other, and the rest on its own.
+    values one after the other, and the rest on its own. Of the last tokens, `pending` at most, what they do to a state
+    is kept beside it: it can go on before any of them, since drafts may be wrong. With 0 it cannot.
     """
 
     k_heads: int
@@ -24,6 +25,7 @@ class DeltaNet:
     kernel: int
     grouped: bool = False
     module: str = "linear_attn"
+    pending: int = 0
 
     latent = False
     rope = None
@@ -48,13 +50,21 @@ class DeltaNet:
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
     @property
+    def ring(self) -> int:
+        """Columns that are kept: those that the convolution looks back on, and those of a step."""
+        return self.kernel - 1 + max(1, self.pending)
+
+    @property
     def state_bytes(self) -> int:
-        """The recurrent state in float32, and in bf16 the last columns, as many as the convolution has taps."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.kernel
+        """The recurrent state in float32 and in bf16 the last columns; what is pending, and since which position."""
+        kept = 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.ring
+        if not self.pending:
+            return kept
+        return kept + 4 * self.v_heads * (self.pending * (self.k_dim + self.v_dim + 1) + self.v_dim)
 
     @property
     def cache(self) -> LayerCache:
-        return LayerCache("state", state_bytes=self.state_bytes)
+        return LayerCache("state", state_bytes=self.state_bytes, goes_back=self.pending > 0)
 
     def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
         path = f"{prefix}{self.module}."

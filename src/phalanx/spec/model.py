@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
+from phalanx.spec.delta import DeltaNet
 from phalanx.spec.draft_head import DraftHead
 from phalanx.spec.ffn import Moe
 from phalanx.spec.formats import FORMATS, PLAIN, NumberFormat
@@ -180,6 +181,21 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether some layer keeps something of a sequence that does not lie in blocks of its tokens."""
         return any(cache.state_bytes for cache in self.caches)
+
+    @cached_property
+    def goes_back(self) -> bool:
+        """Whether all such layers can go on before the last tokens they have seen."""
+        return all(cache.goes_back for cache in self.caches if cache.state_bytes)
+
+    def going_back(self, tokens: int) -> ModelSpec:
+        """The same model, whose recurrent states can go back by so many tokens."""
+        layers = (
+            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, pending=tokens))
+            if isinstance(layer.mixer, DeltaNet)
+            else layer
+            for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=tuple(layers))
 
     @cached_property
     def recurrent_bytes(self) -> int:

@@ -34,6 +34,14 @@ def rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: tl.constexpr)
 
 
 @triton.jit
+def updated(state, entry, i, j, some_k, some_v, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Rows `i` and columns `j` of a state, once an update that was pending is made."""
+    k = tl.load(entry + i, mask=some_k, other=0.0)
+    moved = tl.load(entry + K_DIM + j, mask=some_v, other=0.0)
+    return state * tl.exp(tl.load(entry + K_DIM + V_DIM)) + k[:, None] * moved[None, :]
+
+
+@triton.jit
 def gate_and_store(
     read, gate, norm, out, out_scales, row, known, rows, head, eps,
     V_HEADS: tl.constexpr, V_DIM: tl.constexpr, QUANTISED: tl.constexpr, LARGEST: tl.constexpr,

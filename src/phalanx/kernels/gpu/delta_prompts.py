@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, Pending
 from phalanx.kernels.fp8 import LARGEST, Quantised
-from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu
+from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.shared_memory import is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
@@ -38,7 +38,8 @@ def _tile(tiles, number):
 @triton.jit
 def _convolve(
     qkvz, taps, columns, tiles, mixed, stride,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of some rows of a tile, from this step's tokens, and from those kept where the tile begins it."""
     let_next_start()
@@ -51,7 +52,7 @@ def _convolve(
         return
     known = (r < count) & (channel < CHANNELS)
     new = qkvz + (first + r) * stride + channel
-    ring = columns + place * (KERNEL * CHANNELS) + channel
+    ring = columns + place * (RING * CHANNELS) + channel
     begun = (start + part * ROWS - begins) < KERNEL
     total = tl.zeros([ROWS, WIDE], tl.float32)
     for tap in tl.static_range(KERNEL):
@@ -59,7 +60,7 @@ def _convolve(
         seen = tl.load(new - (KERNEL - 1 - tap) * stride, mask=known & (at >= begins), other=0.0)
         if begun:
             kept = (at >= 0) & (at < begins)
-            seen += tl.load(ring + (at % KERNEL) * CHANNELS, mask=known & kept, other=0.0)
+            seen += tl.load(ring + (at % RING) * CHANNELS, mask=known & kept, other=0.0)
         weight = tl.load(taps + channel * KERNEL + tap, mask=channel < CHANNELS, other=0.0)
         total += seen.to(tl.float32) * weight.to(tl.float32)
     tl.store(mixed + (first + r) * CHANNELS + channel, silu(total, mixed.dtype.element_ty), mask=known)
@@ -153,21 +154,22 @@ def _solve(
 @triton.jit
 def _keep(
     qkvz, columns, place, row_of_zero, begins, end, channel, known, stride,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """The last tokens of a sequence, for those that come behind this step."""
     for back in tl.static_range(1, KERNEL + 1):
         at = end - back
         there = known & (at >= begins)
         new = tl.load(qkvz + (row_of_zero + at) * stride + channel, mask=there, other=0.0)
-        tl.store(columns + (place * KERNEL + at % KERNEL) * CHANNELS + channel, new, mask=there)
+        tl.store(columns + (place * RING + at % RING) * CHANNELS + channel, new, mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _go_along(
-    qkvz, mixed, corrections, weights, facts, tiles, states, columns, out, tokens, stride,
+    qkvz, mixed, corrections, weights, facts, tiles, states, columns, updates, state_since, out, tokens, stride,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    K: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    RING: tl.constexpr, PENDING: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state, from the first to the last token that a sequence has in this step.
 
@@ -190,6 +192,15 @@ def _go_along(
     inside = some_k[:, None] & some_v[None, :]
     spot = states + (place * V_HEADS + head) * (K_DIM * V_DIM) + d[:, None] * V_DIM + v[None, :]
     state = tl.load(spot, mask=inside & (begins > 0), other=0.0)
+    if PENDING:
+        size: tl.constexpr = K_DIM + V_DIM + 1
+        log = updates + (place * (PENDING * V_HEADS) + head) * size
+        reached = state_since + (place * V_HEADS + head) * V_DIM + v
+        made = tl.maximum(tl.max(tl.load(reached, mask=some_v, other=0), 0), begins - PENDING)
+        for at in range(made, begins):
+            state = updated(state, log + (at % PENDING) * (V_HEADS * size), d, v, some_k, some_v, K_DIM, V_DIM)
+        tl.debug_barrier()  # several threads may have loaded what one of them writes
+        tl.store(reached, end, mask=some_v)
     for at in range(begins, end, CHUNK):
         known = at + c < end
         row = row_of_zero + at + c
@@ -217,13 +228,14 @@ def _go_along(
     tl.store(spot, state, mask=inside)
     first_value: tl.constexpr = 2 * K_HEADS * K_DIM
     _keep(
-        qkvz, columns, place, row_of_zero, begins, end, first_value + head * V_DIM + v, some_v, stride, channels, KERNEL
-    )
+        qkvz, columns, place, row_of_zero, begins, end, first_value + head * V_DIM + v, some_v, stride, channels,
+        KERNEL, RING,
+    )  # fmt: skip
     if (head % shared == 0) & (part == 0):
-        _keep(qkvz, columns, place, row_of_zero, begins, end, key * K_DIM + d, some_k, stride, channels, KERNEL)
+        _keep(qkvz, columns, place, row_of_zero, begins, end, key * K_DIM + d, some_k, stride, channels, KERNEL, RING)
         _keep(
             qkvz, columns, place, row_of_zero, begins, end, (K_HEADS + key) * K_DIM + d, some_k, stride, channels,
-            KERNEL,
+            KERNEL, RING,
         )  # fmt: skip
 
 
@@ -251,11 +263,13 @@ def _gate(
 
 
 def go_on(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, cut: PrefillTiles,
-    out: Tensor | Quantised,
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: Pending | None,
+    cut: PrefillTiles, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """The rows of prompts, into theirs of `out`. Nothing here asks the host."""
-    tokens, count, channels, kernel = len(qkvz), len(cut.tiles), sum(net.widths), net.taps.shape[1]
+    tokens, count, channels = len(qkvz), len(cut.tiles), sum(net.widths)
+    convolution = {"KERNEL": net.taps.shape[1], "RING": columns.shape[1]}
+    updates, since = pending or (None, None)
     wide: dict[str, Any] = {"dtype": torch.float32, "device": qkvz.device}
     chunk = CHUNK if qkvz.element_size() < 4 or is_roomy() else CHUNK // 2
     mixed, read = (qkvz.new_empty(tokens, width) for width in (channels, net.widths[2]))
@@ -266,7 +280,7 @@ def go_on(
     k, v = (max(16, triton.next_power_of_2(width)) for width in (net.k_dim, net.v_dim))
     parts, chunks, early = PROMPT_TILE // ROWS_AT_ONCE, PROMPT_TILE // chunk, starts_early()
     _convolve[(triton.cdiv(channels, CHANNELS_AT_ONCE), count * parts)](
-        qkvz, net.taps, columns, cut.tiles, mixed, qkvz.stride(0), CHANNELS=channels, KERNEL=kernel, PARTS=parts,
+        qkvz, net.taps, columns, cut.tiles, mixed, qkvz.stride(0), CHANNELS=channels, **convolution, PARTS=parts,
         ROWS=ROWS_AT_ONCE, WIDE=CHANNELS_AT_ONCE, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _solve[(net.v_heads, count * chunks)](
@@ -275,9 +289,9 @@ def go_on(
     )  # fmt: skip
     values = min(v, VALUES_AT_ONCE)
     _go_along[(net.v_heads * (v // values), count)](
-        qkvz, mixed, corrections, weights, facts, cut.tiles, states, columns, read, tokens, qkvz.stride(0), **heads,
-        KERNEL=kernel, K=k, VALUES=values, PARTS=v // values, CHUNK=chunk, num_warps=4, num_stages=1,
-        launch_pdl=early,
+        qkvz, mixed, corrections, weights, facts, cut.tiles, states, columns, updates, since, read, tokens,
+        qkvz.stride(0), **heads, **convolution, PENDING=pending.tokens if pending else 0, K=k, VALUES=values,
+        PARTS=v // values, CHUNK=chunk, num_warps=4, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     given, scales = out if isinstance(out, Quantised) else (out, None)
     _gate[(net.v_heads, count * parts)](
