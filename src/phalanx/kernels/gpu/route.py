@@ -66,11 +66,14 @@ def _route(
         left = _in_best_groups(left, GROUPS, KEPT, BLOCK // GROUPS)
     best, where = tl.full([SLOTS], NOTHING, tl.float32), tl.zeros([SLOTS], tl.int32)
     for rank in tl.static_range(TOP):
+        highest = tl.max(left, 0)
         if TOLD:
             index = tl.load(told + row * TOP + rank).to(tl.int32)
         else:
-            index = tl.min(tl.where(left == tl.max(left, 0), expert, BLOCK), 0)
-        best = tl.where(slot == rank, tl.max(tl.where(expert == index, score, NOTHING), 0), best)
+            index = tl.min(tl.where(left == highest, expert, BLOCK), 0)
+        if TOLD or CORRECTED:
+            highest = tl.max(tl.where(expert == index, score, NOTHING), 0)
+        best = tl.where(slot == rank, highest, best)
         where = tl.where(slot == rank, index, where)
         left = tl.where(expert == index, NOTHING, left)
     taken = slot < TOP
