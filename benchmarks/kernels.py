@@ -54,6 +54,7 @@ from phalanx.kernels.gpu import (
     states,
     stream,
 )
+from phalanx.kernels.pairs import Pairs
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 from phalanx.spec.ffn import SILU, Router
@@ -224,9 +225,12 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
     x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
+    pairs = Pairs(some(32, 4096, dtype=dtype), 8)
     for form in (Form.FP8, Form.BOTH) if quantised else (Form.PLAIN,):
         yield lambda f=form: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, f)
         yield lambda f=form: rows.add_rms_norm(x, None, some(4096, dtype=torch.float32), 1e-5, f)
+        yield lambda f=form: rows.add_rms_norm(pairs, x.clone(), some(4096, dtype=dtype), 1e-5, f)
+    yield lambda: rows.sum_pairs(pairs)
     yield lambda: rows.gate_and_mul(gates, SILU, quantised)
     yield lambda: rows.sigmoid_and_mul(x, x.clone(), quantised)
     if quantised:
@@ -323,7 +327,7 @@ def _experts(form: Any, count: int) -> None:
     else:
         gate_up, down = (held(*form, *shape) for shape in shapes)
     chosen = (torch.arange(count * top) % number).view(count, top).int()
-    moe.fused_experts(
+    moe.expert_pairs(
         some(count, hidden), (gate_up, None), (down, None), some(count, top, dtype=torch.float32), chosen, SILU, False
     )
 

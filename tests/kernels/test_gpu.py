@@ -25,10 +25,26 @@ from phalanx.kernels.attention import (
     paged_attention,
 )
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.fp8 import Fp8Weight, InBoth, Quantised, dequantise, quantise_blocks, row_block_of
+from phalanx.kernels.fp8 import (
+    Activations,
+    Form,
+    Fp8Weight,
+    InBoth,
+    Quantised,
+    dequantise,
+    quantise_blocks,
+    row_block_of,
+)
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_both, add_rms_norm_quantised, add_rms_norm_torch
+from phalanx.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_both,
+    add_rms_norm_in,
+    add_rms_norm_quantised,
+    add_rms_norm_torch,
+)
+from phalanx.kernels.pairs import Pairs, summed, summed_torch
 from phalanx.kernels.quantise import quantise, quantise_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
@@ -276,6 +292,28 @@ def test_a_norm_in_both_forms_has_the_bits_of_each(rows: int, width: int, add: b
         assert torch.equal(alone.float(), wanted.float())
     for twin in twins:
         assert twin is None or torch.equal(twin, residual + x)
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(
+    ("rows", "top", "width"), [(1, 9, 2048), (3, 1, 77), (7, 4, 2880), (300, 8, 1000), (2, 9, 7168)]
+)
+def test_pairs_are_summed_up_on_the_way_into_a_norm(rows: int, top: int, width: int, form: Form) -> None:
+    """With the bits of a sum and a norm, one after the other."""
+    pairs, residual, weight = Pairs(randn(rows * top, width), top), randn(rows, width), randn(width)
+    total, kept, apart = summed(pairs), residual.clone(), residual.clone()
+    assert torch.equal(total, summed_torch(pairs))
+    found = add_rms_norm_in(form, pairs, kept, weight, 1e-5)
+    wanted = add_rms_norm_in(form, total, apart, weight, 1e-5)
+    assert torch.equal(kept, apart)
+    for given, meant in zip(tensors_of(found), tensors_of(wanted), strict=True):
+        assert torch.equal(given.float(), meant.float())
+
+
+def tensors_of(given: Activations) -> tuple[Tensor, ...]:
+    if isinstance(given, InBoth):
+        return given.plain, *given.in_fp8
+    return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
 def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
