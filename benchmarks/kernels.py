@@ -105,7 +105,7 @@ def whole(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
+def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF, fp8: bool = False) -> Iterator[Case]:
     shapes = [(16, 8, 256, None), (32, 8, 128, None), (64, 8, 64, some(64, dtype=torch.float32))]
     if dtype != HALF or cache_dtype != HALF:
         shapes = shapes[1:2] if dtype != HALF else shapes[:1]
@@ -115,15 +115,21 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[C
             qkv = some(count, heads + 2 * kv_heads, dim, dtype=dtype)
             places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
             out = some(count, heads, dim, dtype=dtype)
-            yield lambda q=qkv[:, :heads], c=cache, p=places, o=out, s=sinks: attention.decode_attention(
-                q, c, p, None, 0.1, o, sinks=s
-            )
+            in_fp8 = [rows.empty_quantised(count, heads * dim, out.device)] if dim == 128 and fp8 else []
+            for given in (out, *in_fp8):
+                yield lambda q=qkv[:, :heads], c=cache, p=places, o=given, s=sinks: attention.decode_attention(
+                    q, c, p, None, 0.1, o, sinks=s
+                )
         tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
         prompt = some(200, heads + 2 * kv_heads, dim, dtype=dtype)
         for window in (None,) if sinks is None else (64,):
-            yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
-                q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
-            )
+            in_fp8 = [rows.empty_quantised(200, heads * dim, prompt.device)] if dim == 128 and fp8 else []
+            for given in (some(200, heads, dim, dtype=dtype), *in_fp8):
+                yield (
+                    lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks, o=given: attention.prefill_attention(
+                        q, h, c, t, w, 0.1, o, sinks=s
+                    )
+                )
 
 
 def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -397,7 +403,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "choosing":
             yield from choosing()
         case "attention":
-            yield from _wide_and_half(lambda dtype: attending(dtype, dtype))
+            yield from _wide_and_half(lambda dtype: attending(dtype, dtype, fp8 and dtype == HALF))
             yield from attending(E4M3) if fp8 else ()
         case "latents":
             yield from _wide_and_half(latents)

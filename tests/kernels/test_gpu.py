@@ -23,6 +23,7 @@ from phalanx.kernels.attention import (
     decode_attention,
     decode_attention_torch,
     paged_attention,
+    paged_attention_quantised,
 )
 from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.fp8 import (
@@ -256,6 +257,24 @@ def test_prefill_attention(
     masks = SightMasks(plain, page, torch.float64)
     wanted = paged_attention(qkv.double(), heads, cache.double(), plain, masks, Sight(window), head_dim**-0.5)
     close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), head_dim**-0.5), wanted)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 0), (5, 200), (200, 0), (0, 130)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2)])
+def test_attention_may_leave_in_fp8(heads: int, kv_heads: int, rows: int, count: int) -> None:
+    """With the bits of what it is otherwise brought to: single tokens in parts or not, and a prompt behind them."""
+    width, tokens = 20, rows + count
+    cache = randn((rows + 1) * width, 16, 2, kv_heads, 128)
+    tables = torch.randperm(len(cache), device="cuda").view(rows + 1, width).int()
+    qkv, positions = randn(tokens, heads + 2 * kv_heads, 128), torch.randint(0, width * 16, (rows,), device="cuda")
+    decode = DecodeRows(tables, torch.arange(rows, device="cuda"), positions) if rows else None
+    tiles = torch.tensor(tile_prompt(rows, rows, count, 0), dtype=torch.int32, device="cuda")
+    batch = AttentionBatch(positions, decode, [], PrefillTiles(tables, tiles, True) if count else None)
+    masks = SightMasks(batch, 16, torch.bfloat16)
+    attended = paged_attention(qkv, heads, cache, batch, masks, Sight(), 0.1)
+    found = paged_attention_quantised(qkv, heads, cache, batch, masks, Sight(), 0.1)
+    for given, wanted in zip(found, quantise(attended.flatten(1)), strict=True):
+        assert torch.equal(given.float(), wanted.float())
 
 
 def close_quantised(found: Quantised, wanted: Tensor) -> None:
