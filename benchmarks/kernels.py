@@ -54,6 +54,7 @@ from phalanx.kernels.gpu import (
     states,
     stream,
 )
+from phalanx.kernels.pairs import Pairs
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 from phalanx.spec.ffn import SILU, Router
@@ -104,7 +105,7 @@ def whole(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
+def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF, fp8: bool = False) -> Iterator[Case]:
     shapes = [(16, 8, 256, None), (32, 8, 128, None), (64, 8, 64, some(64, dtype=torch.float32))]
     if dtype != HALF or cache_dtype != HALF:
         shapes = shapes[1:2] if dtype != HALF else shapes[:1]
@@ -114,15 +115,21 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[C
             qkv = some(count, heads + 2 * kv_heads, dim, dtype=dtype)
             places = DecodeRows(whole(count, 4), torch.arange(count), torch.arange(count))
             out = some(count, heads, dim, dtype=dtype)
-            yield lambda q=qkv[:, :heads], c=cache, p=places, o=out, s=sinks: attention.decode_attention(
-                q, c, p, None, 0.1, o, sinks=s
-            )
+            in_fp8 = [rows.empty_quantised(count, heads * dim, out.device)] if dim == 128 and fp8 else []
+            for given in (out, *in_fp8):
+                yield lambda q=qkv[:, :heads], c=cache, p=places, o=given, s=sinks: attention.decode_attention(
+                    q, c, p, None, 0.1, o, sinks=s
+                )
         tiles = PrefillTiles(whole(1, 8), whole(2, 5), True)
         prompt = some(200, heads + 2 * kv_heads, dim, dtype=dtype)
         for window in (None,) if sinks is None else (64,):
-            yield lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks: attention.prefill_attention(
-                q, h, c, t, w, 0.1, some(200, h, q.shape[2], dtype=q.dtype), sinks=s
-            )
+            in_fp8 = [rows.empty_quantised(200, heads * dim, prompt.device)] if dim == 128 and fp8 else []
+            for given in (some(200, heads, dim, dtype=dtype), *in_fp8):
+                yield (
+                    lambda q=prompt, h=heads, c=cache, t=tiles, w=window, s=sinks, o=given: attention.prefill_attention(
+                        q, h, c, t, w, 0.1, o, sinks=s
+                    )
+                )
 
 
 def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -224,9 +231,12 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
     x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
+    pairs = Pairs(some(32, 4096, dtype=dtype), 8)
     for form in (Form.FP8, Form.BOTH) if quantised else (Form.PLAIN,):
         yield lambda f=form: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, f)
         yield lambda f=form: rows.add_rms_norm(x, None, some(4096, dtype=torch.float32), 1e-5, f)
+        yield lambda f=form: rows.add_rms_norm(pairs, x.clone(), some(4096, dtype=dtype), 1e-5, f)
+    yield lambda: rows.sum_pairs(pairs)
     yield lambda: rows.gate_and_mul(gates, SILU, quantised)
     yield lambda: rows.sigmoid_and_mul(x, x.clone(), quantised)
     if quantised:
@@ -323,7 +333,7 @@ def _experts(form: Any, count: int) -> None:
     else:
         gate_up, down = (held(*form, *shape) for shape in shapes)
     chosen = (torch.arange(count * top) % number).view(count, top).int()
-    moe.fused_experts(
+    moe.expert_pairs(
         some(count, hidden), (gate_up, None), (down, None), some(count, top, dtype=torch.float32), chosen, SILU, False
     )
 
@@ -393,7 +403,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "choosing":
             yield from choosing()
         case "attention":
-            yield from _wide_and_half(lambda dtype: attending(dtype, dtype))
+            yield from _wide_and_half(lambda dtype: attending(dtype, dtype, fp8 and dtype == HALF))
             yield from attending(E4M3) if fp8 else ()
         case "latents":
             yield from _wide_and_half(latents)

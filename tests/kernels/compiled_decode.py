@@ -10,6 +10,7 @@ from phalanx.kernels.gpu.attention import _decode
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = {"SINKS": False, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16, "SPLITS": 1, "GROUP": 16, "DIM": 128}
+SIZES |= {"out_scales": None, "LARGEST": 448.0}
 
 
 def instructions(tokens: int, warps: int, stages: int) -> str:
@@ -21,7 +22,7 @@ def instructions(tokens: int, warps: int, stages: int) -> str:
     types |= dict.fromkeys(("partial", "peaks", "totals", "sinks"), "*fp32") | dict.fromkeys(
         ("scale", "value_scale"), "fp32"
     )
-    types |= dict.fromkeys(("q_stride", "table_width", "window"), "i32")
+    types |= dict.fromkeys(("q_stride", "table_width", "window", "out_rows"), "i32")
     fixed, names = SIZES | {"TOKENS": tokens}, _decode.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     aligned = [name for name in types if types[name].startswith("*") or name == "q_stride"]

@@ -9,7 +9,9 @@ import torch
 
 from phalanx.kernels import tiling
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch, prefill_attention_torch
+from phalanx.kernels.fp8 import GROUP, Quantised
 from phalanx.kernels.gpu import attention as gpu
+from phalanx.kernels.gpu.rows import empty_quantised, quantise
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 from tests.kernels.interpreter import make_ready
 
@@ -37,6 +39,16 @@ def check_prompts(
     gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found, sinks=sinks)
     prefill_attention_torch(qkv[:, :heads], cache, cut, Sight(window, sinks=sinks), 0.2, wanted)
     torch.testing.assert_close(found, wanted)
+    if head_dim == GROUP:
+        in_fp8, half = empty_quantised(tokens, heads * head_dim, qkv.device), found.half()
+        for out in (half, in_fp8):
+            gpu.prefill_attention(qkv.half(), heads, cache.half(), cut, window, 0.2, out, sinks=sinks)
+        same(in_fp8, quantise(half.flatten(1)))
+
+
+def same(found: Quantised, wanted: Quantised) -> None:
+    for given, meant in zip(found, wanted, strict=True):
+        assert torch.equal(given.float(), meant.float())
 
 
 class Launches:
@@ -59,9 +71,10 @@ def check_decode(
     parts: int,
     uneven: bool = False,
     sunk: bool = False,
+    head_dim: int = 16,
 ) -> None:
     """Every sequence in as many parts, each a program for every KV head."""
-    rows, width, head_dim, positions = len(lengths), -(-max(lengths) // PAGE), 16, torch.tensor(lengths) - 1
+    rows, width, positions = len(lengths), -(-max(lengths) // PAGE), torch.tensor(lengths) - 1
     q, cache = torch.randn(rows, heads, head_dim), torch.randn(rows * width, PAGE, 2, kv_heads, head_dim)
     decode = DecodeRows(torch.randperm(len(cache)).view(rows, width).int(), torch.randperm(rows), positions, uneven)
     found = torch.full((rows, heads, head_dim), float("nan"))
@@ -71,6 +84,12 @@ def check_decode(
     assert launches.grids == [(kv_heads, rows, parts)]
     mask = SightMasks(AttentionBatch(positions, decode, []), PAGE, torch.float32).decode(Sight(window))
     torch.testing.assert_close(found, decode_attention_torch(q, cache, decode, mask, 0.2, sinks=sinks))
+    if head_dim == GROUP:
+        whole, half = empty_quantised(rows + 3, heads * head_dim, q.device), found.half()
+        first = Quantised(whole.values[:rows], whole.scales[:rows])
+        for out in (half, first):
+            gpu.decode_attention(q.half(), cache.half(), decode, window, 0.2, out, sinks=sinks)
+        same(first, quantise(half.flatten(1)))
 
 
 def main() -> None:
@@ -83,6 +102,9 @@ def main() -> None:
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1, sunk=True)
         check_decode(2, 1, [700, 1, 130], window, parts=16, uneven=True)
+    check_decode(4, 2, [1, 200, 130], None, parts=2, head_dim=128)
+    check_decode(4, 4, [1, 200, 3, 4, 5], None, parts=1, head_dim=128)
+    check_prompts(2, 1, 128, None, [(37, 20), (0, 70)])
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])

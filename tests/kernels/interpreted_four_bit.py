@@ -9,6 +9,7 @@ from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.gemm import four_bit_product_torch
 from phalanx.kernels.gpu import four_bit, moe
 from phalanx.kernels.gpu.gemm import Tile
+from phalanx.kernels.gpu.rows import sum_pairs
 from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.quant import at_work
 from phalanx.spec.ffn import SILU, Activation
@@ -70,7 +71,7 @@ def check_experts(scheme: Scheme, inner: int, activation: Activation, biased: bo
     wanted = fused_experts_torch(x.float(), wide, weights, chosen, activation, weighs_input)
     for experts_format in ((gate_up, down), (wide.gate_up.half(), wide.down.half())):  # type: ignore[union-attr]
         given = zip(experts_format, biases, strict=True)
-        close(moe.fused_experts(x, *given, weights, chosen.int(), activation, weighs_input), wanted)
+        close(sum_pairs(moe.expert_pairs(x, *given, weights, chosen.int(), activation, weighs_input)), wanted)
 
 
 def main() -> None:

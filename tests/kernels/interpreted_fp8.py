@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.fp8 import E4M3, Fp8Weight
-from phalanx.kernels.gpu import gemm, moe
+from phalanx.kernels.gpu import gemm, moe, rows
 from phalanx.kernels.moe import ExpertWeights, fused_experts_torch
 from phalanx.spec.ffn import SILU
 from tests.kernels.interpreter import make_ready
@@ -22,8 +22,8 @@ def weight_of(*shape: int, row_block: int) -> Fp8Weight:
     return weight
 
 
-def check_product(rows: int, outputs: int, inputs: int, row_block: int, bias: bool) -> None:
-    x, weight = torch.randn(rows, inputs), weight_of(outputs, inputs, row_block=row_block)
+def check_product(count: int, outputs: int, inputs: int, row_block: int, bias: bool) -> None:
+    x, weight = torch.randn(count, inputs), weight_of(outputs, inputs, row_block=row_block)
     added = torch.randn(outputs) if bias else None
     wanted = F.linear(x, weight.dequantised(torch.float32), added)
     torch.testing.assert_close(gemm.widened_product(x, weight, added), wanted, rtol=1e-4, atol=1e-4)
@@ -34,7 +34,7 @@ def check_experts(tokens: int, hidden: int, inner: int) -> None:
     gate_up.scales.mul_(0.1)
     weights, chosen = torch.rand(tokens, 2), torch.rand(tokens, 3).argsort(1)[:, :2].int()
     x = torch.randn(tokens, hidden)
-    found = moe.fused_experts(x, (gate_up, None), (down, None), weights, chosen, SILU, False)
+    found = rows.sum_pairs(moe.expert_pairs(x, (gate_up, None), (down, None), weights, chosen, SILU, False))
     held = ExpertWeights(gate_up.dequantised(torch.float32), down.dequantised(torch.float32))
     wanted = fused_experts_torch(x, held, weights, chosen, SILU, False)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)

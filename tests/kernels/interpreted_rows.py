@@ -7,9 +7,10 @@ from torch import Tensor
 
 from phalanx.kernels.activation import sigmoid_and_mul_torch
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.fp8 import Form, InBoth, Quantised
+from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu import rows
 from phalanx.kernels.norm import add_rms_norm_torch
+from phalanx.kernels.pairs import Pairs, summed_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store_torch
 from tests.kernels.interpreter import make_ready
 
@@ -43,6 +44,24 @@ def check_norm(count: int, width: int, dtype: torch.dtype, weight_dtype: torch.d
     same(in_fp8, rows.quantise(plain))
     for each in kept:
         assert each is None or torch.equal(each, residual + x)
+
+
+def check_pairs(count: int, top: int, width: int, dtype: torch.dtype) -> None:
+    """Summed up on the way into a norm they have the bits of a sum and a norm, in all forms."""
+    pairs, residual = Pairs(torch.randn(count * top, width).to(dtype), top), torch.randn(count, width).to(dtype)
+    total, weight = rows.sum_pairs(pairs), torch.randn(width)
+    assert torch.equal(total, summed_torch(pairs))
+    for form in Form:
+        kept, apart = residual.clone(), residual.clone()
+        found, wanted = (rows.add_rms_norm(x, own, weight, 1e-5, form) for x, own in ((pairs, kept), (total, apart)))
+        assert torch.equal(kept, apart)
+        assert all(torch.equal(*pair) for pair in zip(flat(found), flat(wanted), strict=True))
+
+
+def flat(given: Activations) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return [each.float() for part in given for each in (part if isinstance(part, Quantised) else (part,))]
 
 
 def check_gate(count: int, width: int, dtype: torch.dtype) -> None:
@@ -80,6 +99,8 @@ def main() -> None:
         check_norm(count, width, half, wide, add=False)
         check_gate(count, width, half)
     check_norm(2, 130, wide, wide, add=True)
+    for top in (1, 4, 9):
+        check_pairs(3, top, 140, half)
     check_gate(2, 1030, wide)
     check_heads(4, 2, 256, 64, half, wide)
     check_heads(3, 1, 36, 12, wide, wide)

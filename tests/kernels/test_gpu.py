@@ -23,12 +23,29 @@ from phalanx.kernels.attention import (
     decode_attention,
     decode_attention_torch,
     paged_attention,
+    paged_attention_quantised,
 )
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.fp8 import Fp8Weight, InBoth, Quantised, dequantise, quantise_blocks, row_block_of
+from phalanx.kernels.fp8 import (
+    Activations,
+    Form,
+    Fp8Weight,
+    InBoth,
+    Quantised,
+    dequantise,
+    quantise_blocks,
+    row_block_of,
+)
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch
-from phalanx.kernels.norm import add_rms_norm, add_rms_norm_both, add_rms_norm_quantised, add_rms_norm_torch
+from phalanx.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_both,
+    add_rms_norm_in,
+    add_rms_norm_quantised,
+    add_rms_norm_torch,
+)
+from phalanx.kernels.pairs import Pairs, summed, summed_torch
 from phalanx.kernels.quantise import quantise, quantise_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
@@ -242,6 +259,24 @@ def test_prefill_attention(
     close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), head_dim**-0.5), wanted)
 
 
+@pytest.mark.parametrize(("rows", "count"), [(1, 0), (5, 200), (200, 0), (0, 130)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2)])
+def test_attention_may_leave_in_fp8(heads: int, kv_heads: int, rows: int, count: int) -> None:
+    """With the bits of what it is otherwise brought to: single tokens in parts or not, and a prompt behind them."""
+    width, tokens = 20, rows + count
+    cache = randn((rows + 1) * width, 16, 2, kv_heads, 128)
+    tables = torch.randperm(len(cache), device="cuda").view(rows + 1, width).int()
+    qkv, positions = randn(tokens, heads + 2 * kv_heads, 128), torch.randint(0, width * 16, (rows,), device="cuda")
+    decode = DecodeRows(tables, torch.arange(rows, device="cuda"), positions) if rows else None
+    tiles = torch.tensor(tile_prompt(rows, rows, count, 0), dtype=torch.int32, device="cuda")
+    batch = AttentionBatch(positions, decode, [], PrefillTiles(tables, tiles, True) if count else None)
+    masks = SightMasks(batch, 16, torch.bfloat16)
+    attended = paged_attention(qkv, heads, cache, batch, masks, Sight(), 0.1)
+    found = paged_attention_quantised(qkv, heads, cache, batch, masks, Sight(), 0.1)
+    for given, wanted in zip(found, quantise(attended.flatten(1)), strict=True):
+        assert torch.equal(given.float(), wanted.float())
+
+
 def close_quantised(found: Quantised, wanted: Tensor) -> None:
     """The same scales, and values that differ at most where rounding may go either way."""
     reference = quantise_torch(wanted)
@@ -276,6 +311,28 @@ def test_a_norm_in_both_forms_has_the_bits_of_each(rows: int, width: int, add: b
         assert torch.equal(alone.float(), wanted.float())
     for twin in twins:
         assert twin is None or torch.equal(twin, residual + x)
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(
+    ("rows", "top", "width"), [(1, 9, 2048), (3, 1, 77), (7, 4, 2880), (300, 8, 1000), (2, 9, 7168)]
+)
+def test_pairs_are_summed_up_on_the_way_into_a_norm(rows: int, top: int, width: int, form: Form) -> None:
+    """With the bits of a sum and a norm, one after the other."""
+    pairs, residual, weight = Pairs(randn(rows * top, width), top), randn(rows, width), randn(width)
+    total, kept, apart = summed(pairs), residual.clone(), residual.clone()
+    assert torch.equal(total, summed_torch(pairs))
+    found = add_rms_norm_in(form, pairs, kept, weight, 1e-5)
+    wanted = add_rms_norm_in(form, total, apart, weight, 1e-5)
+    assert torch.equal(kept, apart)
+    for given, meant in zip(tensors_of(found), tensors_of(wanted), strict=True):
+        assert torch.equal(given.float(), meant.float())
+
+
+def tensors_of(given: Activations) -> tuple[Tensor, ...]:
+    if isinstance(given, InBoth):
+        return given.plain, *given.in_fp8
+    return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
 def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:

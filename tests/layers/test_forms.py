@@ -1,6 +1,9 @@
-"""In which form a part of a layer is given its input: the same bits come of it as of the plain one."""
+"""In which form a part of a layer takes its input, and gives what comes of it: the bits are those of the plain one."""
 
 from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
+from phalanx.kernels.pairs import Pairs
 from phalanx.layers.adapters import Added, StepAdapters
 from phalanx.layers.decoder import Decoder
+from phalanx.layers.ffn import experts
 from phalanx.layers.place import Place
 from phalanx.layers.step import StepContext
 from phalanx.models import read_config
@@ -94,3 +99,36 @@ def test_adapters_multiply_what_comes_in_as_it_is_computed(monkeypatch: pytest.M
     monkeypatch.setattr(StepContext, "form", lambda *_: Form.PLAIN)
     assert torch.equal(found, hidden(runner, adapters))
     assert not torch.equal(found, hidden(runner))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe_text", "deepseek_v4"])
+def test_experts_may_leave_it_to_the_next_norm_to_sum_them_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last layer, and where there are several streams, they are summed up before."""
+    runner, made = runner_of(name), experts.expert_pairs
+    wanted, pairs = hidden(runner), 0
+
+    def apart(*asked: Any) -> Pairs:
+        nonlocal pairs
+        pairs += 1
+        whole = made(*asked)
+        assert isinstance(whole, Tensor)
+        return Pairs(torch.stack((whole / 2, whole / 2), 1).flatten(0, 1), 2)
+
+    monkeypatch.setattr(experts, "expert_pairs", apart)
+    assert torch.equal(hidden(runner), wanted)
+    assert pairs > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen3_5_text", 4), ("qwen3_5_text", 9), ("deepseek_v3", 5), ("qwen3", 1), ("qwen3", 2)]
+)
+def test_a_sketch_has_one_of_each_kind_behind_every_kind_that_it_follows(name: str, layers: int) -> None:
+    """So that every form in which a norm is given something, and gives it, is rehearsed."""
+    told = tiny_config(name, num_hidden_layers=layers, layer_types=None).to_dict()
+    model = Decoder(Place(Layout(read_config(told), 1), Solo(), torch.float32, torch.device("cpu")))
+    some, every = model.sketch().layers, model.layers
+    steps = [{(before.kind, layer.kind) for before, layer in pairwise(each)} for each in (some, every)]
+    assert steps[0] >= steps[1]
+    assert (some[0], some[-1]) == (every[0], every[-1])
+    assert every[-1] not in some[:-1]
+    assert len(some) <= 2 * len(steps[1]) + 1

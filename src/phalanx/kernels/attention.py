@@ -11,6 +11,8 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.cache import take
+from phalanx.kernels.fp8 import GROUP, Quantised
+from phalanx.kernels.quantise import quantise
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 FEW_KEYS = 512
@@ -139,6 +141,34 @@ def paged_attention(
         fresh = mask is None and cache.dtype is qkv.dtype
         kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
         torch.mul(_prefill(qkv[span, :heads], kv, mask, scale, sight.sinks), value_scale, out=out[span])
+    return out
+
+
+def paged_attention_quantised(
+    qkv: Tensor,
+    heads: int,
+    cache: Tensor,
+    batch: AttentionBatch,
+    masks: SightMasks,
+    sight: Sight,
+    scale: float,
+    value_scale: float = 1.0,
+) -> Quantised:
+    """The same with the heads of a token side by side, brought to FP8 on the way out."""
+    by_kernels = qkv.is_cuda and sight.is_plain and (batch.tiles is not None or not batch.prefills)
+    if not by_kernels or qkv.shape[2] != GROUP:
+        attended = paged_attention(qkv, heads, cache, batch, masks, sight, scale, value_scale)
+        return quantise(attended.flatten(1))
+    from phalanx.kernels.gpu import attention as gpu
+    from phalanx.kernels.gpu.rows import empty_quantised
+
+    out, window, sinks = empty_quantised(len(qkv), heads * GROUP, qkv.device), sight.window, sight.sinks
+    if batch.decode is not None:
+        rows = len(batch.decode.positions)
+        first = Quantised(out.values[:rows], out.scales[:rows])
+        gpu.decode_attention(qkv[:rows, :heads], cache, batch.decode, window, scale, first, value_scale, sinks)
+    if batch.tiles is not None:
+        gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale, sinks)
     return out
 
 

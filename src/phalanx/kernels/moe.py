@@ -13,6 +13,7 @@ from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
+from phalanx.kernels.pairs import Pairs, summed
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
@@ -160,6 +161,18 @@ def fused_experts(
 
     x is [tokens, hidden]; the result is a partial sum over ranks.
     """
+    return summed(expert_pairs(x, held, weights, experts, activation, weighs_input))
+
+
+def expert_pairs(
+    x: Activations,
+    held: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    activation: Activation = SILU,
+    weighs_input: bool = False,
+) -> Tensor | Pairs:
+    """The same, which on a GPU the next norm may sum up."""
     given = plain(x)
     if given.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
@@ -167,7 +180,7 @@ def fused_experts(
         dtype = given.dtype
         taken = held if dtype != torch.float32 and _multiplied(held, given.device) else held.widened(dtype)
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
-        return gpu.fused_experts(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
+        return gpu.expert_pairs(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
     return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
 
 

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
+from phalanx.kernels.pairs import Pairs, summed
 from phalanx.kernels.quantise import quantise
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place."""
-    if x.is_cuda:
+def add_rms_norm(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place. x may be pairs to sum."""
+    if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
         normed = gpu.add_rms_norm(x, residual, weight, eps)
         assert isinstance(normed, Tensor)
         return normed
+    x = summed(x)
     if cpu.runs(x) and (residual is None or x.is_contiguous()):
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -29,9 +31,9 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return add_rms_norm_torch(x, residual, weight, eps)
 
 
-def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
+def add_rms_norm_quantised(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
     """The same, brought to FP8 on the way out."""
-    if x.is_cuda:
+    if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
         normed = gpu.add_rms_norm(x, residual, weight, eps, Form.FP8)
@@ -40,9 +42,9 @@ def add_rms_norm_quantised(x: Tensor, residual: Tensor | None, weight: Tensor, e
     return quantise(add_rms_norm(x, residual, weight, eps))
 
 
-def add_rms_norm_both(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> InBoth:
+def add_rms_norm_both(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> InBoth:
     """The same as it is, and beside it brought to FP8."""
-    if x.is_cuda:
+    if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
         normed = gpu.add_rms_norm(x, residual, weight, eps, Form.BOTH)
@@ -52,14 +54,14 @@ def add_rms_norm_both(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     return InBoth(plain, quantise(plain))
 
 
-_NORMS: dict[Form, Callable[[Tensor, Tensor | None, Tensor, float], Activations]] = {
+_NORMS: dict[Form, Callable[[Tensor | Pairs, Tensor | None, Tensor, float], Activations]] = {
     Form.PLAIN: add_rms_norm,
     Form.FP8: add_rms_norm_quantised,
     Form.BOTH: add_rms_norm_both,
 }
 
 
-def add_rms_norm_in(form: Form, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Activations:
+def add_rms_norm_in(form: Form, x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Activations:
     """The one of these that gives this form."""
     return _NORMS[form](x, residual, weight, eps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from itertools import pairwise
 from math import prod
 
 from torch import Tensor
@@ -163,12 +164,12 @@ class Decoder:
         self.kept = States(state for layer in self.all_layers for state in layer.mixer.states())
 
     def sketch(self) -> Decoder:
-        """This model with one layer of each kind and the last one: every kernel of the whole in a fraction of its time.
+        """This model with few of its layers: every kernel of the whole in a fraction of its time.
 
         Weights and caches are the same ones; there has to be a cache already.
         """
         sketch = copy(self)
-        sketch.layers = [*{layer.kind: layer for layer in self.layers[:-1]}.values(), self.layers[-1]]
+        sketch.layers = _some_of(self.layers)
         return sketch
 
     def __call__(
@@ -211,3 +212,17 @@ class Decoder:
     def handed_on(self, hidden: Tensor) -> Tensor:
         """What a head that drafts takes: all streams as they are, or the one that there is, normed."""
         return hidden if self.place.spec.hyper is not None else self.norm(hidden)
+
+
+def _some_of(layers: list[DecoderLayer]) -> list[DecoderLayer]:
+    """The first, the last, and one of each kind behind one of every kind that it follows: what a layer gives is taken
+    in by the next one's norm.
+    """
+    steps = list(pairwise(layers))
+    taken, seen = layers[:1], {(before.kind, layer.kind) for before, layer in steps[-1:]}
+    for before, layer in steps:
+        follows = before.kind, layer.kind
+        if layer is layers[-1] or follows not in seen:
+            seen.add(follows)
+            taken += [layer] if taken[-1].kind == before.kind else [before, layer]
+    return taken

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.hyper import Mixing, Weights, join_streams, mix_streams, part_streams
+from phalanx.kernels.pairs import Pairs, summed
 from phalanx.layers.place import Place
 from phalanx.layers.stream import Around, Stream
 from phalanx.spec.hyper import Hyper
@@ -53,9 +54,9 @@ class HyperAround:
         taken, stream.mixing = part_streams(stream.residual, self.mapping.weights, self.hyper)
         return self.norms.enter(Stream(taken), form)
 
-    def leave(self, part: Tensor, stream: Stream) -> None:
+    def leave(self, part: Tensor | Pairs, stream: Stream) -> None:
         assert isinstance(stream, HyperStream)
-        stream.residual = mix_streams(stream.residual, self.group.all_reduce(part), stream.mixing)
+        stream.residual = mix_streams(stream.residual, self.group.all_reduce(summed(part)), stream.mixing)
 
 
 class HyperEnds:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx.kernels.layer import WholeLayer
+from phalanx.kernels.pairs import summed
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround
 from phalanx.layers.mixers import build_mixer
@@ -75,5 +76,6 @@ class DecoderLayer:
         if self.whole is None or rope is None or len(stream.residual) > self.whole.most_rows:
             return False
         batch = step.batch.of(self.mixer.cache_group)
-        stream.part = self.whole(stream.residual, stream.part, step.turns(rope), batch)
+        part = None if stream.part is None else summed(stream.part)
+        stream.part = self.whole(stream.residual, part, step.turns(rope), batch)
         return True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
+from phalanx.kernels.pairs import Pairs, summed
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
@@ -16,7 +17,7 @@ class Stream:
 
     def __init__(self, residual: Tensor) -> None:
         self.residual = residual
-        self.part: Tensor | None = None
+        self.part: Tensor | Pairs | None = None
 
     def take_rows(self, rows: Tensor | None) -> None:
         """Go on with these rows alone."""
@@ -39,7 +40,7 @@ class Ends:
     def finish(self, stream: Stream) -> Tensor:
         if stream.part is None:
             return stream.residual
-        return stream.residual.add_(self.group.all_reduce(stream.part))
+        return stream.residual.add_(self.group.all_reduce(summed(stream.part)))
 
     def join(self, finished: Tensor) -> Tensor:
         """There is one only."""
@@ -64,18 +65,18 @@ class Around:
         """What the part takes, in this form where a norm makes it."""
         part, stream.part = stream.part, None
         if self.before is None:
-            return stream.residual if part is None else stream.residual.add_(self.group.all_reduce(part))
+            return stream.residual if part is None else stream.residual.add_(self.group.all_reduce(summed(part)))
         if part is not None:
             return self.before.of_sum(part, stream.residual, form)
         return self.before.given_as(form, stream.residual)
 
-    def leave(self, part: Tensor, stream: Stream) -> None:
+    def leave(self, part: Tensor | Pairs, stream: Stream) -> None:
         """Add this rank's share of what the part gives."""
         if self.after is not None:
-            part = self.after(self.group.all_reduce(part))
+            part = self.after(self.group.all_reduce(summed(part)))
         if self.scale != 1.0:
-            part = part * self.scale
+            part = summed(part) * self.scale
         if self.after is None:
             stream.part = part
         else:
-            stream.residual = stream.residual + part
+            stream.residual = stream.residual + summed(part)

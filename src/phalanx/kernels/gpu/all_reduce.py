@@ -239,7 +239,7 @@ def one_shot_add_rms_norm(
     assert x.is_contiguous()
     assert residual.is_contiguous()
     assert fits_one_norm(x)
-    out, places = empty_in(form, x)
+    out, places = empty_in(form, x, *x.shape)
     _one_shot_add_rms_norm[(min(rows, PROGRAMS),)](
         x, residual, weight, *places, peers.table, peers.rank, rows, width, eps, BLOCK=_norm_block(width),
         LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(), **_meeting(peers),

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.shared_memory import is_roomy, stages_here
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits_of
@@ -45,11 +46,24 @@ def _widened(values, queries):
     return values.to(queries.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit
+def _store_heads(out, out_scales, attended, place, scale_place, mask, known, like, LARGEST: tl.constexpr):
+    """A head for each row. For FP8, where a head is a group of its own, it is rounded as it would be without."""
+    if out_scales is None:
+        tl.store(out + place, attended.to(out.dtype.element_ty), mask=mask)
+    else:
+        rounded = attended.to(like.dtype.element_ty).to(tl.float32)
+        factor = tl.maximum(tl.max(tl.abs(rounded), 1), 1e-10) / LARGEST
+        tl.store(out + place, (rounded / factor[:, None]).to(out.dtype.element_ty), mask=mask)
+        tl.store(out_scales + scale_place, factor, mask=known)
+
+
+@triton.jit(do_not_specialize=["out_rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _decode(
-    q, cache, tables, slots, positions, sinks, out, partial, peaks, totals, q_stride, table_width, window, scale,
-    value_scale, SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    q, cache, tables, slots, positions, sinks, out, out_scales, partial, peaks, totals, q_stride, table_width, window,
+    scale, value_scale, out_rows, SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one sequence for the query heads of one KV head: a partial sum with its peak and total.
 
@@ -94,9 +108,10 @@ def _decode(
         peak = top
     if cache.dtype.element_ty.is_fp8():
         acc *= value_scale
-    target = out + (row * HEADS + head)[:, None] * HEAD_DIM + d
     if SPLITS == 1:
-        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known & inside)
+        place, scale_place = (row * HEADS + head)[:, None] * HEAD_DIM + d, head.to(tl.int64) * out_rows + row
+        attended = acc / total[:, None]
+        _store_heads(out, out_scales, attended, place, scale_place, known & inside, g < group, q, LARGEST)
     else:
         place = (row * HEADS + head) * SPLITS + split
         tl.store(peaks + place, peak, mask=g < group)
@@ -104,8 +119,11 @@ def _decode(
         tl.store(partial + place[:, None] * HEAD_DIM + d, acc, mask=known & inside)
 
 
-@triton.jit
-def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr):
+@triton.jit(do_not_specialize=["out_rows"])
+def _join_splits(
+    partial, peaks, totals, q, out, out_scales, out_rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr, DIM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     """The partial sums of one query head, each brought to the common peak."""
     let_next_start()
     place = tl.program_id(0).to(tl.int64)
@@ -117,7 +135,11 @@ def _join_splits(partial, peaks, totals, out, HEAD_DIM: tl.constexpr, SPLITS: tl
     parts = tl.load(partial + where, mask=(d < HEAD_DIM)[None, :], other=0.0)
     shrink = tl.exp(peak - tl.max(peak, 0))
     joined = tl.sum(parts * shrink[:, None], 0) / tl.sum(total * shrink, 0)
-    tl.store(out + place * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    one, scale_place = tl.arange(0, 1), place % HEADS * out_rows + place // HEADS
+    _store_heads(
+        out, out_scales, joined[None, :], place * HEAD_DIM + d[None, :], scale_place + one, (d < HEAD_DIM)[None, :],
+        one < 1, q, LARGEST,
+    )  # fmt: skip
 
 
 def _tile_bytes() -> int:
@@ -130,11 +152,12 @@ def decode_attention(
     decode: DecodeRows,
     window: int | None,
     scale: float,
-    out: Tensor,
+    out: Tensor | Quantised,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
 ) -> None:
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
+    values, scales, out_rows = _places(out)
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
     dim = max(16, triton.next_power_of_2(head_dim))
@@ -143,24 +166,28 @@ def decode_attention(
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
-        q, cache, tables, decode.slots, decode.positions, sinks, out, partial, peaks, totals, q.stride(0),
-        tables.stride(0), window or 0, scale, value_scale, SINKS=sinks is not None, HEADS=heads,
+        q, cache, tables, decode.slots, decode.positions, sinks, values, scales, partial, peaks, totals, q.stride(0),
+        tables.stride(0), window or 0, scale, value_scale, out_rows, SINKS=sinks is not None, HEADS=heads,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, SPLITS=splits,
-        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens, LARGEST=LARGEST,
         num_warps=warps, num_stages=stages_here(stages), launch_pdl=starts_early(),
     )  # fmt: skip
     if splits > 1:
-        _join_splits[(rows * heads,)](
-            partial,
-            peaks,
-            totals,
-            out,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            DIM=dim,
-            num_warps=1,
-            launch_pdl=starts_early(),
-        )
+        join_splits(partial, peaks, totals, q, out)
+
+
+def join_splits(partial: Tensor, peaks: Tensor, totals: Tensor, q: Tensor, out: Tensor | Quantised) -> None:
+    """What the queries attend, of the partial sums, peaks and totals of all stretches of their sequences."""
+    (rows, heads, head_dim), splits, (values, scales, out_rows) = q.shape, partial.shape[2], _places(out)
+    _join_splits[(rows * heads,)](
+        partial, peaks, totals, q, values, scales, out_rows, HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits,
+        DIM=max(16, triton.next_power_of_2(head_dim)), LARGEST=LARGEST, num_warps=1, launch_pdl=starts_early(),
+    )  # fmt: skip
+
+
+def _places(out: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int]:
+    """Where numbers go, where their scales do, and how far those of two heads are apart."""
+    return (*out, out.scales.stride(1)) if isinstance(out, Quantised) else (out, None, 0)
 
 
 @triton.jit
@@ -222,12 +249,12 @@ def _attend_fresh(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_rows"])
 def _prefill(
-    qkv, fresh, cache, tables, tiles, sinks, out, stride, table_width, window, scale, value_scale,
+    qkv, fresh, cache, tables, tiles, sinks, out, out_scales, stride, table_width, window, scale, value_scale, out_rows,
     SINKS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, FRESH: tl.constexpr, CACHED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One head of a tile of queries: first the keys that all of them see, then those around the diagonal.
 
@@ -282,8 +309,9 @@ def _prefill(
         )  # fmt: skip
     if cache.dtype.element_ty.is_fp8():
         acc *= value_scale
-    spot = out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
-    tl.store(spot, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    scale_place = head.to(tl.int64) * out_rows + first + r
+    place, attended = row * (HEADS * HEAD_DIM) + head * HEAD_DIM + d, acc / total[:, None]
+    _store_heads(out, out_scales, attended, place, scale_place, mask, r < count, qkv, LARGEST)
 
 
 def prefill_attention(
@@ -293,7 +321,7 @@ def prefill_attention(
     tiles: PrefillTiles,
     window: int | None,
     scale: float,
-    out: Tensor,
+    out: Tensor | Quantised,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
 ) -> None:
@@ -301,6 +329,7 @@ def prefill_attention(
 
     A tile of qkv is one copy if a head fills it.
     """
+    values, scales, out_rows = _places(out)
     (tokens, _, head_dim), (_, page, _, kv_heads, _) = qkv.shape, cache.shape
     dim = max(16, triton.next_power_of_2(head_dim))
     wide, head_bytes = qkv.dtype == torch.float32, dim * qkv.element_size()
@@ -310,10 +339,10 @@ def prefill_attention(
     fresh = TensorDescriptor.from_tensor(qkv.view(tokens, -1), [keys, dim]) if as_cached else None
     parts = PROMPT_TILE // rows
     _prefill[(heads, len(tiles.tiles) * parts)](
-        qkv, fresh, cache, tiles.tables, tiles.tiles, sinks, out, qkv.stride(0), tiles.tables.stride(0), window or 0,
-        scale * 1.4426950408889634, value_scale, SINKS=sinks is not None, HEADS=heads,
+        qkv, fresh, cache, tiles.tables, tiles.tiles, sinks, values, scales, qkv.stride(0), tiles.tables.stride(0),
+        window or 0, scale * 1.4426950408889634, value_scale, out_rows, SINKS=sinks is not None, HEADS=heads,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page, DIM=dim,
         ROWS=rows, PARTS=parts, KEYS=keys, WINDOWED=window is not None, FRESH=as_cached,
-        CACHED=tiles.resumed or not as_cached, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
+        CACHED=tiles.resumed or not as_cached, LARGEST=LARGEST, num_warps=8 if wide else 4, num_stages=1 if wide else 2,
         launch_pdl=starts_early(),
     )  # fmt: skip

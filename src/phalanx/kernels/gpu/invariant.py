@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.gpu.attention import _join_splits
+from phalanx.kernels.gpu.attention import join_splits
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import Tile
 from phalanx.kernels.gpu.moe import sort_by_expert
@@ -318,8 +318,5 @@ def attention(
             SPLITS=SPLITS, GROUP=HEADS_AT_ONCE, DIM=dim, TOKENS=32 if wide else 64, num_warps=4,
             num_stages=stages_here(2 if wide else 3), launch_pdl=starts_early(),
         )  # fmt: skip
-        _join_splits[(len(taken) * heads,)](
-            partial, peaks, totals, given, HEAD_DIM=head_dim, SPLITS=SPLITS, DIM=dim, num_warps=1,
-            launch_pdl=starts_early(),
-        )  # fmt: skip
+        join_splits(partial, peaks, totals, taken, given)
     return out

@@ -19,6 +19,7 @@ from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
+from phalanx.kernels.pairs import Pairs
 from phalanx.spec.ffn import Activation
 
 CHUNK = 64
@@ -181,30 +182,17 @@ def _grouped_product(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=(output[:, None] < outputs) & known[None, :])
 
 
-@triton.jit
-def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """A token is the sum of its pairs."""
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_ahead()
-    acc = tl.zeros([BLOCK], tl.float32)
-    for pair in tl.static_range(TOP):
-        acc += tl.load(x + (row * TOP + pair) * width + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
-
-
 Experts = tuple[Any, Tensor | None]
 """The matrices of all experts, plain or in one of the formats below, and their biases."""
 
 
-def fused_experts(
+def expert_pairs(
     x: Activations, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
     weighs_input: bool,
-) -> Tensor:  # fmt: skip
-    """Where weights multiply what experts take, every pair has a row of its own."""
+) -> Pairs:  # fmt: skip
+    """Where weights multiply what experts take, every pair has a row of its own there too."""
     given = plain(x)
-    (rows, width), top, experts = given.shape, chosen.shape[1], gate_up[0].shape[0]
+    rows, top, experts = len(given), chosen.shape[1], gate_up[0].shape[0]
     way = _way(gate_up[0], down[0], given.dtype)
     tile = way.tile(rows * top, experts)
     pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, given.dtype)
@@ -215,11 +203,7 @@ def fused_experts(
         taken, pairs_a_row = x.in_fp8 if way.quantised and isinstance(x, InBoth) else given, top
     pair_weights = None if weighs_input else weights
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
-    left = way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights)
-    out = torch.empty_like(given)
-    block = min(1024, triton.next_power_of_2(width))
-    _sum_pairs[(rows, triton.cdiv(width, block))](left, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early())
-    return out
+    return Pairs(way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights), top)
 
 
 class ExpertPairs(NamedTuple):

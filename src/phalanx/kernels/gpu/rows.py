@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.pairs import Pairs
 from phalanx.spec.ffn import Activation
 
 COLUMNS_AT_ONCE = 1024
@@ -39,15 +42,15 @@ Places = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Where a kernel puts activations: as they are computed, in FP8, and the scales of that. What nobody takes is None."""
 
 
-def empty_in(form: Form, x: Tensor) -> tuple[Activations, Places]:
-    """Room for activations of this form, as many as x has."""
+def empty_in(form: Form, x: Tensor, *shape: int) -> tuple[Activations, Places]:
+    """Room for activations of this form and shape, numbers like those of x."""
     if form is Form.PLAIN:
-        plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        plain = x.new_empty(shape)
         return plain, (plain, None, None)
-    in_fp8 = empty_quantised(x.numel() // x.shape[-1], x.shape[-1], x.device)
+    in_fp8 = empty_quantised(prod(shape[:-1]), shape[-1], x.device)
     if form is Form.FP8:
         return in_fp8, (None, *in_fp8)
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plain = x.new_empty(shape)
     return InBoth(plain, in_fp8), (plain, *in_fp8)
 
 
@@ -71,6 +74,35 @@ def quantise(x: Tensor) -> Quantised:
 
 
 @triton.jit
+def _sum_of_pairs(x, row, column, mask, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """A token is the sum of its pairs."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for pair in tl.static_range(TOP):
+        total += tl.load(x + (row * TOP + pair) * width + column, mask=mask, other=0.0).to(tl.float32)
+    return total.to(x.dtype.element_ty)
+
+
+@triton.jit
+def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    wait_for_ahead()
+    tl.store(out + row * width + column, _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK), mask=mask)
+
+
+def sum_pairs(pairs: Pairs) -> Tensor:
+    (given, top), width = pairs, pairs.rows.shape[1]
+    out = given.new_empty(len(given) // top, width)
+    block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
+    _sum_pairs[(len(out), triton.cdiv(width, block))](
+        given, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early()
+    )
+    return out
+
+
+@triton.jit
 def norm_and_store(
     h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK: tl.constexpr, LARGEST: tl.constexpr
 ):
@@ -87,8 +119,9 @@ def norm_and_store(
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _add_rms_norm(
     x, residual, weight, out, out_fp8, out_scales, rows, stride, inner, width, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """Of one row, which with TOP is the sum of so many of x."""
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -96,7 +129,7 @@ def _add_rms_norm(
     scale = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_ahead()
     place = (row // inner) * stride + (row % inner) * width + column
-    h = tl.load(x + place, mask=mask, other=0.0)
+    h = _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK) if TOP else tl.load(x + place, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         h += tl.load(residual + place, mask=mask, other=0.0)
         tl.store(residual + place, h, mask=mask)
@@ -104,14 +137,16 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Form = Form.PLAIN
+    x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float, form: Form = Form.PLAIN
 ) -> Activations:
-    """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart."""
-    width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    rows, (out, places) = x.numel() // width, empty_in(form, x)
+    """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart, or pairs."""
+    given, top = x if isinstance(x, Pairs) else (x, 0)
+    width, inner = given.shape[-1], given.shape[1] if given.dim() == 3 else 1
+    rows = given.numel() // width // (top or 1)
+    out, places = empty_in(form, given, *((rows, width) if top else given.shape))
     _add_rms_norm[(rows,)](
-        x, residual, weight, *places, rows, x.stride(0), inner, width, eps,
-        HAS_RESIDUAL=residual is not None, BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
+        given, residual, weight, *places, rows, given.stride(0), inner, width, eps,
+        HAS_RESIDUAL=residual is not None, TOP=top, BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
         num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
     )  # fmt: skip
     return out

@@ -10,7 +10,8 @@ from torch import Tensor
 from phalanx.kernels.fp8 import Activations, Form, plain
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
-from phalanx.kernels.moe import ExpertWeights, fused_experts, route
+from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
+from phalanx.kernels.pairs import Pairs
 from phalanx.kernels.panels import Panels
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
@@ -124,8 +125,8 @@ class Experts:
             del self.gate_up, self.down
         return held.matrices()
 
-    def __call__(self, x: Activations, step: StepContext) -> Tensor:
-        """This rank's part of a sum over ranks."""
+    def __call__(self, x: Activations, step: StepContext) -> Tensor | Pairs:
+        """This rank's part of a sum over ranks. One alone may leave it to the next norm to sum up experts."""
         record, given = self.record, plain(x)
         told = self.table[step.tokens].long() if self.table is not None else None
         logits, gate = self._scored(given)
@@ -136,10 +137,10 @@ class Experts:
             return invariant_experts(
                 given, self.held, weights, experts, record.activation, self.units, not self.alone, beside
             )
-        out = fused_experts(x, self.held, weights, experts, record.activation, record.router.weighs_input)
+        asked = (x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None or joined:
-            return out
-        shared = self.shared(x, step)
+            return expert_pairs(*asked) if self.alone else fused_experts(*asked)
+        out, shared = fused_experts(*asked), self.shared(x, step)
         return out + (shared if gate is None else shared * torch.sigmoid(gate))
 
     def _scored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.activation import sigmoid_and_mul, sigmoid_and_mul_quantised
-from phalanx.kernels.attention import Sight, paged_attention
+from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, paged_attention, paged_attention_quantised
 from phalanx.kernels.cache import UNSCALED, HeadNorms, store, zeros
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import Product
@@ -83,26 +83,33 @@ class Attention(Stateless):
         """This rank's part of what attention adds to these rows, all by default."""
         qkv = self.qkv(x, step.adapters_of(None)).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
         self._turn_and_store(qkv, step)
-        scales = self.cache_scales
-        scale = self.record.scale * scales.key
-        batch = step.batch.of(self.cache_group)
-        if self.invariant:
-            assert batch.decode is not None
-            heads = qkv[:, : self.heads]
-            attended = invariant_attention(heads, self.cache, batch.decode, step.masks, self.sight, scale).flatten(1)
-        else:
-            attended = paged_attention(
-                qkv, self.heads, self.cache, batch, step.masks, self.sight, scale, scales.value
-            ).flatten(1)
         adapters = step.adapters_of(rows)
+        in_fp8 = self.output.product.takes_fp8 and adapters is None
+        if in_fp8 and rows is None and self.gate is None:
+            return self.output(paged_attention_quantised(*self._asked(qkv, step)))
+        attended = self._attended(qkv, step)
         if self.gate is None:
             return self.output(attended if rows is None else attended[rows], adapters)
         gate = self.gate(x, step.adapters_of(None))
         if rows is not None:
             attended, gate = attended[rows], gate[rows]
-        in_fp8 = self.output.product.takes_fp8 and adapters is None
         gated = sigmoid_and_mul_quantised if in_fp8 else sigmoid_and_mul
         return self.output(gated(attended, gate), adapters)
+
+    def _asked(
+        self, qkv: Tensor, step: StepContext
+    ) -> tuple[Tensor, int, Tensor, AttentionBatch, SightMasks, Sight, float, float]:
+        batch, (key, value) = step.batch.of(self.cache_group), self.cache_scales
+        return qkv, self.heads, self.cache, batch, step.masks, self.sight, self.record.scale * key, value
+
+    def _attended(self, qkv: Tensor, step: StepContext) -> Tensor:
+        """The heads of a token side by side."""
+        asked = self._asked(qkv, step)
+        if not self.invariant:
+            return paged_attention(*asked).flatten(1)
+        _, heads, cache, batch, masks, sight, scale, _ = asked
+        assert batch.decode is not None
+        return invariant_attention(qkv[:, :heads], cache, batch.decode, masks, sight, scale).flatten(1)
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
         """Queries and keys normed and turned in place, keys and values written to the cache."""
