@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,22 @@ def make_ready() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """The programs of a kernel run from the last to the first: on a GPU any may come so late."""
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def from_the_end(*at: int) -> None:
+        forwards(*(size - 1 - number for size, number in zip(builder.grid_dim, at, strict=True)))
+
+    builder.set_grid_idx = from_the_end
+    try:
+        yield
+    finally:
+        builder.set_grid_idx = forwards
 
 
 class _Staying:

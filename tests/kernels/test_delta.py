@@ -210,3 +210,10 @@ def test_a_sequence_goes_on_behind_any_of_its_rows() -> None:
 
 def mixed_of(tokens: int) -> Tensor:
     return torch.randn(tokens, CHANNELS)
+
+
+def test_rows_that_fill_up_are_sequences_of_their_own() -> None:
+    """Others of one slot are one sequence."""
+    firsts, counts = DecodeRows(torch.empty(6, 1), torch.tensor([5, 1, 1, 1, 5, 5, 4]), torch.arange(7)).sequences
+    assert firsts.tolist() == [0, 1, 4, 5, 6]
+    assert counts.tolist() == [1, 3, 1, 1, 1]

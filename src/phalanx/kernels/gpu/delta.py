@@ -55,8 +55,8 @@ def _correct(
 ):  # fmt: skip
     """What a token reads, and what it does to the state: its key, what it moves, and the logarithm of what it leaves.
 
-    Query and key are made as one: alone, either has fewer numbers than there are threads, and the compiler lets each
-    thread load all that it needs of them later on.
+    Query and key are made as one: where either alone has fewer numbers than there are threads, the compiler lets each
+    thread load all that it needs of it later on.
     """
     shared: tl.constexpr = V_HEADS // K_HEADS
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
