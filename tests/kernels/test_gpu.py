@@ -37,7 +37,7 @@ from phalanx.kernels.fp8 import (
     row_block_of,
 )
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
-from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch, summed
 from phalanx.kernels.norm import (
     add_rms_norm,
     add_rms_norm_both,
@@ -45,7 +45,7 @@ from phalanx.kernels.norm import (
     add_rms_norm_quantised,
     add_rms_norm_torch,
 )
-from phalanx.kernels.pairs import Pairs, summed, summed_torch
+from phalanx.kernels.pairs import Pairs, summed_torch
 from phalanx.kernels.quantise import quantise, quantise_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest

@@ -13,7 +13,7 @@ from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
-from phalanx.kernels.pairs import Pairs, summed
+from phalanx.kernels.pairs import Pairs, summed_torch
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
@@ -182,6 +182,17 @@ def expert_pairs(
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
         return gpu.expert_pairs(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
     return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
+
+
+def summed(given: Tensor | Pairs) -> Tensor:
+    """What experts give, [tokens, hidden]."""
+    if isinstance(given, Tensor):
+        return given
+    if given.rows.is_cuda:
+        from phalanx.kernels.gpu import rows as gpu
+
+        return gpu.sum_pairs(given)
+    return summed_torch(given)
 
 
 def _multiplied(held: ExpertWeights, device: torch.device) -> bool:

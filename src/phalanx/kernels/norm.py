@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
-from phalanx.kernels.pairs import Pairs, summed
+from phalanx.kernels.pairs import Pairs, summed_torch
 from phalanx.kernels.quantise import quantise
 
 
@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps
         normed = gpu.add_rms_norm(x, residual, weight, eps)
         assert isinstance(normed, Tensor)
         return normed
-    x = summed(x)
+    x = summed_torch(x) if isinstance(x, Pairs) else x
     if cpu.runs(x) and (residual is None or x.is_contiguous()):
         x = x.contiguous()
         out = torch.empty_like(x)

@@ -14,19 +14,8 @@ class Pairs(NamedTuple):
     top: int
 
 
-def summed(given: Tensor | Pairs) -> Tensor:
-    """[tokens, hidden]."""
-    if isinstance(given, Tensor):
-        return given
-    if given.rows.is_cuda:
-        from phalanx.kernels.gpu import rows as gpu
-
-        return gpu.sum_pairs(given)
-    return summed_torch(given)
-
-
 def summed_torch(given: Pairs) -> Tensor:
-    """The definition: in float32, in the order of the pairs, rounded once."""
+    """The definition of their sum: in float32, in the order of the pairs, rounded once."""
     rows, top = given
     of_token = rows.unflatten(0, (-1, top)).float()
     total = of_token[:, 0].clone()

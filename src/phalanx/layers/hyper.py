@@ -9,7 +9,8 @@ from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.hyper import Mixing, Weights, join_streams, mix_streams, part_streams
-from phalanx.kernels.pairs import Pairs, summed
+from phalanx.kernels.moe import summed
+from phalanx.kernels.pairs import Pairs
 from phalanx.layers.place import Place
 from phalanx.layers.stream import Around, Stream
 from phalanx.spec.hyper import Hyper

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx.kernels.layer import WholeLayer
-from phalanx.kernels.pairs import summed
+from phalanx.kernels.moe import summed
 from phalanx.layers.ffn import build_ffn
 from phalanx.layers.hyper import HyperAround
 from phalanx.layers.mixers import build_mixer

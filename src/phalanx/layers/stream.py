@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
-from phalanx.kernels.pairs import Pairs, summed
+from phalanx.kernels.moe import summed
+from phalanx.kernels.pairs import Pairs
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
