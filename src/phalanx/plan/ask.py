@@ -149,7 +149,7 @@ def ask(question: PlanQuestion) -> Plan:
 
 
 def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
-    """With the head that drafts where that is asked for."""
+    """With the head that drafts, and with what states need to go back, where that is asked for."""
     told = question.acceptance is not None
     missing = question.speculate == "ngram" and not told  # only the model's own head has a published share
     if question.speculate not in _DRAFTERS or (question.speculate == "off" and told) or missing:
@@ -164,7 +164,10 @@ def _with_drafts(spec: ModelSpec, question: PlanQuestion) -> ModelSpec:
             f"{question.model} has no head that drafts.",
             "Use --speculate ngram, or a model that has one (num_nextn_predict_layers in its config.json).",
         )
-    return spec.with_drafts() if question.speculate == "mtp" else spec
+    if question.speculate == "off":
+        return spec
+    able = spec.going_back(1 + question.speculate_tokens)
+    return able.with_drafts() if question.speculate == "mtp" else able
 
 
 def _engines(question: PlanQuestion, there: OperatingSystem) -> list[EngineTraits]:

@@ -86,7 +86,9 @@ class Fit:
     @property
     def _state_places(self) -> int:
         """That a sequence adds: its own, and those for copies of its state."""
-        return StatePlaces.of(1, True, self.spec.drafts).total - 1 if self.engine.has_cache_groups else 1
+        if not self.engine.has_cache_groups:
+            return 1
+        return StatePlaces.of(1, True, self.spec.drafts and not self.spec.goes_back).total - 1
 
     @property
     def request_bytes(self) -> dict[CacheKind, int]:

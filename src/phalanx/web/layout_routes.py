@@ -263,7 +263,7 @@ def _seconds(layout: Layout, rank: int, tensors: Iterable[Tensor], gpu: Gpu, tok
 def _cache(layout: Layout, layer: int) -> dict[str, Any]:
     """What a layer keeps on every rank: bytes a token, and bytes of a sequence whatever its length, copies included."""
     spec, cache = layout.spec, layout.spec.caches[layer]
-    places = StatePlaces.of(1, True, spec.drafts).total - 1
+    places = StatePlaces.of(1, True, spec.drafts and not spec.goes_back).total - 1
     per_token = int(cache.numbers_per_token * FORMATS[spec.dtype].bits / 8)
     return {
         "token_bytes": [per_token * len(shard.kv_heads) // spec.kv_heads for shard in layout.shards],
