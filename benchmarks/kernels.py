@@ -54,7 +54,7 @@ from phalanx.kernels.gpu import (
     states,
     stream,
 )
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 from phalanx.spec.ffn import SILU, Router
@@ -231,7 +231,7 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
     x, gates = some(4, 4096, dtype=dtype), some(4, 2 * 1024, dtype=dtype)
-    pairs = Pairs(some(32, 4096, dtype=dtype), 8)
+    pairs = Unsummed(some(32, 4096, dtype=dtype), 8)
     for form in (Form.FP8, Form.BOTH) if quantised else (Form.PLAIN,):
         yield lambda f=form: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, f)
         yield lambda f=form: rows.add_rms_norm(x, None, some(4096, dtype=torch.float32), 1e-5, f)

@@ -10,7 +10,7 @@ from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu import rows
 from phalanx.kernels.norm import add_rms_norm_torch
-from phalanx.kernels.pairs import Pairs, summed_torch
+from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store_torch
 from tests.kernels.interpreter import make_ready
 
@@ -48,7 +48,7 @@ def check_norm(count: int, width: int, dtype: torch.dtype, weight_dtype: torch.d
 
 def check_pairs(count: int, top: int, width: int, dtype: torch.dtype) -> None:
     """Summed up on the way into a norm they have the bits of a sum and a norm, in all forms."""
-    pairs, residual = Pairs(torch.randn(count * top, width).to(dtype), top), torch.randn(count, width).to(dtype)
+    pairs, residual = Unsummed(torch.randn(count * top, width).to(dtype), top), torch.randn(count, width).to(dtype)
     total, weight = rows.sum_pairs(pairs), torch.randn(width)
     assert torch.equal(total, summed_torch(pairs))
     for form in Form:

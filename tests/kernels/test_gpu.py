@@ -45,7 +45,7 @@ from phalanx.kernels.norm import (
     add_rms_norm_quantised,
     add_rms_norm_torch,
 )
-from phalanx.kernels.pairs import Pairs, summed_torch
+from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.quantise import quantise, quantise_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store, rotate_and_store_torch
 from phalanx.kernels.sampling import likeliest
@@ -319,7 +319,7 @@ def test_a_norm_in_both_forms_has_the_bits_of_each(rows: int, width: int, add: b
 )
 def test_pairs_are_summed_up_on_the_way_into_a_norm(rows: int, top: int, width: int, form: Form) -> None:
     """With the bits of a sum and a norm, one after the other."""
-    pairs, residual, weight = Pairs(randn(rows * top, width), top), randn(rows, width), randn(width)
+    pairs, residual, weight = Unsummed(randn(rows * top, width), top), randn(rows, width), randn(width)
     total, kept, apart = summed(pairs), residual.clone(), residual.clone()
     assert torch.equal(total, summed_torch(pairs))
     found = add_rms_norm_in(form, pairs, kept, weight, 1e-5)

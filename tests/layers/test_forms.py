@@ -13,7 +13,7 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.layers.adapters import Added, StepAdapters
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.ffn import experts
@@ -107,12 +107,12 @@ def test_experts_may_leave_it_to_the_next_norm_to_sum_them_up(name: str, monkeyp
     runner, made = runner_of(name), experts.expert_pairs
     wanted, pairs = hidden(runner), 0
 
-    def apart(*asked: Any) -> Pairs:
+    def apart(*asked: Any) -> Unsummed:
         nonlocal pairs
         pairs += 1
         whole = made(*asked)
         assert isinstance(whole, Tensor)
-        return Pairs(torch.stack((whole / 2, whole / 2), 1).flatten(0, 1), 2)
+        return Unsummed(torch.stack((whole / 2, whole / 2), 1).flatten(0, 1), 2)
 
     monkeypatch.setattr(experts, "expert_pairs", apart)
     assert torch.equal(hidden(runner), wanted)

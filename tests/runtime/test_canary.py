@@ -23,7 +23,7 @@ from phalanx.layers.decoder import Decoder
 from phalanx.layers.watch import Canary
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import load_model
-from phalanx.runtime.weight_watch import Stretch, Turn, WeightWatch
+from phalanx.runtime.weight_watch import Stretch, WatchTurn, WeightWatch
 from phalanx.weights.checkpoint import Checkpoint
 from tests import faults
 from tests.conftest import Reference
@@ -221,7 +221,7 @@ def test_what_lies_at_even_distances_is_read_at_once() -> None:
         for expert in (0, 1, 2, 4, 5)
         for name, part in (("matrix", stack), ("scales", scales))
     ]
-    turn = Turn.of([*stretches, Stretch("alone", words_of(alone))])
+    turn = WatchTurn.of([*stretches, Stretch("alone", words_of(alone))])
     assert [len(rows) for rows in turn.rows] == [3, 2, 3, 2, 1]
     by_name = {piece.name: int(plain_digests(piece.words)) for piece in stretches} | {
         "alone": int(plain_digests(words_of(alone)))

@@ -13,7 +13,7 @@ from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
-from phalanx.kernels.pairs import Pairs, summed_torch
+from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
@@ -171,7 +171,7 @@ def expert_pairs(
     experts: Tensor,
     activation: Activation = SILU,
     weighs_input: bool = False,
-) -> Tensor | Pairs:
+) -> Tensor | Unsummed:
     """The same, which on a GPU the next norm may sum up."""
     given = plain(x)
     if given.is_cuda and held.gate_up.numel():
@@ -184,7 +184,7 @@ def expert_pairs(
     return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
 
 
-def summed(given: Tensor | Pairs) -> Tensor:
+def summed(given: Tensor | Unsummed) -> Tensor:
     """What experts give, [tokens, hidden]."""
     if isinstance(given, Tensor):
         return given

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from phalanx.kernels import cpu
 from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
-from phalanx.kernels.pairs import Pairs, summed_torch
+from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.quantise import quantise
 
 
-def add_rms_norm(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor | Unsummed, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Norm of x + residual over the last dimension; the sum is kept in `residual`, in place. x may be pairs to sum."""
     if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps
         normed = gpu.add_rms_norm(x, residual, weight, eps)
         assert isinstance(normed, Tensor)
         return normed
-    x = summed_torch(x) if isinstance(x, Pairs) else x
+    x = summed_torch(x) if isinstance(x, Unsummed) else x
     if cpu.runs(x) and (residual is None or x.is_contiguous()):
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -31,7 +31,7 @@ def add_rms_norm(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps
     return add_rms_norm_torch(x, residual, weight, eps)
 
 
-def add_rms_norm_quantised(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
+def add_rms_norm_quantised(x: Tensor | Unsummed, residual: Tensor | None, weight: Tensor, eps: float) -> Quantised:
     """The same, brought to FP8 on the way out."""
     if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
@@ -42,7 +42,7 @@ def add_rms_norm_quantised(x: Tensor | Pairs, residual: Tensor | None, weight: T
     return quantise(add_rms_norm(x, residual, weight, eps))
 
 
-def add_rms_norm_both(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> InBoth:
+def add_rms_norm_both(x: Tensor | Unsummed, residual: Tensor | None, weight: Tensor, eps: float) -> InBoth:
     """The same as it is, and beside it brought to FP8."""
     if weight.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
@@ -54,14 +54,16 @@ def add_rms_norm_both(x: Tensor | Pairs, residual: Tensor | None, weight: Tensor
     return InBoth(plain, quantise(plain))
 
 
-_NORMS: dict[Form, Callable[[Tensor | Pairs, Tensor | None, Tensor, float], Activations]] = {
+_NORMS: dict[Form, Callable[[Tensor | Unsummed, Tensor | None, Tensor, float], Activations]] = {
     Form.PLAIN: add_rms_norm,
     Form.FP8: add_rms_norm_quantised,
     Form.BOTH: add_rms_norm_both,
 }
 
 
-def add_rms_norm_in(form: Form, x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float) -> Activations:
+def add_rms_norm_in(
+    form: Form, x: Tensor | Unsummed, residual: Tensor | None, weight: Tensor, eps: float
+) -> Activations:
     """The one of these that gives this form."""
     return _NORMS[form](x, residual, weight, eps)
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Pairs(NamedTuple):
+class Unsummed(NamedTuple):
     """[tokens * top, hidden], a row for each pair of token and expert: a token is the sum of its `top` rows."""
 
     rows: Tensor
     top: int
 
 
-def summed_torch(given: Pairs) -> Tensor:
+def summed_torch(given: Unsummed) -> Tensor:
     """The definition of their sum: in float32, in the order of the pairs, rounded once."""
     rows, top = given
     of_token = rows.unflatten(0, (-1, top)).float()

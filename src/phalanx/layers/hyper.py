@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.hyper import Mixing, Weights, join_streams, mix_streams, part_streams
 from phalanx.kernels.moe import summed
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.layers.place import Place
 from phalanx.layers.stream import Around, Stream
 from phalanx.spec.hyper import Hyper
@@ -55,7 +55,7 @@ class HyperAround:
         taken, stream.mixing = part_streams(stream.residual, self.mapping.weights, self.hyper)
         return self.norms.enter(Stream(taken), form)
 
-    def leave(self, part: Tensor | Pairs, stream: Stream) -> None:
+    def leave(self, part: Tensor | Unsummed, stream: Stream) -> None:
         assert isinstance(stream, HyperStream)
         stream.residual = mix_streams(stream.residual, self.group.all_reduce(summed(part)), stream.mixing)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.norm import add_rms_norm, add_rms_norm_in
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.layers.place import Place
 
 
@@ -29,10 +29,10 @@ class RmsNorm:
         """The same, as the next product takes it."""
         return add_rms_norm_in(form, x, None, self.weight, self.eps)
 
-    def of_sum(self, part: Tensor | Pairs, residual: Tensor, form: Form) -> Activations:
+    def of_sum(self, part: Tensor | Unsummed, residual: Tensor, form: Form) -> Activations:
         """The norm of residual + the sum of all ranks' parts, which is then kept in `residual`. One rank alone may have
         pairs.
         """
-        if isinstance(part, Pairs):
+        if isinstance(part, Unsummed):
             return add_rms_norm_in(form, part, residual, self.weight, self.eps)
         return self.group.all_reduce_add_norm(part, residual, self.weight, self.eps, form)

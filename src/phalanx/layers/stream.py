@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.moe import summed
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
@@ -18,7 +18,7 @@ class Stream:
 
     def __init__(self, residual: Tensor) -> None:
         self.residual = residual
-        self.part: Tensor | Pairs | None = None
+        self.part: Tensor | Unsummed | None = None
 
     def take_rows(self, rows: Tensor | None) -> None:
         """Go on with these rows alone."""
@@ -71,7 +71,7 @@ class Around:
             return self.before.of_sum(part, stream.residual, form)
         return self.before.given_as(form, stream.residual)
 
-    def leave(self, part: Tensor | Pairs, stream: Stream) -> None:
+    def leave(self, part: Tensor | Unsummed, stream: Stream) -> None:
         """Add this rank's share of what the part gives."""
         if self.after is not None:
             part = self.after(self.group.all_reduce(summed(part)))

@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
     words: Tensor
 
 
-class Turn(NamedTuple):
+class WatchTurn(NamedTuple):
     """What is read at once. Stretches as long as each other that lie in one memory at even distances, as those of
     experts do, are the rows of a matrix, which one kernel reads.
     """
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     rows: list[Tensor]
 
     @classmethod
-    def of(cls, stretches: list[Stretch]) -> Turn:
+    def of(cls, stretches: list[Stretch]) -> WatchTurn:
         runs = list(_runs(stretches))
         return cls([piece.name for run in runs for piece in run], [_matrix(run) for run in runs])
 
@@ -68,7 +68,7 @@ class WeightWatch:
         total = sum(tensor.nbytes for _, tensor in tensors)
         self._pause = PAUSES[model.place.device.type]
         at_once = max(LEAST_BYTES, int(total * spec.active_parameters / spec.parameters / PASS_STEPS * self._pause))
-        self._turns = [Turn.of(stretches) for stretches in _turns(tensors, at_once)]
+        self._turns = [WatchTurn.of(stretches) for stretches in _turns(tensors, at_once)]
         self._loaded = [turn.digests().tolist() for turn in self._turns]
         self._next = self._steps = 0
 

@@ -19,7 +19,7 @@ from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 CHUNK = 64
@@ -189,7 +189,7 @@ Experts = tuple[Any, Tensor | None]
 def expert_pairs(
     x: Activations, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
     weighs_input: bool,
-) -> Pairs:  # fmt: skip
+) -> Unsummed:  # fmt: skip
     """Where weights multiply what experts take, every pair has a row of its own there too."""
     given = plain(x)
     rows, top, experts = len(given), chosen.shape[1], gate_up[0].shape[0]
@@ -203,7 +203,7 @@ def expert_pairs(
         taken, pairs_a_row = x.in_fp8 if way.quantised and isinstance(x, InBoth) else given, top
     pair_weights = None if weighs_input else weights
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
-    return Pairs(way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights), top)
+    return Unsummed(way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights), top)
 
 
 class ExpertPairs(NamedTuple):

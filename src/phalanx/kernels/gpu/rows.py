@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 COLUMNS_AT_ONCE = 1024
@@ -92,7 +92,7 @@ def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK), mask=mask)
 
 
-def sum_pairs(pairs: Pairs) -> Tensor:
+def sum_pairs(pairs: Unsummed) -> Tensor:
     (given, top), width = pairs, pairs.rows.shape[1]
     out = given.new_empty(len(given) // top, width)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
@@ -137,10 +137,10 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor | Pairs, residual: Tensor | None, weight: Tensor, eps: float, form: Form = Form.PLAIN
+    x: Tensor | Unsummed, residual: Tensor | None, weight: Tensor, eps: float, form: Form = Form.PLAIN
 ) -> Activations:
     """x is [rows, width], or a slice of heads [tokens, heads, width] whose tokens may lie apart, or pairs."""
-    given, top = x if isinstance(x, Pairs) else (x, 0)
+    given, top = x if isinstance(x, Unsummed) else (x, 0)
     width, inner = given.shape[-1], given.shape[1] if given.dim() == 3 else 1
     rows = given.numel() // width // (top or 1)
     out, places = empty_in(form, given, *((rows, width) if top else given.shape))

@@ -11,7 +11,7 @@ from phalanx.kernels.fp8 import Activations, Form, plain
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
-from phalanx.kernels.pairs import Pairs
+from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.panels import Panels
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
@@ -125,7 +125,7 @@ class Experts:
             del self.gate_up, self.down
         return held.matrices()
 
-    def __call__(self, x: Activations, step: StepContext) -> Tensor | Pairs:
+    def __call__(self, x: Activations, step: StepContext) -> Tensor | Unsummed:
         """This rank's part of a sum over ranks. One alone may leave it to the next norm to sum up experts."""
         record, given = self.record, plain(x)
         told = self.table[step.tokens].long() if self.table is not None else None
