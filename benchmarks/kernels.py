@@ -26,7 +26,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.delta_weights import DeltaWeights, Pending
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
@@ -221,7 +221,7 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
         tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
         qkvz = some(9, channels + v_heads * dim, dtype=dtype)
         states = some(3, v_heads, dim, dim, dtype=torch.float32)
-        updates = Pending(some(3, 4, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim))
+        updates = PendingUpdates(some(3, 4, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim))
         for pending, ring in ((None, 4), (updates, 7)):
             columns = some(3, ring, channels, dtype=dtype)
             yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns, p=pending: delta.delta_net(

@@ -91,6 +91,9 @@ class CheckingRunner:
         self.right, self.draft_s, self._random = 1.0, 0.0, Random(0)
         """How often drafts that are made here come true, and what one of every row takes, or to take a step in."""
         self._drafts: deque[list[list[int]]] = deque()
+        self._drafted: deque[list[int]] = deque()
+        self._stayed: dict[tuple[int, int], int] = {}
+        """Drafts that nobody was told of, by their place."""
 
     @property
     def clock(self) -> float:
@@ -103,7 +106,7 @@ class CheckingRunner:
         rows = self._rows(plan)
         self._admit(plan.admissions, rows)
         self._extend(plan.new_blocks, plan.window_blocks)
-        self._hear(plan.told, rows)
+        self._hear(plan.told, rows, plan.reread)
         self._restore(plan.restored, rows)
         for row in rows:
             self._take(row, fresh=any(row.slot == admission.slot for admission in plan.admissions))
@@ -114,7 +117,12 @@ class CheckingRunner:
         assert all(0 <= place < places_for(self.limits.max_num_seqs) for place, _ in plan.new_masks)
         self.masks |= {place: unpack(packed) for place, packed in plan.new_masks}
         self._sampled.append(self._sample(rows, {index: self.masks[place] for index, place in plan.masks}))
-        self._drafts.append([self._draft(row, plan.ahead) for row in rows if row.samples] if plan.ahead else [])
+        self._drafted.append([token for row in rows for token in self._drafts_in(row)] if plan.reread else [])
+        drafts = [self._draft(row, plan.ahead) for row in rows if row.samples] if plan.ahead else []
+        if plan.drafts_stay:
+            assert drafts, "no drafts that could stay"
+            self._keep(rows, drafts)
+        self._drafts.append([] if plan.drafts_stay else drafts)
         self.plans.append(plan)
         self.in_flight += 1
         self._inner.launch(plan)
@@ -131,7 +139,8 @@ class CheckingRunner:
         self._sampled.popleft()
         self._inner.clock += drafting_s
         times = msgspec.structs.replace(result.times, draft=drafting_s)
-        return msgspec.structs.replace(result, times=times, drafts=self._drafts.popleft())
+        drafts, drafted = self._drafts.popleft(), self._drafted.popleft()
+        return msgspec.structs.replace(result, times=times, drafts=drafts, drafted=drafted)
 
     def close(self) -> None:
         self._inner.close()
@@ -178,12 +187,19 @@ class CheckingRunner:
                 assert len(set(table)) == len(table), f"slot {number} has a block twice: {table}"
             assert all(block in known for block in blocks), f"no such block: {blocks}"
 
-    def _hear(self, told: list[tuple[int, int, list[int]]], rows: list[Row]) -> None:
-        """Who is unsure is told all that it computes; nobody is told what it knows better."""
-        spans = {row.slot: (row.start, row.end) for row in rows}
-        for number, position, tokens in told:
-            slot = self.slots[number]
-            assert spans[number] == (position, position + len(tokens)), f"slot {number} is told {tokens} at {position}"
+    def _hear(self, told: list[tuple[int, int, list[int]]], rows: list[Row], reread: bool) -> None:
+        """Who is unsure is told all that it computes, but for drafts that have stayed here; nobody is told what it
+        knows better.
+        """
+        by_slot = {row.slot: row for row in rows}
+        for number, position, known in told:
+            slot, row = self.slots[number], by_slot[number]
+            tokens = list(known)
+            if reread and len(tokens) == row.count - row.samples + 1 < row.count:
+                places = [self._place(slot, at, 0) for at in range(position + len(tokens), row.end)]
+                tokens += [self._stayed.get(place, 0) for place in places]
+            told_of = position, position + len(tokens)
+            assert told_of == (row.start, row.end), f"slot {number} is told {tokens} at {position}"
             assert position <= slot.computed <= len(slot.tokens), f"slot {number} is told of a far future"
             assert slot.unsure or slot.tokens[position:] == tokens[: len(slot.tokens) - position], "a false history"
             slot.tokens[position:] = tokens
@@ -263,12 +279,29 @@ class CheckingRunner:
         assert not masks, "a mask for a token that no row yields"
         return found
 
-    def _draft(self, row: Row, ahead: int) -> list[int]:
-        """Behind the last token of a row that stands, as a rank makes them: it knows nothing of grammars."""
-        slot, yielded = self.slots[row.slot], self._sampled[-1]
+    def _drafts_in(self, row: Row) -> list[int]:
+        return self.slots[row.slot].tokens[row.end - row.samples + 1 : row.end] if row.samples > 1 else []
+
+    def _keep(self, rows: list[Row], drafts: list[list[int]]) -> None:
+        """Behind the tokens that stand, as far as there are blocks."""
+        for row, tokens in zip((row for row in rows if row.samples), drafts, strict=True):
+            slot, yielded = self.slots[row.slot], self._sampled[-1]
+            position = self._stands_to(row, slot, yielded) + 1
+            for at, token in enumerate(tokens, start=position):
+                if at // self.block_size < len(slot.tables[0]):
+                    self._stayed[self._place(slot, at, 0)] = token
+
+    def _stands_to(self, row: Row, slot: Slot, yielded: dict[tuple[int, int], int]) -> int:
+        """The position of the last token that a row yields which stands."""
         position = row.end - row.samples + 1
         while position < row.end and slot.tokens[position] == yielded[row.slot, position]:
             position += 1
+        return position
+
+    def _draft(self, row: Row, ahead: int) -> list[int]:
+        """Behind the last token of a row that stands, as a rank makes them: it knows nothing of grammars."""
+        slot, yielded = self.slots[row.slot], self._sampled[-1]
+        position = self._stands_to(row, slot, yielded)
         tokens = [*slot.tokens[:position], yielded[row.slot, position]]
         for _ in range(ahead):
             token = next_token(tokens, slot.seed, self.vocab)

@@ -65,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
         most_drafts=st.integers(1, 8),
         by_ranks=st.booleans(),
+        drafts_stay=st.booleans(),
         owners=st.sampled_from([("",), ("",), ("a",), ("", "a"), ("a", "b", "c")]),
         seconds_per_token=st.sampled_from([0.0, 0.01, 0.05]),
     )
@@ -84,13 +85,14 @@ class EngineMachine(RuleBasedStateMachine):
         guessed: float | None,
         most_drafts: int,
         by_ranks: bool,
+        drafts_stay: bool,
         owners: tuple[str, ...],
         seconds_per_token: float,
     ) -> None:
         self.max_model_len = max_model_len
         self.owners = owners
         drafter = RankDrafter() if by_ranks else Guesser(guessed or 0.0)
-        speculation = None if guessed is None else Speculation(drafter, most_drafts)
+        speculation = None if guessed is None else Speculation(drafter, most_drafts, drafts_stay and by_ranks)
         if speculation is not None:
             speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
         longest = -(-max_model_len // block_size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
-from phalanx.kernels.delta_weights import DeltaWeights, Pending
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import Quantised, dequantise
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
@@ -50,7 +50,7 @@ class Nets:
         size = (places + 1, pending, net.v_heads, net.k_dim + net.v_dim + 1)
         updates = torch.full((2, *size), float("nan"), device=self.device)
         since = torch.full((2, places + 1, net.v_heads, net.v_dim), 7, dtype=torch.int32, device=self.device)
-        self.pending = [Pending(*each) if pending else None for each in zip(updates, since, strict=True)]
+        self.pending = [PendingUpdates(*each) if pending else None for each in zip(updates, since, strict=True)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         net = self.net

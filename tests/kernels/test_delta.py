@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import DeltaRows, convolve, delta_rule, gated_norm, prompts_of, unit_length
-from phalanx.kernels.delta_weights import CHUNK, Pending
+from phalanx.kernels.delta_weights import CHUNK, PendingUpdates
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 
 HEADS, K_DIM, V_DIM, CHANNELS, KERNEL = 3, 8, 5, 14, 4
@@ -170,7 +170,7 @@ def test_a_sequence_goes_on_behind_any_of_its_rows() -> None:
         torch.randn(KERNEL, CHANNELS),
     )
     since = torch.full((PLACES, HEADS, V_DIM), 3, dtype=torch.int32)
-    pending = Pending(dirty(most, HEADS, K_DIM + V_DIM + 1), since)
+    pending = PendingUpdates(dirty(most, HEADS, K_DIM + V_DIM + 1), since)
     wanted = {
         slot: (whole(sequences[slot], torch_recurrent_gated_delta_rule)[0], convolved(inputs[slot], taps))
         for slot in begun

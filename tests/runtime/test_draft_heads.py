@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from phalanx.engine.agenda import Drafted
+from phalanx.engine.drafting import Drafting
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.runtime.draft_graphs import DraftGraphs
@@ -38,6 +40,7 @@ def check_drafts(head: HeadReference, prompts: list[list[int]], tp: int, in_grap
     assert speculation is not None
     speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    speculation.drafts_stay = False
     requests = [engine.add(prompt, SamplingParams(max_tokens=6, temperature=0.0)) for prompt in prompts]
     while engine.has_work:
         engine.step()
@@ -69,6 +72,47 @@ def test_drafts_in_graphs_are_those_of_the_reference(
     check_drafts(heads(reference.name), reference.prompts[1:4], 1, in_graphs=True)
     assert any(len(counts) > 1 for counts in replayed)
     assert any(max(counts) > 1 for counts in replayed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("reference", ["deepseek_v3", "qwen3_5_text"], indirect=True)
+def test_drafts_that_stay_are_those_that_are_told(
+    reference: Reference, heads: Callable[[str], HeadReference], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose drafts the engine does not know hold the same ones, as far as there was room for them, and yield the
+    same tokens.
+    """
+    found: list[list[list[int]]] = []
+    rows: list[list[tuple[int, int, list[int]]]] = []
+    settle = Drafting._settle
+
+    def noted(drafting: Drafting, row: Drafted, accepted: int) -> None:
+        rows[-1].append((row.request.id, row.start, list(row.drafts)))
+        settle(drafting, row, accepted)
+
+    monkeypatch.setattr(Drafting, "_settle", noted)
+    for stay in (False, True):
+        threaded = ThreadedEngine(heads(reference.name).folder, 2, speculate="mtp", max_num_seqs=12, num_blocks=80)
+        engine, speculation = threaded.engine, threaded.engine.scheduler.speculation
+        assert speculation is not None
+        assert speculation.drafts_stay
+        speculation.drafts_stay = stay
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+        rows.append([])
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, presence_penalty=0.5, ignore_eos=True)
+        requests = [engine.add(prompt, params) for prompt in reference.prompts[1:5]]
+        while engine.has_work:
+            engine.step()
+        found.append([request.tokens for request in requests])
+        threaded.close()
+    assert found[0] == found[1]
+    told, stayed = ({(id, start): drafts for id, start, drafts in each} for each in rows)
+    assert stayed.keys() <= told.keys()
+    assert sum(map(len, stayed.values())) > 0.8 * sum(map(len, told.values())) > 40
+    for row, drafts in stayed.items():
+        assert all(one == other for one, other in zip(drafts, told[row], strict=False)), row
 
 
 @pytest.mark.parametrize("reference", ["deepseek_v3", "glm4_moe"], indirect=True)

@@ -29,7 +29,7 @@ class ForcedSpeculation(Speculation):
     """
 
     def __init__(self, most: int, acceptance: float, by_ranks: bool) -> None:
-        super().__init__(RankDrafter() if by_ranks else AnyTokens(), most)
+        super().__init__(RankDrafter() if by_ranks else AnyTokens(), most, drafts_stay=by_ranks)
         self._acceptance, self._rows = acceptance, 0
 
     def _wants_plain(self, rows: int) -> bool:

@@ -46,6 +46,8 @@ class Agenda:
     constrained: bool = False
     ahead: int = 0
     taken_in: bool = False
+    drafts_stay: bool = False
+    reread: bool = False
 
     def give(self, slot: int, groups: list[list[int]]) -> None:
         """Blocks of each group that a slot gets, behind those it has."""
@@ -91,6 +93,8 @@ class Agenda:
             told=self.told,
             ahead=self.ahead,
             taken_in=self.taken_in,
+            drafts_stay=self.drafts_stay,
+            reread=self.reread,
         )
         return plan, sampled
 

@@ -12,7 +12,7 @@ from phalanx.engine.logprobs import TokenLogprobs
 from phalanx.engine.request import Phase, Request
 from phalanx.engine.roster import Roster
 from phalanx.engine.speculation import WORTH_WAITING, Speculation
-from phalanx.engine.step_plan import StepResult, StepTimes
+from phalanx.engine.step_plan import UNREAD, StepResult, StepTimes
 
 _slot = attrgetter("slot")
 
@@ -37,7 +37,10 @@ class Drafting:
             self.speculation.observe(plan.num_tokens, seconds, plan.ahead, times.draft)
         if not launched.drafted and (rows := plan.counts.count(1)):
             self.speculation.trials.without_drafts(rows, seconds if launched.decodes else None)
-        self.speculation.came(launched.sampled, result.drafts)
+        if plan.drafts_stay:
+            self.speculation.stayed(launched.sampled, plan.ahead)
+        else:
+            self.speculation.came(launched.sampled, result.drafts)
 
     def without_waiting(self, rows: list[Request]) -> list[Request]:
         """All rows, or none where drafts are worth waiting for tokens that are on their way, or others have to wait for
@@ -101,13 +104,15 @@ class Drafting:
     def proven(self, launched: Launched, result: StepResult) -> list[tuple[Request, int, TokenLogprobs | None]]:
         """The tokens of a step that stand: of a row of drafts those that came true, and the one behind them."""
         drafted = {row.request.id: row for row in launched.drafted}
-        tokens, logprobs = iter(result.tokens), iter(result.logprobs)
+        tokens, logprobs, held = iter(result.tokens), iter(result.logprobs), iter(result.drafted)
         proven: list[tuple[Request, int, TokenLogprobs | None]] = []
         for request in launched.sampled:
             row = drafted.get(request.id)
             count = 1 + len(row.drafts) if row else 1
             found = list(islice(zip(tokens, logprobs, strict=True), count))
             if row is not None:
+                if result.drafted:
+                    row.drafts[:] = islice(held, len(row.drafts))
                 accepted = self.speculation.right(row.drafts, [token for token, _ in found])
                 self._settle(row, accepted)
                 found = found[: 1 + accepted]
@@ -135,10 +140,11 @@ class Drafting:
     def _that_fit(self, agenda: Agenda, request: Request, drafts: list[int]) -> list[int]:
         """As many as there are blocks for, with one more if it is to be had, and as many as the answer may have.
 
-        Ranks that make drafts need room for those of the next step too.
+        Ranks that make drafts need room for those of the next step too, and for the token before them.
         """
-        ahead = self.speculation.most if self.speculation.by_ranks else 0
-        if drafts and request.length + len(drafts) + ahead > request.room < request.longest - 1:
+        ahead = self.speculation.most + 1 if self.speculation.by_ranks else 0
+        more = len(drafts) + ahead
+        if more and request.length + more > request.room < request.longest - 1:
             roster, caches = self._roster, self._roster.caches
             caches.trim(request)
             has_grown = request.slot in agenda.blocks
@@ -161,5 +167,8 @@ class Drafting:
 
     def _tell(self, agenda: Agenda, request: Request, drafts: list[int]) -> None:
         """Rows of drafts leave it open which token was the last one: the next row is told."""
-        agenda.told.append((_slot(request), request.computed, request.tokens[request.computed :] + drafts))
+        stayed = UNREAD in drafts
+        agenda.reread |= stayed
+        known = request.tokens[request.computed :] + ([] if stayed else drafts)
+        agenda.told.append((_slot(request), request.computed, known))
         request.untold = False

@@ -16,6 +16,7 @@ import msgspec
 from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
 from phalanx.engine.step_line import STEP_MEMORY, StepLine
+from phalanx.engine.step_plan import UNREAD
 from phalanx.engine.trials import Trials
 
 TRUSTED = 2.0
@@ -98,11 +99,12 @@ class Speculation:
     """Drafts for requests whose tokens are all known, as long as what they bring is worth the longer step.
 
     A draft is worth computing if, to the tokens that the step makes anyway, its chance is more than the time it adds is
-    to the step's; and drafts at all, if trials do not speak against them.
+    to the step's; and drafts at all, if trials do not speak against them. With `drafts_stay` the ranks keep drafts they
+    make for the next step, and the engine does not wait for them.
     """
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
-        self.most = most
+    def __init__(self, drafter: Drafter, most: int, drafts_stay: bool = False) -> None:
+        self.most, self.drafts_stay = most, drafts_stay
         self.by_ranks = isinstance(drafter, RankDrafter)
         self.coming = 0
         """Drafts that ranks make with the last step that was planned."""
@@ -157,13 +159,15 @@ class Speculation:
         """How many drafts ranks make with this step, and whether they take it in.
 
         Whoever is in a step that they do not take in is given up for good: what would be guessed behind tokens that
-        were missed is not worth much. A prompt is always taken in.
+        were missed is not worth much. A prompt is always taken in. Which drafts are made need not be known to plan the
+        step that takes them, unless a grammar has a say.
         """
         if not self.by_ranks:
             return
         decoding = agenda.decoding
         agenda.ahead = self.coming = self.ahead(decoding)
         self._without = 0 if self.coming else self._without + bool(decoding)
+        agenda.drafts_stay = self.drafts_stay and self.coming > 0 and not any(request.matcher for request in decoding)
         agenda.taken_in = self._without < PATIENCE or bool(agenda.prompts)
         if not agenda.taken_in:
             for request in decoding:
@@ -193,6 +197,13 @@ class Speculation:
         if self.by_ranks:
             for number, request in enumerate(requests):
                 request.drafts = drafts[number] if drafts else []
+
+    def stayed(self, requests: Sequence[Request], ahead: int) -> None:
+        """Ranks have made so many drafts of each of these requests, as far as there was room behind the token of this
+        step, which is not booked yet, and have not told them.
+        """
+        for request in requests:
+            request.drafts = [UNREAD] * min(ahead, request.room - len(request.tokens) - 1)
 
     def right(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """How many of a row's drafts stand: those before the first that is not the token drawn in its place."""

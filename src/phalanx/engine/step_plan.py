@@ -12,6 +12,9 @@ from phalanx.engine.step_sums import StepSums
 from phalanx.engine.whereabouts import Where, Whereabouts
 from phalanx.models.adapter import AdapterOrder
 
+UNREAD = -2
+"""In the place of a draft that the ranks know and the engine does not."""
+
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request enters the batch: told to the ranks once, they keep it by slot until the slot is given anew."""
@@ -40,7 +43,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     `window_blocks` are (slot, group, blocks) for groups of layers that look back on a window; a block that is out of
     reach is any number. Of recurrent states, which lie by slot, `restored` are copied (from, to) before the step, and
     `saved` behind it. Where ranks make drafts, they make `ahead` of them for every row that yields tokens; in a step
-    that is not `taken_in` nobody's drafts will ever be asked for again, and who makes them does nothing. `reported` are
+    that is not `taken_in` nobody's drafts will ever be asked for again, and who makes them does nothing. Where
+    `drafts_stay` nobody waits for them: they lie in the pool behind the tokens that stand, and rows of the next step
+    that take them are not told which they are. That comes with the tokens of a step that is `reread`. `reported` are
     rows whose requests ask for more of the prompt than the token behind it.
     """
 
@@ -60,6 +65,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     ahead: int = 0
     reported: list[int] = []
     taken_in: bool = True
+    drafts_stay: bool = False
+    reread: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +82,16 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
         for slot, end, wanted in zip(self.slots, ends, self.samples, strict=True):
             slots += [slot] * wanted
             positions += range(end - wanted + 1, end + 1)
+        return slots, positions
+
+    def drafted(self) -> tuple[list[int], list[int]]:
+        """Slots and positions of the drafts that rows of this step hold."""
+        slots: list[int] = []
+        positions: list[int] = []
+        for slot, start, count, yielded in zip(self.slots, self.starts, self.counts, self.samples, strict=True):
+            if yielded > 1:
+                slots += [slot] * (yielded - 1)
+                positions += range(start + count - yielded + 1, start + count)
         return slots, positions
 
     def sums(self) -> StepSums:
@@ -113,7 +130,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """The tokens that a step yields, in the order of its rows, `NO_TOKEN` where the scores are NaN or infinite, and
     drafts behind each row that yields some; and by slot, what it found out of prompts.
 
-    An embedding is told where the prompt ends, as float32. `marks` are digests of what every rank must have with the
+    `drafted` are the drafts that the rows themselves held, one row's behind the other's, where they are `reread`. An
+    embedding is told where the prompt ends, as float32. `marks` are digests of what every rank must have with the
     same bits.
     """
 
@@ -125,6 +143,7 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     embeddings: list[tuple[int, bytes]] = []
     marks: list[int] = []
+    drafted: list[int] = []
 
 
 class Totals(StepSums, array_like=True, kw_only=True):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, Pending
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.tiling import DecodeRows
 
@@ -41,7 +41,7 @@ def delta_net(
     columns: Tensor,
     batch: AttentionBatch,
     quantised: bool = False,
-    pending: Pending | None = None,
+    pending: PendingUpdates | None = None,
 ) -> Tensor | Quantised:
     """What a net makes of its projections, [tokens, v_heads * v_dim], as its last product takes it; a GPU brings it to
     FP8 if asked.
@@ -64,7 +64,7 @@ def delta_net_torch(
     states: Tensor,
     columns: Tensor,
     batch: AttentionBatch,
-    pending: Pending | None = None,
+    pending: PendingUpdates | None = None,
 ) -> Tensor:
     """The definition."""
     channels = sum(net.widths)
@@ -147,7 +147,7 @@ def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
     return F.silu(total.to(dtype))
 
 
-def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch, pending: Pending | None = None) -> Tensor:
+def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch, pending: PendingUpdates | None = None) -> Tensor:
     """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there."""
     out = torch.empty_like(rows.v)
     if batch.decode is not None:
@@ -182,7 +182,7 @@ def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.q[..., None, :] @ states)[..., 0, :], states
 
 
-def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pending) -> Tensor:
+def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: PendingUpdates) -> Tensor:
     """A few tokens of each sequence: what each reads. What they do to the states stays pending.
 
     Sequences are filled up to the longest of them with any tokens: nobody looks at what comes behind.
@@ -201,7 +201,7 @@ def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pen
     return read
 
 
-def _caught_up(states: Tensor, pending: Pending, slots: Tensor, positions: Tensor) -> Tensor:
+def _caught_up(states: Tensor, pending: PendingUpdates, slots: Tensor, positions: Tensor) -> Tensor:
     """States of these slots, overwritten with what they are before these positions: with the updates that stand."""
     begin = torch.maximum(pending.since[slots, 0, 0], positions - pending.tokens)
     most = int((positions - begin).max())

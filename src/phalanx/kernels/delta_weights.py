@@ -30,7 +30,7 @@ class DeltaWeights(NamedTuple):
         return key, key, self.v_heads * self.v_dim
 
 
-class Pending(NamedTuple):
+class PendingUpdates(NamedTuple):
     """What the last tokens of sequences do to their states, kept beside these until it is known which tokens stand:
     those that were guessed may be wrong.
 

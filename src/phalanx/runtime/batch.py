@@ -17,7 +17,7 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.lookup import TokenPool, look_up, places_of, write_tokens
-from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, pack
+from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
@@ -307,8 +307,12 @@ class Batch:
             tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
         )
 
+    def guess(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Drafts at these positions of these slots: rows that take them need not be told."""
+        self.tokens.kept[places_of(self._tables[0], slots, positions, self.block_size)] = tokens.to(TOKEN)
+
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """The tokens at these positions of these slots, which are all computed."""
+        """The tokens at these positions of these slots, which are all computed, or drafts."""
         return self.tokens.kept[places_of(self._tables[0], slots, positions, self.block_size)].long()
 
     def occupant(self, slot: int) -> Occupant:

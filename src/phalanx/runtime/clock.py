@@ -40,22 +40,31 @@ class StepClock:
             event.record()
             self._events.append(event)
 
-    def times(self, read_before: float) -> StepTimes:
-        """Waits for the step to end. The one before was read at `read_before`, by `time.perf_counter`."""
-        times, now = self._parts(), time.perf_counter()
+    def times(self, read_before: float, drafted: StepClock | None) -> StepTimes:
+        """Waits for the tokens of the step, and for the drafts of the one with the clock `drafted`: this step, or the
+        one before where they stay. The step before was read at `read_before`, by `time.perf_counter`.
+        """
+        times = self._parts()
+        draft, now = drafted._drafting() if drafted is not None else 0.0, time.perf_counter()
         since = read_before if self._began - read_before < _PAUSE_S else self._began
-        return msgspec.structs.replace(times, wall=now - since)
+        return msgspec.structs.replace(times, draft=draft, wall=now - since)
 
     def _parts(self) -> StepTimes:
-        prepared, computed, sampled, drafted = (*self._moments, self._moments[-1])[:4]
+        prepared, computed, sampled = self._moments[:3]
         if self._on_gpu:
-            first, second, third, last = (*self._events, self._events[-1])[:4]
-            last.synchronize()
+            first, second, third = self._events[:3]
+            third.synchronize()
             parts = [before.elapsed_time(after) / 1e3 for before, after in ((first, second), (second, third))]
-            drafting = third.elapsed_time(last) / 1e3
-            _spare_events.extend(self._events)
-            return StepTimes(drafted - self._began, parts[0], 0.0, parts[1], drafting)
+            _spare_events.extend((first, second))
+            return StepTimes(self._moments[-1] - self._began, parts[0], 0.0, parts[1])
         waited = self._waited[2]
-        return StepTimes(
-            prepared - self._began, computed - prepared - waited, waited, sampled - computed, drafted - sampled
-        )
+        return StepTimes(prepared - self._began, computed - prepared - waited, waited, sampled - computed)
+
+    def _drafting(self) -> float:
+        if not self._on_gpu:
+            return self._moments[-1] - self._moments[2]
+        third, last = self._events[2], self._events[-1]
+        last.synchronize()
+        seconds = third.elapsed_time(last) / 1e3
+        _spare_events.extend(self._events[2:])
+        return seconds

@@ -169,6 +169,7 @@ class RankDrafts:
             scores = self._guesser.guess(tokens, where[1], self._batch.places(*where, longest))
             after = positions + 2 + number
             tokens = draw(scores, self._batch.sampling, sequences.slots, after) if drawn else likeliest(scores)
+            self._batch.guess(*self._with_room(after < sequences.rooms, sequences.slots, after), tokens)
             drafts.append(tokens)
         return Drafts(torch.stack(drafts, 1), rooms.clamp(0, ahead))
 

@@ -61,6 +61,8 @@ class _Launched(NamedTuple):
     clock: StepClock
     done: torch.cuda.Event | None
     drafts: Drafts | None
+    drafts_stay: bool
+    drafted: Tensor | None
     found: Found | None
     marks: Tensor | None
     weights: DigestReading | None
@@ -116,6 +118,8 @@ class TorchRunner:
         self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
         self._read_at = 0.0
+        self._late: StepClock | None = None
+        """Of the step that was read last, if its drafts may still be on their way."""
 
     @property
     def where(self) -> Whereabouts:
@@ -157,16 +161,28 @@ class TorchRunner:
         ran = self._forward(plan, clock, self.model) if graphs is None else self._replay(plan, graphs, clock)
         clock.mark()
         reading = ran.sampled.start_reading() if ran.sampled is not None else None
+        drafted = self._held_drafts(plan) if plan.reread else None
+        found = ran.found.start_reading() if ran.found is not None else None
+        marks = canary.marks.to("cpu", copy=True, non_blocking=True) if isinstance(canary, Canary) else None
+        weights = self.weights.read() if self.weights is not None else None
+        done = self._moment() if plan.drafts_stay else None
         drafts = self._draft(plan, ran)
         self._copy_states(plan.saved)
         if self.drafting is not None:
             clock.mark()
-        drafts = drafts.start_reading() if drafts is not None else None
-        found = ran.found.start_reading() if ran.found is not None else None
-        marks = canary.marks.to("cpu", copy=True, non_blocking=True) if isinstance(canary, Canary) else None
-        weights = self.weights.read() if self.weights is not None else None
-        done = torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
-        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done, drafts, found, marks, weights))
+        drafts = None if drafts is None or plan.drafts_stay else drafts.start_reading()
+        readings = (drafts, plan.drafts_stay, drafted, found, marks, weights)
+        self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done or self._moment(), *readings))
+
+    def _moment(self) -> torch.cuda.Event | None:
+        """When all that is queued so far is done."""
+        return torch.cuda.current_stream().record_event() if self.model.place.device.type == "cuda" else None
+
+    def _held_drafts(self, plan: StepPlan) -> Tensor:
+        """On their way to the host: the drafts that rows of this step hold, before the next ones are made."""
+        slots, positions = plan.drafted()
+        tokens = self.batch.seen(*self.batch.send(tensor_of(slots), tensor_of(positions)))
+        return tokens.to("cpu", non_blocking=True)
 
     def _draft(self, plan: StepPlan, ran: _Ran) -> Drafts | None:
         """A graph of drafts may write where that of the step left its tokens, which are on their way to the host."""
@@ -238,7 +254,7 @@ class TorchRunner:
         return _Ran(sampled, rows, self.batch.lay_out(plan) if laid_out and plan.taken_in else None, hidden)
 
     def collect(self) -> StepResult:
-        step, rows, sampled, clock, done, drafts, found, marks, weights = self._launched.popleft()
+        step, rows, sampled, clock, done, drafts, stay, held, found, marks, weights = self._launched.popleft()
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
@@ -247,9 +263,12 @@ class TorchRunner:
         self.where.end_step(step)
         of_prompts = found.read() if found is not None else ([], [])
         of_stream = [] if marks is None else marks.tolist()
-        drafted = drafts.read() if drafts is not None else []
-        times, self._read_at = clock.times(self._read_at), time.perf_counter()
-        return StepResult(step, tokens, logprobs, times, drafted, *of_prompts, marks=[*of_stream, digest(tokens)])
+        made = drafts.read() if drafts is not None else []
+        drafted, self._late = (self._late, clock) if stay else (clock if self.drafting is not None else None, None)
+        times, self._read_at = clock.times(self._read_at, drafted), time.perf_counter()
+        made_before = held.tolist() if held is not None else []
+        told = [*of_stream, digest(tokens)]
+        return StepResult(step, tokens, logprobs, times, made, *of_prompts, marks=told, drafted=made_before)
 
     @torch.inference_mode()
     def find_break(self, slot: int, position: int) -> str:

@@ -49,7 +49,7 @@ def speculation(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | N
     if config.speculate == "off":
         return None
     by_ranks = checkpoint.spec.drafts or checkpoint.companion is not None
-    return Speculation(RankDrafter() if by_ranks else NgramDrafter(), config.most_drafts)
+    return Speculation(RankDrafter() if by_ranks else NgramDrafter(), config.most_drafts, drafts_stay=by_ranks)
 
 
 def _check_companion(config: EngineConfig, model_path: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.delta_weights import DeltaWeights, Pending
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu import delta_prompts
 from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu, updated
@@ -168,7 +168,7 @@ def _decode(
 
 
 def _step(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: Pending | None,
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates | None,
     decode: DecodeRows, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
@@ -195,7 +195,7 @@ def delta_net(
     decode: DecodeRows | None,
     tiles: PrefillTiles | None,
     quantised: bool = False,
-    pending: Pending | None = None,
+    pending: PendingUpdates | None = None,
 ) -> Tensor | Quantised:
     """Rows of one token come first. In a graph those that fill up reach into the prompts, which overwrite them."""
     width = net.v_heads * net.v_dim

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, Pending
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
@@ -263,7 +263,7 @@ def _gate(
 
 
 def go_on(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: Pending | None,
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates | None,
     cut: PrefillTiles, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """The rows of prompts, into theirs of `out`. Nothing here asks the host."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, Pending
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import GROUP, Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
@@ -46,10 +46,10 @@ class DeltaMixer:
         )  # fmt: skip
         self.columns = place.empty(0, record.ring, sum(self.widths))
         self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
-        self.pending: Pending | None = None
+        self.pending: PendingUpdates | None = None
         if record.pending:
             update = record.k_dim + record.v_dim + 1
-            self.pending = Pending(
+            self.pending = PendingUpdates(
                 torch.empty(0, record.pending, self.v_heads, update, device=place.device),
                 torch.empty(0, self.v_heads, record.v_dim, dtype=torch.int32, device=place.device),
             )
@@ -95,7 +95,7 @@ class DeltaMixer:
 
     def allocate_states(self, places: int) -> None:
         self.memory, self.columns, *pending = (zeros(state, places, *state.shape[1:]) for state in self.states())
-        self.pending = Pending(*pending) if pending else None
+        self.pending = PendingUpdates(*pending) if pending else None
 
     def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what the net adds to these rows, all by default."""
