@@ -44,7 +44,7 @@ KINDS = [
 
 def table_of(asked: list[LatentQueries]) -> Tensor:
     """With a greedy row behind them, for a slot that nobody has."""
-    return torch.stack([pack(*each) for each in asked] + [pack(*LatentQueries(temperature=0.0))])
+    return torch.tensor([pack(*each) for each in asked] + [pack(*LatentQueries(temperature=0.0))])
 
 
 def mixed(rows: int, seed: int = 1) -> list[LatentQueries]:

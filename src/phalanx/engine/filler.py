@@ -68,6 +68,8 @@ class StepFiller(Roster):
 
     def _decode(self, agenda: Agenda, left: dict[str, int]) -> bool:
         """One token for each that is ready. True if some had to give up their blocks for it."""
+        if not (self.ready or self.prompts):
+            return False
         due = [request for request in self.ready.values() if request.computed == request.room]
         for request in due:
             if request.room == request.longest - 1:

@@ -111,6 +111,9 @@ class Speculation:
         self._without = 0
         """Steps since ranks made some."""
         self._draft_s: float | None = None
+        self._drafted_in: float | None = None
+        """What a draft takes, by the shorter one of every two in a row: one may have waited for a graph to be recorded.
+        And what it took last."""
         self.totals = SpeculationTotals(by_position=[0] * most)
         self.trials = Trials()
         self._drafter = drafter
@@ -222,9 +225,13 @@ class Speculation:
     def observe(self, tokens: int, seconds: float, ahead: int = 0, draft_s: float = 0.0) -> None:
         """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
         self._line.observe(tokens, seconds)
-        if ahead:
-            before = draft_s / ahead if self._draft_s is None else self._draft_s
-            self._draft_s = STEP_MEMORY * before + (1 - STEP_MEMORY) * draft_s / ahead
+        if ahead and draft_s:
+            each, last = draft_s / ahead, self._drafted_in
+            self._drafted_in = each
+            if last is not None:
+                shorter = min(each, last)
+                before = shorter if self._draft_s is None else self._draft_s
+                self._draft_s = STEP_MEMORY * before + (1 - STEP_MEMORY) * shorter
         self._of_all.fade()
         if ahead or not self.by_ranks:
             for record in self._records.values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 import torch
-from torch import Tensor
 
 GREEDY_BELOW = 1e-5
 PARAMETERS = 5
@@ -16,10 +15,10 @@ ONE = 2.0**42
 """The weight of a row's best token. Up to 2**20 of them add up without overflow."""
 
 
-def pack(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> Tensor:
+def pack(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> list[int]:
     """What a request asks of `draw`, as a row of its table: whole numbers, and the bits of real ones.
 
     A temperature of zero stands for all that are greedy.
     """
     bits = struct.unpack("3q", struct.pack("3d", temperature if temperature >= GREEDY_BELOW else 0.0, top_p, min_p))
-    return torch.tensor([seed, top_k, *bits])
+    return [seed, top_k, *bits]

@@ -30,11 +30,15 @@ def tensor_of(values: list[int]) -> Tensor:
 
 def repeated(values: Sequence[int], counts: Sequence[int]) -> Tensor:
     """Each of these so many times. torch's own wakes a thread for every value, which takes milliseconds."""
+    if len(counts) == 1:
+        return torch.full((counts[0],), values[0])
     return torch.from_numpy(np.repeat(np.array(values, np.int64), counts))
 
 
 def counted_on(firsts: Sequence[int], counts: Sequence[int]) -> Tensor:
     """So many numbers on from each of these."""
+    if len(counts) == 1:
+        return torch.arange(firsts[0], firsts[0] + counts[0])
     ends = np.cumsum(counts)
     return torch.from_numpy(np.arange(ends[-1]) + np.repeat(np.array(firsts, np.int64) - ends + counts, counts))
 
@@ -90,7 +94,7 @@ def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
 
 
 class Batch:
-    """The device token pool, the block tables and the sampling parameters (`sampling`, see `kernels.sampling.pack`).
+    """The device token pool, the block tables and the sampling parameters (`sampling`, see `sampling_table.pack`).
 
     `tokens` holds prompts from admission on and sampled tokens from the step that made them, so the next step can be
     launched before anyone on the host has seen them. Behind the slots of requests lies one more, whose table points at
@@ -285,12 +289,15 @@ class Batch:
         self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
 
     def _admit(self, news: _News, admissions: list[Admission]) -> None:
-        asked = [pack(a.params.temperature, a.params.top_k, a.params.top_p, a.params.min_p, a.seed) for a in admissions]
+        asked: list[int] = []
+        for admission in admissions:
+            params = admission.params
+            asked += pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
 
         def admit(slots: Tensor, parameters: Tensor) -> None:
             self.sampling[slots] = parameters.view(-1, PARAMETERS)
 
-        news.add(admit, tensor_of([admission.slot for admission in admissions]), torch.cat(asked))
+        news.add(admit, tensor_of([admission.slot for admission in admissions]), tensor_of(asked))
         self._tell(news, [(admission.slot, 0, admission.tokens) for admission in admissions])
 
     def _tell(self, news: _News, told: list[tuple[int, int, list[int]]]) -> None:
