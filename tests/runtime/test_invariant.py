@@ -72,6 +72,7 @@ def always_drafting(engine: ThreadedEngine) -> Speculation:
     assert speculation is not None
     speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
     speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
     return speculation
 
 
