@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from statistics import median
 
 import pytest
@@ -42,10 +43,35 @@ def test_one_rank_needs_none() -> None:
 
 
 def test_a_faster_switch_helps_large_messages_only() -> None:
-    faster = Link("nvswitch", 900e9)
+    faster = Link("nvswitch", 500e9)
     assert all_reduce_seconds(8192, 8, faster, "vllm") == all_reduce_seconds(8192, 8, NVSWITCH, "vllm")
     ratio = all_reduce_seconds(256 * MIB, 8, faster, "vllm") / all_reduce_seconds(256 * MIB, 8, NVSWITCH, "vllm")
-    assert ratio == pytest.approx(0.5, rel=0.01)
+    assert ratio == pytest.approx(0.9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("machine", "table"),
+    [("8xA100-SXM-80GB", "a100_sxm_vllm0.14.0_custom_allreduce"), ("8xB200", "b200_sxm_vllm0.24.0_custom_allreduce")],
+)
+def test_other_generations_take_what_was_measured_on_them(machine: str, table: str) -> None:
+    """Sizes of that table are numbers of two bytes."""
+    with gzip.open(shared_file(f"kernels/{table}.csv.gz"), "rt") as file:
+        rows = [row for row in csv.DictReader(file) if row["backend"] == "vllm_graph"]
+    link = Machine.parse(machine).link(8)
+    errors = []
+    for row in rows:
+        predicted = all_reduce_seconds(2 * int(row["message_size"]), int(row["num_gpus"]), link, "vllm")
+        errors.append(abs(predicted * 1e3 / float(row["latency"]) - 1))
+    assert len(errors) > 50
+    assert median(errors) < 0.03
+
+
+@pytest.mark.parametrize("implementation", ["vllm", "sglang", "trtllm", "flashinfer", "nccl"])
+def test_small_messages_take_longer_on_b200_than_on_hopper(implementation: str) -> None:
+    """7.8 us for 5.1 by vLLM's kernel on eight ranks, 26 for 16.5 by NCCL."""
+    b200 = Machine.parse("8xB200").link(8)
+    ratio = all_reduce_seconds(8192, 8, b200, implementation) / all_reduce_seconds(8192, 8, NVSWITCH, implementation)
+    assert ratio == pytest.approx(7.8 / 5.1)
 
 
 def test_pcie_is_slower_than_nvlink() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import exp
 
+import msgspec
 import pytest
 
 from phalanx.cost.correction import Traits, effects, traits_of
@@ -89,6 +90,15 @@ def test_fitted_numbers_are_dated_and_physical() -> None:
         assert rates.keys() == set(Rates._fields)
         assert all(value > 0 for value in rates.values())
         assert all(0.05 < rates[name] <= 1 for name in shares), each.family
+
+
+def test_a_profile_of_an_earlier_version_is_read() -> None:
+    """It has a rate that is no more, and lacks one that came since."""
+    shipped = load_fitted()
+    rates = {name: value for name, value in shipped.rates["phalanx"].items() if name != "woven_layer_us"}
+    earlier = msgspec.structs.replace(shipped, rates={"phalanx": {**rates, "prompt_sparse_us": 50.0}})
+    known = shipped.family_rates("phalanx")
+    assert earlier.family_rates("phalanx", "Hopper") == known._replace(woven_layer_us=0.0)
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,12 @@ def test_a_step_of_a_real_engine_is_the_sum_of_its_parts(step: StepSums) -> None
     cache = step.context * 80 * 4096 / 4 / bandwidth / 0.8
     pairs = step.prompt_pairs * 80 * 4 * 64 * 128 / 4 / flops / 0.5
     prompt = step.prompts > 0
-    layers = 80 * (30e-6 + prompt * 50e-6)
     passes = 2 * 80 * tokens * 8192 * 2 / bandwidth
-    overhead = layers + step.decodes * 10e-6 + 0.1e-3 + prompt * 0.5e-3 + passes
-    wanted = weights + cache + pairs + 1.2 * found.all_reduce + overhead
-    assert float(combine(found, REAL).total) == pytest.approx(wanted, rel=0.002)
+    gpu = weights + cache + pairs + 1.2 * found.all_reduce + 80 * 30e-6 + passes
+    launches, host = prompt * 80 * 50e-6, step.decodes * 10e-6 + 0.1e-3 + prompt * 0.5e-3
+    assert float(combine(found, REAL).total) == pytest.approx(gpu + launches + host, rel=0.002)
+    eager = combine(found._replace(is_eager=1.0), REAL).total
+    assert float(eager) == pytest.approx((gpu**3 + launches**3) ** (1 / 3) + host, rel=0.002)
 
 
 def test_fp8_halves_what_is_read() -> None:
@@ -121,8 +122,9 @@ def test_overheads_count_layers_rows_and_prompts() -> None:
     step, prompt = limits().of(StepSums(8, 8000)), limits().of(StepSums(8, 8000, 64, 64 * 32, 1))
     added = combine(step, PERFECT._replace(layer_us=10, row_us=5, step_ms=2)).overhead
     assert added == pytest.approx(80 * 10e-6 + 8 * 5e-6 + 2e-3)
-    assert combine(step, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1, fp8_layer_us=3)).overhead == 0
-    assert combine(prompt, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1)).overhead == pytest.approx(1.8e-3)
+    of_prompts = combine(step, PERFECT._replace(prompt_layer_us=10, prompt_step_ms=1, fp8_layer_us=3)).overhead
+    assert of_prompts == pytest.approx(0, abs=1e-12)
+    assert combine(prompt, PERFECT._replace(prompt_step_ms=1)).overhead == pytest.approx(1e-3)
     quantised = limits(weights="fp8").of(StepSums(8, 8000))
     assert combine(quantised, PERFECT._replace(fp8_layer_us=3)).overhead == pytest.approx(80 * 3e-6)
 
@@ -179,12 +181,40 @@ def test_experts_pass_on_the_activations_of_their_tokens() -> None:
     assert limits().of(StepSums(512, 512)).routed == 0
 
 
-def test_experts_of_prompts_take_their_launches() -> None:
-    moe = limits("Qwen3-235B-A22B", "4xH200", "fp8")
-    slow = PERFECT._replace(prompt_sparse_us=100)
-    for step, added in ((StepSums(8, 8000), 0.0), (StepSums(8, 8000, 64, 64 * 32, 1), 94 * 100e-6)):
-        found = moe.of(step)
-        assert combine(found, slow).experts - combine(found, PERFECT).experts == pytest.approx(added)
+@pytest.mark.parametrize(
+    ("model", "plain_layers"),
+    [
+        ("Llama-3.3-70B", 80.0),
+        ("Qwen3-235B-A22B", 94 * 1.6),
+        ("DeepSeek-V3", 61 * 2.5 + 58 * 0.6),
+        ("Qwen3-Next-80B-A3B", 48 * 1.6 + 36 * 1.5),
+    ],
+)
+def test_prompts_launch_more_kernels_where_layers_have_experts_latents_or_states(
+    model: str, plain_layers: float
+) -> None:
+    """Three of four layers of Qwen3-Next have states, three of DeepSeek's no experts. Decodes run as graphs."""
+    roofline = limits(model, "8xH200", "fp8")
+    assert roofline.of(StepSums(8, 8000)).launches == 0
+    assert roofline.of(StepSums(8, 8000, 64, 64 * 32, 1)).launches == pytest.approx(plain_layers)
+
+
+def test_launches_one_by_one_are_hidden_where_the_gpu_has_enough_to_do() -> None:
+    """80 layers of 500 us are 40 ms: nearly all of a short prompt, and little beside the second of a long one."""
+    one, slow = replace(limits(machine="1xH100-SXM"), is_eager=True), PERFECT._replace(prompt_layer_us=500)
+    for tokens, most in ((16, 1.6), (8192, 1.001)):
+        step = StepSums(0, 0, tokens, tokens * tokens // 2, 1)
+        alone, launched = seconds(step, one), seconds(step, one, slow)
+        longer = max(alone, 40e-3)
+        assert longer < launched < most * longer
+
+
+def test_layers_with_latents_or_states_take_longer_in_every_step() -> None:
+    slow = PERFECT._replace(woven_layer_us=10)
+    for model, woven in (("Llama-3.3-70B", 0), ("DeepSeek-V3", 61), ("Qwen3-Next-80B-A3B", 36)):
+        found = limits(model, "8xH200", "fp8").of(StepSums(8, 8000))
+        added = combine(found, slow).total - combine(found, PERFECT).total
+        assert added == pytest.approx(woven * 10e-6), model
 
 
 @pytest.mark.parametrize(("weights", "rounds", "slower"), [("fp8", 1, 1), ("fp8-channel", 0, 0), ("nvfp4", 1, 0)])

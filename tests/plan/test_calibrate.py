@@ -169,6 +169,13 @@ def test_versions_of_an_engine_tell_of_each_other(plain: Data) -> None:
     assert rates["vllm-0.18"]["layer_us"] < rates["sglang-0.5.9"]["layer_us"]
 
 
+def test_what_is_the_host_s_is_the_same_on_every_card(plain: Data) -> None:
+    found = calibrate(plain)
+    shifts = dict(zip(STARTS, abs(found.hardware).max(axis=0).tolist(), strict=True))
+    assert shifts["prompt_layer_us"] < 1e-3
+    assert max(shifts.values()) > 0.01
+
+
 @pytest.mark.parametrize("overlaps", [0.0, 1.0])
 def test_slopes_are_what_a_small_shift_does(plain: Data, overlaps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "limits", plain.limits._replace(overlaps=np.full(len(plain.row), overlaps)))

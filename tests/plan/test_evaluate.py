@@ -340,6 +340,16 @@ class TestReading:
         rules = prepare(self.measurement(tmp_path, engine="sglang", version="0.5.9", **told)).rules
         assert (rules.admission, rules.max_batched_tokens, rules.poll_steps) == ("first", tokens, polled)
 
+    def test_all_reduces_as_inferencex_asks_for_them(self, tmp_path: Path) -> None:
+        """With the norm in them in SGLang on B200, which nobody else is told to do."""
+        row = self.measurement(tmp_path, engine="sglang", model="deepseek-ai/DeepSeek-R1", gpu="B200 SXM", tp="8")
+        assert prepare(row).limits.implementation == "flashinfer"
+        for other in (replace(row, length_rule=""), replace(row, gpu="H200-SXM")):
+            assert prepare(other).limits.implementation == "sglang"
+        vllm = replace(row, engine="vllm", version="0.18.0")
+        assert prepare(vllm).limits.implementation == "flashinfer"
+        assert prepare(replace(vllm, gpu="H200-SXM")).limits.implementation == "vllm"
+
     def test_keys_and_values_as_inferencex_keeps_them(self, tmp_path: Path) -> None:
         deepseek = {"model": "deepseek-ai/DeepSeek-R1", "kv_dtype": "", "tp": "8"}
         for engine, gpu, kept in (

@@ -1,10 +1,11 @@
 """All-reduce times by size, ranks and implementation.
 
 On NVSwitch they are looked up: medians over H100 and H200 of the aiconfigurator kernel tables (Apache-2.0, read
-2026-11-15), CUDA-graph mode. No ring formula fits them: above 8 MB eight ranks are faster than four. Other links follow
-latency + bytes over bandwidth, with constants from public measurements of DGX Spark over RoCE and, for latency on PCIe,
-from the tables of L40S and RTX PRO 6000; the latencies of meshes, InfiniBand and Ethernet are estimates, to be replaced
-by measurements. Between boxes, ranks of a box reduce first, and each then sends its part over a port of its own.
+2026-11-15), CUDA-graph mode, and those of A100 and B200 beside them. No ring formula fits them: above 8 MB eight
+ranks are faster than four. Other links follow latency + bytes over bandwidth, with constants from public
+measurements of DGX Spark over RoCE and, for latency on PCIe, from the tables of L40S and RTX PRO 6000; the latencies of
+meshes, InfiniBand and Ethernet are estimates, to be replaced by measurements. Between boxes, ranks of a box reduce
+first, and each then sends its part over a port of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,22 @@ _MICROSECONDS: dict[str, dict[int, tuple[float, ...]]] = {
         8: (16.5, 17.9, 18.6, 19.0, 19.6, 19.5, 20.0, 25.8, 38.4, 50.9, 78.7, 121.8, 198.0, 321.5, 571.6, 1072.8, 2077),
     },
 }
+_OTHER_CARDS: dict[float, dict[int, tuple[float, ...]]] = {
+    300e9: {
+        2: (5.2, 5.2, 5.2, 5.5, 5.7, 6.6, 8.0, 10.7, 15.2, 25.2, 89.7, 126.3, 222.2, 388.5, 746.1, 1427.6, 2799),
+        4: (5.5, 6.0, 6.0, 6.6, 7.8, 9.9, 14.5, 18.3, 26.0, 41.5, 118.0, 182.5, 288.1, 540.0, 996.3, 1920.7, 3721),
+        8: (6.3, 6.5, 6.9, 8.4, 11.4, 17.1, 18.9, 21.7, 27.9, 45.4, 129.0, 214.2, 364.3, 594.2, 1160.9, 2170, 4223),
+    },
+    900e9: {
+        2: (7.0, 7.0, 7.0, 7.1, 7.4, 7.7, 9.4, 13.1, 25.3, 33.7, 50.6, 57.4, 87.2, 155.1, 280.4, 528.6, 1004.7),
+        4: (7.1, 7.4, 7.4, 7.4, 8.1, 8.6, 18.0, 18.4, 23.8, 30.0, 43.2, 68.0, 119.0, 187.4, 352.9, 680.6, 1291.2),
+        8: (7.8, 8.1, 8.2, 8.6, 9.4, 17.2, 17.2, 17.2, 20.7, 26.3, 39.2, 63.2, 111.3, 222.8, 442.3, 715.0, 1337.4),
+    },
+}
 # fmt: on
+"""vLLM's on A100 and B200, by the bandwidth of their links, each no longer than of larger messages. Others take as much
+longer there as vLLM's do; NCCL's tables show the like (eight B200: 1.3 to 1.7 times as long)."""
+_SAME_KERNELS = {"flashinfer": "trtllm"}
 _PAIR_LATENCY = {
     **{"nvswitch": 5e-6, "nvlink-bridge": 6e-6, "mesh": 5e-6, "pcie": 5.5e-6, "roce": 33e-6},
     **{"ib": 20e-6, "ethernet": 100e-6},  # estimates, 2026-11
@@ -60,7 +76,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, implementation: str)
         between = replace(link, inside=None, per_box=1)
         return inside + all_reduce_seconds(size / link.per_box, -(-ranks // link.per_box), between, implementation)
     if link.kind == "nvswitch" and ranks <= 8:
-        return _looked_up(size, ranks, _TABLE_BANDWIDTH / link.bandwidth, _MICROSECONDS[implementation])
+        return _on_nvswitch(size, ranks, link.bandwidth, implementation)
     latency = _PAIR_LATENCY[link.kind] * (1 + 1.6 * log2(ranks / 2))
     return latency + 2 * (ranks - 1) / ranks * size / (_LINK_SHARE[link.kind] * link.bandwidth)
 
@@ -68,6 +84,17 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, implementation: str)
 def hand_over_seconds(size: float, ranks: int, link: Link) -> float:
     """From the ranks of one stage to those of the next: each sends its part."""
     return _PAIR_LATENCY[link.kind] + size / ranks / (_LINK_SHARE[link.kind] * link.bandwidth)
+
+
+def _on_nvswitch(size: float, ranks: int, bandwidth: float, implementation: str) -> float:
+    """By the tables of the card whose links are nearest."""
+    nearest = min((_TABLE_BANDWIDTH, *_OTHER_CARDS), key=lambda known: abs(log(known / bandwidth)))
+    own = _MICROSECONDS[_SAME_KERNELS.get(implementation, implementation)]
+    seconds = _looked_up(size, ranks, nearest / bandwidth, own)
+    if nearest == _TABLE_BANDWIDTH:
+        return seconds
+    there, here = (_looked_up(size, ranks, 1.0, known) for known in (_OTHER_CARDS[nearest], _MICROSECONDS["vllm"]))
+    return seconds * there / here
 
 
 def _looked_up(size: float, ranks: int, slowdown: float, tables: dict[int, tuple[float, ...]]) -> float:

@@ -85,8 +85,11 @@ class Fitted(msgspec.Struct, frozen=True):
     pairs: list[str] = []
 
     def family_rates(self, family: str, architecture: str = "") -> Rates:
-        """On this architecture, or on any where it was never measured."""
-        return Rates(**self.rates.get(f"{family}@{architecture}", self.rates[family]))
+        """On this architecture, or on any where it was never measured. Profiles of earlier versions have rates that are
+        no more.
+        """
+        known = self.rates.get(f"{family}@{architecture}", self.rates[family])
+        return Rates(**{name: value for name, value in known.items() if name in Rates._fields})
 
     def new_of(self, traits: Traits) -> list[str]:
         """What the fit has not seen of a deployment."""

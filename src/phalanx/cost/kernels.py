@@ -34,6 +34,7 @@ class Kernels(msgspec.Struct, frozen=True):
     expert_compute: dict[str, float]
     expert_us: dict[str, float]
     routed_passes: float
+    layer_us: float
     cache_read: float
     prompt_attention: float
 
@@ -49,6 +50,7 @@ class CardReach(NamedTuple):
     prompt_attention: Any
     sparse_layer_us: Any
     routed_passes: Any
+    layer_us: Any
 
 
 def reach_of(gpu: Gpu, work: RankWork) -> CardReach:
@@ -68,6 +70,7 @@ def _reached(known: Kernels, work: RankWork) -> CardReach:
         prompt_attention=known.prompt_attention,
         sparse_layer_us=_in_format(known.expert_us, expert),
         routed_passes=known.routed_passes,
+        layer_us=known.layer_us,
     )
 
 

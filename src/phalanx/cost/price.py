@@ -29,6 +29,12 @@ tables of H200 and B200 (vLLM 0.24), tokens dealt to experts by a power law agai
 _SCALED_BY_BLOCK = ("fp8", "nvfp4", "mxfp4")
 """Formats of weights whose inputs are scaled by block, a kernel more each. A scale for a whole tensor or row is applied
 where the input is made (TensorRT-LLM and vLLM, checkpoints with static scales)."""
+_LAUNCHED_BY_EXPERTS, _LAUNCHED_BY_WOVEN = 0.6, 1.5
+"""Kernels that a layer launches for prompts beyond the dozen of a plain one, as a share of those. Roughly counted in
+SGLang, where prompts run without graphs (models/qwen3_moe.py and qwen3_next.py, read 2026-11-18): with experts it
+chooses, sorts, gathers and sums besides (7), with states it splits, copies, gates and scans in pieces (18). Latents
+are taken as alike.
+"""
 
 
 class RooflineTimes(NamedTuple):
@@ -53,6 +59,9 @@ class RooflineTimes(NamedTuple):
     overlaps: float
     routed: float
     scales_blocks: float
+    woven_layers: float
+    launches: float
+    is_eager: float
 
 
 class Rates(NamedTuple):
@@ -81,12 +90,12 @@ class Rates(NamedTuple):
     first_token_ms: float
     prompt_token_us: float
     routed_passes: float = 0.0
-    prompt_sparse_us: float = 0.0
+    woven_layer_us: float = 0.0
 
     @property
     def without_host(self) -> Rates:
         """Of the GPU alone."""
-        return self._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0)
+        return self._replace(step_ms=0.0, prompt_step_ms=0.0, row_us=0.0, prompt_layer_us=0.0)
 
 
 class StepCost(NamedTuple):
@@ -107,6 +116,7 @@ class StepCost(NamedTuple):
 class Roofline:
     """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured. A
     pipeline of several `stages` has links `between` them. `overlaps`: the engine's host works while the GPU does.
+    `is_eager`: it launches a prompt's kernels one by one.
     """
 
     work: RankWork
@@ -117,6 +127,7 @@ class Roofline:
     stages: int = 1
     between: Link | None = None
     overlaps: bool = False
+    is_eager: bool = False
 
     def of(self, step: StepSums) -> RooflineTimes:
         work, bandwidth, tokens = self.work, self.memory_bandwidth, step.tokens
@@ -144,7 +155,17 @@ class Roofline:
             overlaps=float(self.overlaps),
             routed=routed,
             scales_blocks=float(work.linear_format == "fp8" and work.compute == "fp8"),
+            woven_layers=work.woven_layers,
+            launches=self._launches if step.prompt_tokens else 0.0,
+            is_eager=float(self.is_eager),
         )
+
+    @cached_property
+    def _launches(self) -> float:
+        """Of a step with prompts, in those of plain layers."""
+        work = self.work
+        more = _LAUNCHED_BY_EXPERTS * work.sparse_layers + _LAUNCHED_BY_WOVEN * work.woven_layers
+        return work.layers + more
 
     @cached_property
     def _of_tokens(self) -> dict[int, tuple[float, float, float, float, float, float]]:
@@ -222,15 +243,23 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     experts = _overlapped(
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
-    sparse = rates.sparse_layer_us + limits.has_prompt * rates.prompt_sparse_us
-    experts = experts + 1e-6 * limits.sparse_layers * sparse + limits.routed * rates.routed_passes
+    experts = experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us + limits.routed * rates.routed_passes
     attention = limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention
     all_reduce = limits.all_reduce * rates.all_reduce
-    layer = rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us + limits.has_prompt * rates.prompt_layer_us
-    beside = 1e-6 * limits.layers * layer + limits.activations * rates.activation_passes
+    layers = limits.layers * (rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us)
+    layers = layers + limits.woven_layers * rates.woven_layer_us
+    beside = 1e-6 * layers + limits.activations * rates.activation_passes
     gpu = linear + head + experts + attention + all_reduce + beside
-    added = with_host(gpu, host_seconds(limits, rates), limits.overlaps) - gpu
+    launched = with_host(gpu, launch_seconds(limits, rates), limits.is_eager)
+    added = with_host(launched, host_seconds(limits, rates), limits.overlaps) - gpu
     return StepCost(linear + head, experts, attention, all_reduce, beside + added)
+
+
+def launch_seconds(limits: RooflineTimes, rates: Rates) -> Any:
+    """What it takes to launch a prompt's kernels: one by one, while the GPU runs those before, or between pieces that
+    were compiled, for which it waits.
+    """
+    return 1e-6 * limits.launches * rates.prompt_layer_us
 
 
 def host_seconds(limits: RooflineTimes, rates: Rates) -> Any:

@@ -18,6 +18,7 @@ class ProfileError(PhalanxError):
 class EngineProfile:
     """One engine family: versions from `since` on. `overlaps`: its host prepares a step while the GPU takes the last;
     by default SGLang since 0.4, TensorRT-LLM since 1.0 (overlap scheduler), vLLM since 0.14 (async scheduling).
+    `is_eager`: it launches a prompt's kernels one by one, where others run compiled pieces.
     """
 
     family: str
@@ -26,14 +27,15 @@ class EngineProfile:
     rules: Rules
     all_reduce: str
     overlaps: bool = False
+    is_eager: bool = False
 
 
 PROFILES = (
     EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm", overlaps=True),
     EngineProfile("vllm-0.10", "vllm", (0, 8), Rules("mixed", 8192), "vllm"),
     EngineProfile("vllm-0.7", "vllm", (), Rules("first", 8192), "vllm"),
-    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang", overlaps=True),
-    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang", overlaps=True),
+    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang", overlaps=True, is_eager=True),
+    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang", overlaps=True, is_eager=True),
     EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
     EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
     EngineProfile("phalanx", "phalanx", (), Rules("fair", MAX_NUM_BATCHED_TOKENS), "nccl"),
@@ -46,6 +48,16 @@ def overlaps_host(found: EngineProfile, has_states: bool, caches_prefixes: bool 
     told otherwise ("SGLang will automatically close overlap schedule", docs/basic_usage/qwen3.md, read 2026-11-17).
     """
     return found.overlaps and not (found.engine == "sglang" and has_states and caches_prefixes)
+
+
+_FUSING_CARDS = ("10.0", "10.3")
+
+
+def all_reduce_of(found: EngineProfile, capability: str) -> str:
+    """Whose all-reduce an engine runs on a card. vLLM takes FlashInfer's on B200, with the norm in it: by default
+    (docs/design/fusions.md of 0.18), and before that where InferenceX told it to (`enable_fi_allreduce_fusion`).
+    """
+    return "flashinfer" if found.engine == "vllm" and capability in _FUSING_CARDS else found.all_reduce
 
 
 def profile(engine: str, version: str = "") -> EngineProfile:

@@ -8,6 +8,7 @@ from phalanx.cost.price import (
     Roofline,
     combine,
     host_seconds,
+    launch_seconds,
     least_multiplying,
     least_reading,
     with_host,
@@ -27,8 +28,8 @@ class QuickPrice:
     def __init__(self, roofline: Roofline, rates: Rates, factor: float) -> None:
         self._roofline, self._rates, self._factor = roofline, rates, factor
         self._on_gpu = rates.without_host
-        self._overlaps = roofline.overlaps
-        self._of_tokens: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
+        self._overlaps, self._is_eager = roofline.overlaps, roofline.is_eager
+        self._of_tokens: dict[tuple[int, bool], tuple[float, float, float, float, float]] = {}
         self._of_sampled: dict[int, tuple[float, float, float]] = {}
         work = roofline.work
         self._bandwidth, self._peak = roofline.memory_bandwidth, roofline.attention_peak
@@ -53,16 +54,19 @@ class QuickPrice:
         rates = self._rates
         attention = read / rates.cache_bandwidth + products / rates.prompt_attention
         gpu, host = of_tokens[0] + of_sampled[0] + attention, of_tokens[3] + decodes * self._row_seconds
+        if of_tokens[4]:
+            gpu = with_host(gpu, of_tokens[4], 1) if self._is_eager else gpu + of_tokens[4]
         whole = self._factor * (with_host(gpu, host, 1) if self._overlaps else gpu + host)
         return max(whole, of_tokens[1] + of_sampled[1] + read, of_tokens[2] + of_sampled[2] + products / MOST_OF_PEAK)
 
-    def _count_tokens(self, key: tuple[int, bool], step: StepSums) -> tuple[float, float, float, float]:
-        """The GPU's seconds by the rates, least seconds to read and to multiply, and the host's, of all that is settled
-        by the tokens.
+    def _count_tokens(self, key: tuple[int, bool], step: StepSums) -> tuple[float, float, float, float, float]:
+        """The GPU's seconds by the rates, least seconds to read and to multiply, the host's, and those of launches, of
+        all that is settled by the tokens.
         """
         limits = self._roofline.of(step)._replace(**_ELSEWHERE)
         seconds, host = float(combine(limits, self._on_gpu).total), float(host_seconds(limits, self._rates))
-        kept = self._of_tokens[key] = seconds, least_reading(limits), least_multiplying(limits), host
+        launches = float(launch_seconds(limits, self._rates))
+        kept = self._of_tokens[key] = seconds, least_reading(limits), least_multiplying(limits), host, launches
         return kept
 
     def _count_sampled(self, sampled: int, step: StepSums) -> tuple[float, float, float]:

@@ -25,8 +25,9 @@ class RankWork:
     reach (None: everything). `compute` and `expert_compute` name the format the products run in, `linear_format` and
     `expert_format` that of the weights. Of a token's FLOPs,
     `last_flops` lie behind the last attention, where only rows that yield a token go. `routed_bytes` are a token's
-    activations on their way through its experts of all layers, each passed on once. With `attention_ranks`, each of
-    so many ranks has whole attention layers and sequences of its own, and a part of the experts, who see all tokens.
+    activations on their way through its experts of all layers, each passed on once. `woven_layers` have latents or
+    states in place of plain keys and values, and many small kernels about them. With `attention_ranks`, each of so many
+    ranks has whole attention layers and sequences of its own, and a part of the experts, who see all tokens.
     """
 
     layers: int
@@ -52,6 +53,7 @@ class RankWork:
     kv_format: str = "bf16"
     attention_ranks: int = 1
     routed_bytes: float = 0.0
+    woven_layers: int = 0
 
     @property
     def without_experts(self) -> RankWork:
@@ -115,6 +117,7 @@ def pipelined(work: RankWork, stages: int) -> RankWork:
         work,
         layers=round(work.layers * slowest),
         sparse_layers=round(work.sparse_layers * slowest),
+        woven_layers=round(work.woven_layers * slowest),
         expert_flops=work.expert_flops * slowest,
         routed_bytes=work.routed_bytes * slowest,
         head_bytes=work.head_bytes * stages,
@@ -199,6 +202,7 @@ def _rank_work(layout: Layout, rank: int, weight_format: str, kv_format: str, co
         last_flops=_last_flops(layout, rank, common.last),
         kv_format=kv_format,
         routed_bytes=_VALUE_BYTES * 3.0 * sparse * per_token * (spec.hidden + len(layout.shards[rank].expert_ffn)),
+        woven_layers=sum(layer.mixer.latent or layer.mixer.state_heads > 0 for layer in spec.layers),
     )
 
 

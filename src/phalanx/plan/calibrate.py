@@ -17,11 +17,13 @@ from phalanx.plan.fit_data import QUANTITIES, Array, Data, Start
 from phalanx.plan.ridge import Sparse, solve_ridge
 
 # How stiffly rates hold to their starts, those of an engine to what all share, those of its versions to the engine's,
-# and those of an architecture to none. Of 1, 2 and 4 for versions, 4 was best on unseen series of Hopper and Blackwell.
+# and those of an architecture to none, or entirely (`_HELD`) where they are the host's. Of 1, 2 and 4 for versions, 4
+# was best on unseen series of Hopper and Blackwell.
 _SHARED_STIFFNESS = 0.3
 _ENGINE_STIFFNESS = 1.0
 _FAMILY_STIFFNESS = 4.0
 _HARDWARE_STIFFNESS = 1.5
+_HELD = 1e4
 _NOISE = {"tpot": 0.08, "ttft": 0.27}
 """What a logarithm is off by when the rates are right."""
 _OUTLIER = {"tpot": 0.12, "ttft": 0.3}
@@ -96,7 +98,9 @@ def _fit_rates(data: Data, most_rounds: int = 25) -> tuple[Array, Array, Array]:
     """
     groups = _groups(data)
     spreads = np.array([start.spread for start in data.starts.values()])
-    stiffness = np.concatenate([np.tile(each.stiffness / spreads, each.many) for each in groups])
+    held = np.array([_HELD if start.on_any_card else 1.0 for start in data.starts.values()])
+    by_group = [each.stiffness / spreads * (held if each.is_hardware else 1.0) for each in groups]
+    stiffness = np.concatenate([np.tile(stiff, each.many) for stiff, each in zip(by_group, groups, strict=True)])
     at, damping = np.zeros(len(stiffness)), 1.0
     known = np.concatenate([data.tells_rates & np.isfinite(data.measured[name]) for name in QUANTITIES])
 
@@ -144,6 +148,7 @@ class _Group:
     of_row: Array
     many: int
     stiffness: float
+    is_hardware: bool = False
 
 
 def _groups(data: Data) -> tuple[_Group, ...]:
@@ -152,7 +157,7 @@ def _groups(data: Data) -> tuple[_Group, ...]:
         _Group(np.zeros(len(data.cases), dtype=int), 1, _SHARED_STIFFNESS),
         _Group(engine[data.family], int(engine.max()) + 1, _ENGINE_STIFFNESS),
         _Group(data.family, len(data.families), _FAMILY_STIFFNESS),
-        _Group(data.architecture, len(data.architectures), _HARDWARE_STIFFNESS),
+        _Group(data.architecture, len(data.architectures), _HARDWARE_STIFFNESS, is_hardware=True),
     )
 
 

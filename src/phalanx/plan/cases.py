@@ -7,7 +7,7 @@ from math import ceil
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
-from phalanx.cost.profiles import EngineProfile, overlaps_host, profile
+from phalanx.cost.profiles import EngineProfile, all_reduce_of, overlaps_host, profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import RankWork, attention_parallel, count_work, pipelined
 from phalanx.models import catalog
@@ -76,10 +76,11 @@ def prepare(measurement: Measurement) -> Case:
         work,
         machine.gpus[0],
         machine.link(measurement.tp),
-        found.all_reduce,
+        "flashinfer" if _fuses_all_reduces(measurement) else all_reduce_of(found, machine.gpus[0].capability),
         stages=stages,
         between=between,
         overlaps=overlaps_host(found, spec.has_states, caches_prefixes=not measurement.length_rule),
+        is_eager=found.is_eager,
     )
     traits = traits_of(
         spec,
@@ -197,6 +198,12 @@ def _inferencex_sglang(measurement: Measurement, rules: Rules) -> Rules:
         return replace(rules, max_batched_tokens=8192, poll_steps=10)
     tokens = 16384 if measurement.precision == "nvfp4" else 32768
     return replace(rules, max_batched_tokens=tokens, poll_steps=30 if measurement.concurrency >= 16 else 10)
+
+
+def _fuses_all_reduces(measurement: Measurement) -> bool:
+    """InferenceX launches SGLang on B200 with `--enable-flashinfer-allreduce-fusion`, which is off unless told."""
+    is_inferencex = measurement.engine == "sglang" and measurement.length_rule == "uniform"
+    return is_inferencex and measurement.gpu.startswith("B200")
 
 
 def _bench_limits(measurement: Measurement, spec: ModelSpec, machine: Machine) -> tuple[int, int]:

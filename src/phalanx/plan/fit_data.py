@@ -27,12 +27,13 @@ QUANTITIES = ("tpot", "ttft")
 @dataclass(frozen=True)
 class Start:
     """Where a rate starts, how far (in logarithms) it may well be off, and the most it can be. Of an H200: what
-    other cards reach of it is known (`cost.kernels`).
+    other cards reach of it is known (`cost.kernels`). `on_any_card`: the same on every architecture.
     """
 
     value: float
     spread: float
     most: float | None = None
+    on_any_card: bool = False
 
     def at(self, shift: Array) -> Array:
         if self.most is None:
@@ -58,14 +59,14 @@ STARTS = {
     "layer_us": Start(30.0, 0.8),
     "fp8_layer_us": Start(10.0, 0.8),
     "sparse_layer_us": Start(30.0, 1.0),
-    "prompt_layer_us": Start(50.0, 1.0),
+    "prompt_layer_us": Start(200.0, 1.5, on_any_card=True),
     "step_ms": Start(0.5, 1.0),
     "prompt_step_ms": Start(1.0, 1.0),
     "row_us": Start(15.0, 1.0),
     "first_token_ms": Start(15.0, 1.0, 60.0),
     "prompt_token_us": Start(2.0, 1.0),
     "routed_passes": Start(2.3, 0.4),
-    "prompt_sparse_us": Start(50.0, 1.0),
+    "woven_layer_us": Start(15.0, 1.0),
 }
 
 

@@ -12,7 +12,7 @@ from phalanx.cost.fitted import Fitted, Quantity, fitted_for
 from phalanx.cost.kernels import at_reach, reach_of
 from phalanx.cost.monotone import CLIENTS, LENGTHS, Grid, adjustment
 from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
-from phalanx.cost.profiles import overlaps_host, profile
+from phalanx.cost.profiles import all_reduce_of, overlaps_host, profile
 from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import attention_parallel, count_work, pipelined
@@ -150,8 +150,17 @@ def predictor(
         spec.in_format(weights), found.family, version, slowest.name, tp, ep, workload, publisher, attention_ranks
     )
     between = machine.link(tp * stages) if stages > 1 else None
-    overlaps = overlaps_host(found, spec.has_states)
-    limits = Roofline(work, slowest, machine.link(tp), found.all_reduce, machine.calibration, stages, between, overlaps)
+    limits = Roofline(
+        work,
+        slowest,
+        machine.link(tp),
+        all_reduce_of(found, slowest.capability),
+        machine.calibration,
+        stages,
+        between,
+        overlaps_host(found, spec.has_states),
+        found.is_eager,
+    )
     drafting = drafting_part(spec)
     made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
     return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by, stages * attention_ranks)

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.price import REFERENCE_BANDWIDTH, Rates, RooflineTimes, combine, host_seconds, with_host
+from phalanx.cost.price import (
+    REFERENCE_BANDWIDTH,
+    Rates,
+    RooflineTimes,
+    combine,
+    host_seconds,
+    launch_seconds,
+    with_host,
+)
 
 Array = Any
 
@@ -24,7 +32,7 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
     )
     nothing = np.zeros_like(reads)
-    on_host, on_gpu = _shares(limits, rates)
+    on_host, on_gpu, on_launches = _shares(limits, rates)
     gpu = Rates(
         linear_bandwidth=-reads - head_reads,
         linear_compute=-multiplies - head_multiplies,
@@ -39,28 +47,34 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         layer_us=1e-6 * limits.layers * rates.layer_us,
         fp8_layer_us=1e-6 * limits.layers * limits.rounds_inputs * rates.fp8_layer_us,
         sparse_layer_us=1e-6 * limits.sparse_layers * rates.sparse_layer_us,
-        prompt_layer_us=1e-6 * limits.layers * limits.has_prompt * rates.prompt_layer_us,
+        prompt_layer_us=nothing,
         step_ms=nothing,
         prompt_step_ms=nothing,
         row_us=nothing,
         first_token_ms=nothing,
         prompt_token_us=nothing,
         routed_passes=limits.routed * rates.routed_passes,
-        prompt_sparse_us=1e-6 * limits.sparse_layers * limits.has_prompt * rates.prompt_sparse_us,
+        woven_layer_us=1e-6 * limits.woven_layers * rates.woven_layer_us,
     )
     return Rates(*(slope * on_gpu for slope in gpu))._replace(
         step_ms=1e-3 * rates.step_ms * on_host,
         prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms * on_host,
         row_us=1e-6 * limits.rows * rates.row_us * on_host,
+        prompt_layer_us=launch_seconds(limits, rates) * on_launches,
     )
 
 
-def _shares(limits: RooflineTimes, rates: Rates) -> tuple[Array, Array]:
-    """How much of what the host and what the GPU take longer a step does."""
+def _shares(limits: RooflineTimes, rates: Rates) -> tuple[Array, Array, Array]:
+    """How much of what the host, what the GPU and what launches take longer a step does."""
     host = host_seconds(limits, rates)
     gpu = combine(limits, rates.without_host).total
-    whole = with_host(gpu, host, limits.overlaps)
-    return (host / whole) ** (2 * limits.overlaps), (gpu / whole) ** (2 * limits.overlaps)
+    launches = launch_seconds(limits, rates)
+    launched = with_host(gpu, launches, limits.is_eager)
+    whole = with_host(launched, host, limits.overlaps)
+    rest = (launched / whole) ** (2 * limits.overlaps)
+    beside = 2 * limits.is_eager
+    on_host = (host / whole) ** (2 * limits.overlaps)
+    return on_host, rest * (gpu / launched) ** beside, rest * (launches / launched) ** beside
 
 
 def _parts(read: Array, compute: Array) -> tuple[Array, Array]:
