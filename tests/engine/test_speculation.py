@@ -86,6 +86,17 @@ def by_ranks() -> Speculation:
     return speculation
 
 
+def test_one_draft_that_waited_for_a_graph_ends_no_drafting() -> None:
+    """Drafts take a tenth of a step. One in a row that takes as long as 25 steps is no sign; some are."""
+    speculation, requests = by_ranks(), [Request(0, [1], greedy(9), 0, None)]
+    for draft_s in (100.0, 0.4, 100.0, 0.4):
+        speculation.observe(1, 1.0, ahead=4, draft_s=draft_s)
+        assert speculation.ahead(requests) >= 3
+    for _ in range(3):
+        speculation.observe(1, 1.0, ahead=4, draft_s=100.0)
+    assert speculation.ahead(requests) == 0
+
+
 def _check_nobody_drafts_behind_a_gap(plans: list[StepPlan]) -> None:
     missed: set[int] = set()
     for plan in plans:

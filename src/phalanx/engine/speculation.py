@@ -111,9 +111,8 @@ class Speculation:
         self._without = 0
         """Steps since ranks made some."""
         self._draft_s: float | None = None
-        self._drafted_in: float | None = None
-        """What a draft takes, by the shorter one of every two in a row: one may have waited for a graph to be recorded.
-        And what it took last."""
+        """What a draft takes, by the shorter one of every two in a row: one may have waited for a graph."""
+        self._last_draft_s: float | None = None
         self.totals = SpeculationTotals(by_position=[0] * most)
         self.trials = Trials()
         self._drafter = drafter
@@ -226,8 +225,8 @@ class Speculation:
         """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
         self._line.observe(tokens, seconds)
         if ahead and draft_s:
-            each, last = draft_s / ahead, self._drafted_in
-            self._drafted_in = each
+            each, last = draft_s / ahead, self._last_draft_s
+            self._last_draft_s = each
             if last is not None:
                 shorter = min(each, last)
                 before = shorter if self._draft_s is None else self._draft_s

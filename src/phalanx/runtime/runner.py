@@ -266,9 +266,9 @@ class TorchRunner:
         made = drafts.read() if drafts is not None else []
         drafted, self._late = (self._late, clock) if stay else (clock if self.drafting is not None else None, None)
         times, self._read_at = clock.times(self._read_at, drafted), time.perf_counter()
-        made_before = held.tolist() if held is not None else []
+        in_rows = held.tolist() if held is not None else []
         told = [*of_stream, digest(tokens)]
-        return StepResult(step, tokens, logprobs, times, made, *of_prompts, marks=told, drafted=made_before)
+        return StepResult(step, tokens, logprobs, times, made, *of_prompts, marks=told, drafted=in_rows)
 
     @torch.inference_mode()
     def find_break(self, slot: int, position: int) -> str:
