@@ -194,6 +194,7 @@ class CheckingRunner:
         by_slot = {row.slot: row for row in rows}
         for number, position, known in told:
             slot, row = self.slots[number], by_slot[number]
+            assert all(0 <= token < self.vocab for token in known), f"slot {number} is told what is no token: {known}"
             tokens = list(known)
             if reread and len(tokens) == row.count - row.samples + 1 < row.count:
                 places = [self._place(slot, at, 0) for at in range(position + len(tokens), row.end)]
