@@ -30,6 +30,7 @@ from h200_facts import MODELS
 
 from phalanx.bench.timing import settled_memory
 from phalanx.engine.core import Engine
+from phalanx.engine.marks import MOST_STEPS
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.tracing import EngineTracer
 from phalanx.fabric.emulated import EmulatedGroup
@@ -63,12 +64,16 @@ def a_run(engine: Engine) -> float:
     return (time.perf_counter() - began) / GPU_RUN
 
 
-def traced_and_not(engine: Engine, pairs: int) -> Iterator[tuple[float, float]]:
-    """Steps without a trace and with one, of runs in turn."""
-    for _ in range(pairs // TRACED):
-        plain = [one_step(engine) for _ in range(TRACED)]
-        tracer = EngineTracer(engine, TRACED + 1, lambda traces: None)
-        traced = [one_step(engine) for _ in range(TRACED)]
+def traced_and_not(engine: Engine, turns: int, on_gpu: bool) -> Iterator[tuple[float, float]]:
+    """Steps without a trace and with one, of runs in turn. On a GPU a trace's first steps capture its graphs."""
+
+    def some_steps() -> list[float]:
+        return [a_run(engine)] if on_gpu else [one_step(engine) for _ in range(TRACED)]
+
+    for _ in range(turns if on_gpu else turns // TRACED):
+        plain = some_steps()
+        tracer = EngineTracer(engine, MOST_STEPS, lambda traces: None)
+        traced = some_steps()
         tracer.end()
         yield from zip(plain, traced, strict=True)
 
@@ -113,7 +118,7 @@ def main() -> None:
 
     on_gpu = asked.device == "cuda"
     turns = max(2, asked.steps // GPU_RUN) if on_gpu else asked.steps
-    outputs = (turns * (GPU_RUN + GPU_LEFT_OUT) if on_gpu else 2 * turns) + WARM_UP + 24
+    outputs = 2 * turns * (GPU_RUN + GPU_LEFT_OUT if on_gpu else 1) + WARM_UP + 24
     room = asked.context + outputs + 16
     with ExitStack() as stack:
         folder, load_format = folder_of(asked.model, stack)
@@ -136,7 +141,7 @@ def main() -> None:
         stack.enter_context(settled_memory())
         timed = a_run if on_gpu else one_step
         if asked.option == "trace":
-            pairs = list(traced_and_not(engines[0], turns))
+            pairs = list(traced_and_not(engines[0], turns, on_gpu))
         else:
             steps = [(timed(engines[0]), timed(engines[1])) for _ in range(turns)]
             pairs = steps if on_gpu else list(round_by_round(steps))
