@@ -383,8 +383,8 @@ def choosing() -> Iterator[Case]:
     at, tables = whole(8, dtype=torch.int64), whole(1, 8, 4)
     yield lambda: lookup.look_up(kept, pool, at, tables, torch.arange(3), torch.arange(3), 16)
     yield lambda: lookup.keep_sampled(pool, at, torch.arange(3), torch.arange(3), whole(3, dtype=TOKEN))
-    told = torch.arange(3), torch.arange(3), torch.arange(3)
-    yield lambda: lookup.write_tokens(kept, at, tables[0], *told, 16, -1)
+    table = whole(8, PARAMETERS, dtype=torch.int64)
+    yield lambda: lookup.take_in(tables, table, kept, at, torch.arange(8), range(1, 5))
     yield lambda: states.copy_states(whole(2, 2, dtype=torch.int64), 20000, torch.arange(3), torch.arange(3))
 
 

@@ -34,12 +34,15 @@ def check(groups: int, rows: int) -> None:
     gpu.keep_sampled(same.latest, same.latest_at, some, after, chosen)
     assert torch.equal(same.latest, pool.latest)
     assert torch.equal(same.latest_at, pool.latest_at)
-    told = torch.randint(4000, 5000, slots.shape)
-    lookup.write_tokens(pool, tables[0], slots, positions, told, PAGE)
-    gpu.write_tokens(same.kept, same.latest_at, tables[0], slots, positions, told, PAGE, lookup.NOWHERE)
-    assert (same.latest_at[slots] == lookup.NOWHERE).all()
-    assert torch.equal(same.kept, pool.kept)
-    assert torch.equal(same.latest_at, pool.latest_at)
+    targets = [[tables, torch.zeros(SLOTS, 5, dtype=torch.int64), each.kept, each.latest_at] for each in (pool, same)]
+    targets[1][:2] = [target.clone() for target in targets[0][:2]]
+    counts = [min(count, target.numel()) for count, target in zip((rows, 7, rows, 3), targets[0], strict=True)]
+    places = [torch.randperm(target.numel())[:count] for count, target in zip(counts, targets[0], strict=True)]
+    news = torch.cat([*places, torch.randint(-5000, 5000, (sum(counts),))])
+    lookup.take_in(pool, tables, targets[0][1], news, counts)
+    gpu.take_in(*targets[1], news, torch.tensor(counts).cumsum(0).tolist())
+    for found_in, expected in zip(*targets, strict=True):
+        assert torch.equal(found_in, expected)
 
 
 if __name__ == "__main__":

@@ -90,3 +90,19 @@ def test_models_without_states_have_none_to_copy(references: References) -> None
         model.kept.copy(torch.tensor([0]), torch.tensor([1]), apart=True)
         assert model.state_bytes_per_place == 0
         assert all(layer.mixer.states() == [] for layer in model.layers)
+
+
+def test_room_for_as_many_sequences_is_kept_and_empty_again(reference: Reference) -> None:
+    """A GPU has no memory for states twice, once its cache is there."""
+    model = load_model(EngineConfig(), Checkpoint(reference.folder), Solo(), lambda done, total: None)
+    model.allocate_states(5)
+    held = [state for layer in model.layers for state in layer.mixer.states()]
+    for state in held:
+        state.fill_(1)
+    model.allocate_states(5)
+    again = [state for layer in model.layers for state in layer.mixer.states()]
+    assert held
+    assert [state.data_ptr() for state in again] == [state.data_ptr() for state in held]
+    assert not any(state.any() for state in again)
+    model.allocate_states(6)
+    assert {len(state) for layer in model.layers for state in layer.mixer.states()} == {6}

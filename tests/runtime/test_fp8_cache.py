@@ -106,7 +106,7 @@ def logits(folder: Path, prompt: list[int], chunks: list[int]) -> tuple[Tensor, 
     for step, count in enumerate(chunks, 1):
         admissions = [Admission(0, len(prompt), prompt, 0, SamplingParams())] if start == 0 else []
         blocks = [(0, list(range(10, 20)))] if start == 0 else []
-        windows = [(0, 0, list(range(20, 30)))] if start == 0 else []
+        windows = [(0, 0, list(range(20, 30)))] if start == 0 and model.place.spec.window_groups else []
         plan = StepPlan(step, admissions, [0], [start], [count], [0], blocks, window_blocks=windows)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)

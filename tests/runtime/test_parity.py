@@ -245,13 +245,14 @@ def test_parity_would_notice_a_wrong_constant(reference: Reference) -> None:
     """The reference reacts to what it should prove: a slightly wrong model does not pass."""
     prompt = reference.prompts[-1]
     admission = Admission(0, len(prompt), prompt, 0, SamplingParams())
-    windows = [(0, group, [*range(20 + 10 * group, 30 + 10 * group)]) for group in range(4)]
-    plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [0], [(0, [*range(10)])], window_blocks=windows)
+    blocks = [(0, list(range(10)))]
     checkpoint = Checkpoint(reference.folder)
     for name, spec in wrong_models(checkpoint.spec):
         checkpoint.spec = spec
         model = load_model(EngineConfig(), checkpoint, Solo(), progress=lambda done, total: None)
         runner = make_runner(EngineConfig(max_num_seqs=4), model, Sizes(num_blocks=64, max_model_len=256))
+        windows = window_blocks(runner)
+        plan = StepPlan(1, [admission], [0], [0], [len(prompt)], [0], blocks, window_blocks=windows)
         with torch.inference_mode():
             inputs = runner.batch.prepare(plan)
             logits = runner.model.scores(runner.model(inputs.tokens, inputs.positions, inputs.attention))

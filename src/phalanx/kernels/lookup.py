@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -70,14 +72,18 @@ def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tens
     pool.latest_at.index_copy_(0, slots, positions)
 
 
-def write_tokens(
-    pool: TokenPool, tables: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, block_size: int
-) -> None:
-    """Tokens at these positions of their slots, by the first group's tables. What was sampled there does not count."""
-    if tokens.is_cuda:
+def take_in(pool: TokenPool, tables: Tensor, sampling: Tensor, news: Tensor, counts: Sequence[int]) -> None:
+    """Numbers for these, as if each were flat, and for the pool's tokens and the positions of its latest ones: so many
+    each. First come the places of all of them, then the numbers.
+    """
+    if news.is_cuda:
         from phalanx.kernels.gpu import lookup as gpu
 
-        gpu.write_tokens(pool.kept, pool.latest_at, tables, slots, positions, tokens, block_size, NOWHERE)
+        gpu.take_in(tables, sampling, pool.kept, pool.latest_at, news, list(accumulate(counts)))
         return
-    pool.kept[places_of(tables, slots, positions, block_size)] = tokens.to(TOKEN)
-    pool.latest_at.index_fill_(0, slots, NOWHERE)
+    first, numbers = 0, sum(counts)
+    for target, count in zip((tables, sampling, pool.kept, pool.latest_at), counts, strict=True):
+        if count:
+            places, values = (news.narrow(0, begin, count) for begin in (first, numbers + first))
+            target.view(-1).index_copy_(0, places, values.to(target.dtype))
+            first += count

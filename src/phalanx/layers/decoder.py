@@ -158,9 +158,17 @@ class Decoder:
         return sum(prod(state.shape[1:]) * state.element_size() for state in states)
 
     def allocate_states(self, places: int) -> None:
-        """Make room for what the layers keep of this many sequences whatever their lengths."""
+        """Make room for what the layers keep of this many sequences whatever their lengths.
+
+        Where there is that room already it is kept: a GPU may have none for a second one.
+        """
         for layer in self.all_layers:
-            layer.mixer.allocate_states(places)
+            held = layer.mixer.states()
+            if all(len(state) == places for state in held):
+                for state in held:
+                    state.zero_()
+            else:
+                layer.mixer.allocate_states(places)
         self.kept = States(state for layer in self.all_layers for state in layer.mixer.states())
 
     def sketch(self) -> Decoder:

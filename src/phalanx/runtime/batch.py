@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 
@@ -16,11 +16,14 @@ from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.lookup import TokenPool, look_up, places_of, write_tokens
+from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, places_of, take_in
 from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
+
+_TABLES, _SAMPLING, _TOKENS, _LATEST_AT = range(4)
+"""What is new goes to one of these."""
 
 
 def tensor_of(values: list[int]) -> Tensor:
@@ -70,21 +73,25 @@ class StepInputs:
 
 
 class _News:
-    """Whole numbers for the device and what is done with them there, in this order: all go in one copy."""
+    """Numbers for what a rank remembers and where each goes: in one copy and one launch, see `take_in`."""
 
-    def __init__(self, send: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._send = send
-        self._parts: list[Tensor] = []
-        self._uses: list[tuple[Callable[..., None], int]] = []
+    def __init__(self) -> None:
+        self.places = [array("q") for _ in range(4)]
+        self.numbers = [array("q") for _ in range(4)]
 
-    def add(self, use: Callable[..., None], *parts: Tensor) -> None:
-        self._parts += parts
-        self._uses.append((use, len(parts)))
+    def add(self, target: int, places: Iterable[int], numbers: Iterable[int]) -> None:
+        self.places[target].extend(places)
+        self.numbers[target].extend(numbers)
 
-    def deliver(self) -> None:
-        sent = iter(self._send(*self._parts) if self._parts else ())
-        for use, count in self._uses:
-            use(*islice(sent, count))
+    @property
+    def counts(self) -> list[int]:
+        return [len(places) for places in self.places]
+
+    def all(self) -> Tensor:
+        found = array("q")
+        for part in (*self.places, *self.numbers):
+            found += part
+        return torch.frombuffer(found, dtype=torch.int64)
 
 
 def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
@@ -136,7 +143,7 @@ class Batch:
         width = -(-max(max_model_len, PROMPT_TILE) // block_size)
         self._tables = torch.zeros(groups, slots + 1, width, dtype=torch.int32, device=device)
         self._tables[:, slots] = spare_block
-        self._table_lengths = [[0] * slots for _ in range(groups)]
+        self._held: list[list[list[int]]] = [[[] for _ in range(slots)] for _ in range(groups)]
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
@@ -202,37 +209,37 @@ class Batch:
 
     def update(self, plan: StepPlan) -> None:
         """Take in new requests, new masks, new blocks and tokens that only the engine knows."""
-        news = _News(self.send)
+        news = _News()
         for admission in plan.admissions:
-            self._seat(admission)
-        self._extend(news, 0, plan.new_blocks)
-        for group in range(1, len(self._tables)):
-            windows = [(slot, blocks) for slot, window, blocks in plan.window_blocks if window + 1 == group]
-            self._extend(news, group, windows)
-        if plan.admissions:
-            self._admit(news, plan.admissions)
-        if plan.told:
-            self._tell(news, plan.told)
-        news.deliver()
+            self._seat(admission, news)
+        for slot, blocks in plan.new_blocks:
+            self._extend(news, 0, slot, blocks)
+        for slot, window, blocks in plan.window_blocks:
+            self._extend(news, window + 1, slot, blocks)
+        for admission in plan.admissions:
+            self._tell(news, admission.slot, 0, admission.tokens)
+        for slot, position, tokens in plan.told:
+            self._tell(news, slot, position, tokens)
+        counts = news.counts
+        if any(counts):
+            (sent,) = self.send(news.all())
+            take_in(self.tokens, self._tables, self.sampling, sent, counts)
         self.masks.take_in(plan.new_masks, self.send)
 
-    def _extend(self, news: _News, group: int, new_blocks: list[tuple[int, list[int]]]) -> None:
-        lengths = self._table_lengths[group]
-        rows: list[int] = []
-        columns: list[int] = []
-        added: list[int] = []
-        for slot, blocks in new_blocks:
-            length = lengths[slot]
-            rows += [slot] * len(blocks)
-            columns += range(length, length + len(blocks))
-            added += blocks
-            lengths[slot] = length + len(blocks)
+    def _extend(self, news: _News, group: int, slot: int, blocks: list[int]) -> None:
+        held = self._held[group][slot]
+        first = (group * self._tables.shape[1] + slot) * self._tables.shape[2] + len(held)
+        news.add(_TABLES, range(first, first + len(blocks)), blocks)
+        held += blocks
 
-        def extend(where: Tensor, at: Tensor, values: Tensor) -> None:
-            self._tables[group][where, at] = values.to(torch.int32)
-
-        if added:
-            news.add(extend, tensor_of(rows), tensor_of(columns), tensor_of(added))
+    def _tell(self, news: _News, slot: int, first: int, tokens: list[int]) -> None:
+        """Tokens of a slot from a position on. What was sampled there does not count."""
+        size, last, held = self.block_size, first + len(tokens), self._held[0][slot]
+        assert last <= len(held) * size, f"slot {slot} has no block for position {last - 1}"
+        blocks = held[first // size : -(-last // size)]
+        places = chain.from_iterable(range(block * size, (block + 1) * size) for block in blocks)
+        news.add(_TOKENS, islice(places, first % size, first % size + len(tokens)), tokens)
+        news.add(_LATEST_AT, (slot,), (NOWHERE,))
 
     def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
@@ -245,7 +252,7 @@ class Batch:
 
     def room(self, slot: int) -> int:
         """Positions of a slot that have a place in the cache."""
-        return min(lengths[slot] for lengths in self._table_lengths) * self.block_size
+        return min(len(held[slot]) for held in self._held) * self.block_size
 
     def following(self, inputs: StepInputs) -> Tensor:
         """The token behind each row, where it is known; behind the last of a sequence it may be any."""
@@ -279,40 +286,17 @@ class Batch:
         ]
         return tokens, _grouped(attention)
 
-    def _seat(self, admission: Admission) -> None:
-        for table_lengths in self._table_lengths:
-            table_lengths[admission.slot] = 0
-        occupant = Occupant(admission.params, admission.prompt_length)
-        self.occupants[admission.slot] = occupant
-        self.plain_from[admission.slot] = occupant.plain_from
-        self.adapters[admission.slot] = admission.adapter
-        self.is_drawn[admission.slot] = admission.params.temperature >= GREEDY_BELOW
-
-    def _admit(self, news: _News, admissions: list[Admission]) -> None:
-        asked: list[int] = []
-        for admission in admissions:
-            params = admission.params
-            asked += pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
-
-        def admit(slots: Tensor, parameters: Tensor) -> None:
-            self.sampling[slots] = parameters.view(-1, PARAMETERS)
-
-        news.add(admit, tensor_of([admission.slot for admission in admissions]), tensor_of(asked))
-        self._tell(news, [(admission.slot, 0, admission.tokens) for admission in admissions])
-
-    def _tell(self, news: _News, told: list[tuple[int, int, list[int]]]) -> None:
-        """Tokens of slots from a position on. What was sampled there does not count."""
-        lengths = [len(tokens) for _, _, tokens in told]
-
-        def write(slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-            write_tokens(self.tokens, self._tables[0], slots, positions, tokens, self.block_size)
-
-        news.add(
-            write,
-            repeated([slot for slot, _, _ in told], lengths),
-            counted_on([position for _, position, _ in told], lengths),
-            tensor_of(list(chain.from_iterable(tokens for _, _, tokens in told))),
-        )
+    def _seat(self, admission: Admission, news: _News) -> None:
+        slot, params = admission.slot, admission.params
+        for held in self._held:
+            held[slot] = []
+        occupant = Occupant(params, admission.prompt_length)
+        self.occupants[slot] = occupant
+        self.plain_from[slot] = occupant.plain_from
+        self.adapters[slot] = admission.adapter
+        self.is_drawn[slot] = params.temperature >= GREEDY_BELOW
+        asked = pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
+        news.add(_SAMPLING, range(slot * PARAMETERS, (slot + 1) * PARAMETERS), asked)
 
     def guess(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Drafts at these positions of these slots: rows that take them need not be told."""

@@ -107,11 +107,11 @@ def lay_out(plan: StepPlan, singles: int, size: GraphSize, spare_slot: int) -> l
         ([slot for _, slot in sampled], spare_slot),
         (list(chain.from_iterable(tiles)), 0),
     )
-    return [
-        number
-        for (numbers, filler), length in zip(columns, size.parts, strict=True)
-        for number in numbers + [filler] * (length - len(numbers))
-    ]
+    found: list[int] = []
+    for (numbers, filler), length in zip(columns, size.parts, strict=True):
+        found += numbers
+        found += [filler] * (length - len(numbers))
+    return found
 
 
 def run_padded(

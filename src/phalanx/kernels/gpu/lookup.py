@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -41,17 +43,15 @@ def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.co
     tl.store(latest_at + slot, tl.load(positions + row, mask=exists, other=0), mask=is_last)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions", "tokens"])
-def _write_tokens(
-    kept, latest_at, tables, slots, positions, tokens, rows, slot_stride,
-    NOWHERE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["first", "second", "third", "last"])
+def _take_in(tables, sampling, kept, latest_at, news, first, second, third, last, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < rows
-    slot, position = tl.load(slots + row, mask=exists, other=0), tl.load(positions + row, mask=exists, other=0)
-    block = tl.load(tables + slot * slot_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
-    tl.store(kept + block * PAGE + position % PAGE, tl.load(tokens + row, mask=exists, other=0), mask=exists)
-    tl.store(latest_at + slot, NOWHERE, mask=exists)
+    exists = row < last
+    place, number = tl.load(news + row, mask=exists, other=0), tl.load(news + last + row, mask=exists, other=0)
+    tl.store(tables + place, number, mask=row < first)
+    tl.store(sampling + place, number, mask=(row >= first) & (row < second))
+    tl.store(kept + place, number, mask=(row >= second) & (row < third))
+    tl.store(latest_at + place, number, mask=(row >= third) & exists)
 
 
 def look_up(
@@ -72,12 +72,7 @@ def keep_sampled(latest: Tensor, latest_at: Tensor, slots: Tensor, positions: Te
     _keep_sampled[(triton.cdiv(rows, _ROWS),)](latest, latest_at, slots, positions, tokens, rows, ROWS=_ROWS)
 
 
-def write_tokens(
-    kept: Tensor, latest_at: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, page: int,
-    nowhere: int,
-) -> None:  # fmt: skip
-    rows = len(slots)
-    _write_tokens[(triton.cdiv(rows, _ROWS),)](
-        kept, latest_at, tables, slots, positions, tokens, rows, tables.stride(0),
-        NOWHERE=nowhere, PAGE=page, ROWS=_ROWS,
-    )  # fmt: skip
+def take_in(
+    tables: Tensor, sampling: Tensor, kept: Tensor, latest_at: Tensor, news: Tensor, ends: Sequence[int]
+) -> None:
+    _take_in[(triton.cdiv(ends[-1], _ROWS),)](tables, sampling, kept, latest_at, news, *ends, ROWS=_ROWS)
