@@ -1,6 +1,6 @@
 """Steps that nobody asked for: by them a rank learns what memory the largest one takes, and has its kernels ready.
 
-Their tables are empty, so every position lies in block 0, whatever a cache holds. Nothing of them is told to anyone.
+Their tables are zero, so every position lies in block 0, whatever a cache holds. Nothing of them is told to anyone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def step_of(rows: Sequence[tuple[int, int]], params: SamplingParams, mask: bytes
         starts=starts,
         counts=counts,
         samples=[1] * len(slots),
-        new_blocks=[],
+        new_blocks=[(slot, [0]) for slot in slots],
         masks=[] if mask is None else [(slot, 0) for slot in slots],
         new_masks=[] if mask is None else [(0, pack(mask))],
     )
