@@ -303,7 +303,7 @@ def streamed_four_bits() -> Iterator[Case]:
         for count in four_bit_stream.ROW_TILES:
             yield lambda w=weight, m=count: four_bit_stream.product(some(m, 4096), w, some(4096), whole(4096))
             yield lambda s=stack, m=count: four_bit_stream.grouped_product(
-                some(25, 512), s, None, order, owner, 4, weights, pairs, m
+                some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
             )
 
 

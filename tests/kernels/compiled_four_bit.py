@@ -12,7 +12,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from phalanx.kernels.four_bit import STEP
 from phalanx.kernels.gpu.four_bit import GROUPED_TILES, TILES, _grouped_product, _product
-from phalanx.kernels.gpu.four_bit_stream import GROUPED_TOGETHER, TOGETHER, TileCut, cut_of, stream_four_bit
+from phalanx.kernels.gpu.four_bit_stream import (
+    FEW_TOGETHER,
+    GROUPED_TOGETHER,
+    TOGETHER,
+    TileCut,
+    cut_of,
+    stream_four_bit,
+)
 from phalanx.kernels.gpu.gemm import HAS_GLUON
 
 SCALES = {"awq": "*fp16", "mxfp4": "*u8", "nvfp4": "*fp8e4nv"}
@@ -50,8 +57,8 @@ def build(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build_stream(kind: str, rows: int, grouped: bool, splits: int) -> tuple[TileCut, triton.compiler.CompiledKernel]:
-    shape, each = cut_of(rows, 4096, 4096, 1, 132, grouped), STEP // GROUPS[kind]
+def build_stream(kind: str, rows: int, grouped: bool, tiles: int) -> tuple[TileCut, triton.compiler.CompiledKernel]:
+    shape, each = cut_of(rows, 4096, 4096, tiles, 132, grouped), STEP // GROUPS[kind]
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     words = shape.outputs * each // 4
@@ -73,7 +80,7 @@ def build_stream(kind: str, rows: int, grouped: bool, splits: int) -> tuple[Tile
         "GROUPED": grouped,
         "WEIGHED": grouped,
         "ROWS": rows,
-        "SPLITS": splits,
+        "SPLITS": shape.splits,
         "STAGES": shape.stages,
         "WARPS": shape.warps,
     } | ({} if kind == "awq" else {"zeros": None})
@@ -95,9 +102,10 @@ def main() -> None:
             assert kernel.metadata.shared < 227 * 1024
     assert "fma.rn.f16x2" in build("awq", 32, True, "fp16").asm["ptx"]
     assert HAS_GLUON
-    for kind, rows, grouped, splits in (("mxfp4", 8, True, 1), ("awq", 32, False, 2), ("awq", 128, False, 1)):
-        shape, kernel = build_stream(kind, rows, grouped, splits)
-        together = (GROUPED_TOGETHER if grouped else TOGETHER)[rows]
+    cases = (("mxfp4", 8, 2, FEW_TOGETHER), ("mxfp4", 8, 32, GROUPED_TOGETHER[8]), ("awq", 64, 0, TOGETHER[64]))
+    for kind, rows, experts, together in cases:
+        shape, kernel = build_stream(kind, rows, experts > 0, experts or 2)
+        assert (shape.splits > 1) == (experts < 32), "few programs share their tiles with others"
         assert (kernel.metadata.shared + 1024) * together <= 228 * 1024, (kind, rows, shape)
         assert "shfl" not in kernel.asm["ptx"].split("wgmma.mma_async")[1], "weights go from thread to thread"
 

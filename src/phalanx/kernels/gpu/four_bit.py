@@ -288,7 +288,7 @@ def grouped_product(
     _, outputs, inputs = weight.shape
     if tile in STREAMED_TILES.values():
         return four_bit_stream.grouped_product(
-            x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows
+            x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device)
         )
     out = x.new_empty(pairs, outputs)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](

@@ -36,11 +36,16 @@ from phalanx.kernels.gpu.stream import (
     multiprocessors,
 )
 
-TOGETHER = {8: 4, 16: 4, 32: 3, 64: 2, 128: 1}
-GROUPED_TOGETHER = {8: 5, 16: 5, 32: 4, 64: 2, 128: 1}
-"""Programs on a multiprocessor by the rows of a tile, of one matrix and of experts."""
+TOGETHER = {8: 4, 16: 4, 32: 3, 64: 2}
+GROUPED_TOGETHER = {8: 5, 16: 4, 32: 4, 64: 2, 128: 1}
+"""Programs on a multiprocessor by the rows of a tile, of one matrix and of experts. More rows of one matrix are several
+tiles: the second finds the weights in the cache.
+"""
 
-ROW_TILES = tuple(TOGETHER)
+FEW_TOGETHER = 3
+"""Of the experts of one token, whose programs are so few: with more copies each in flight."""
+
+ROW_TILES = tuple(GROUPED_TOGETHER)
 MOST_STAGES = 8
 
 MOST_SCALE_BYTES = 24
@@ -230,12 +235,14 @@ class TileCut(NamedTuple):
 def cut_of(rows: int, outputs: int, inputs: int, tiles_of_rows: int, at_once: int, grouped: bool) -> TileCut:
     """As many programs on a multiprocessor as were fastest: widening waits for memory and for the tensor cores in turn.
 
-    Programs are split over the inputs until so many run on each.
+    Programs are split over the inputs until so many run on each. Of experts, tiles that nobody has count too: they are
+    split where there are as many tiles as a single token has experts.
     """
     height = 128 if rows > 64 else 64
-    together = (GROUPED_TOGETHER if grouped else TOGETHER)[rows]
     tiles, steps = tiles_of_rows * triton.cdiv(outputs, height), triton.cdiv(inputs, STEP)
-    splits = 1 if grouped else max(1, min(together * at_once // tiles, steps // LEAST_STEPS))
+    few = grouped and rows == min(ROW_TILES) and tiles <= FEW_TOGETHER * at_once
+    together = FEW_TOGETHER if few else (GROUPED_TOGETHER if grouped else TOGETHER)[rows]
+    splits = max(1, min(together * at_once // tiles, steps // LEAST_STEPS)) if few or not grouped else 1
     share = triton.cdiv(steps, splits)
     stage_bytes = height * (STEP // 2 + MOST_SCALE_BYTES) + rows * STEP * 2
     stages = (SHARED_BYTES // together - 2 * SYSTEM_BYTES) // stage_bytes
@@ -286,28 +293,35 @@ def _launch(
     )  # fmt: skip
 
 
+def _partial(out: Tensor, shape: TileCut, grid: tuple[int, int, int]) -> Tensor | None:
+    """Room for the sums of programs that share a tile."""
+    if shape.splits == 1:
+        return None
+    return out.new_empty(*grid, shape.outputs * shape.rows, dtype=torch.float32)
+
+
 def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None, counter: Tensor) -> Tensor:
     """x @ weight.T + bias. `counter` holds zeros, and does so again afterwards."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    height = next((size for size in ROW_TILES if size >= rows), max(ROW_TILES))
+    height = next((size for size in TOGETHER if size >= rows), max(TOGETHER))
     row_tiles = triton.cdiv(rows, height)
     shape = cut_of(height, outputs, inputs, row_tiles, multiprocessors(x.device), grouped=False)
     grid = row_tiles, triton.cdiv(outputs, shape.outputs), shape.splits
     out = x.new_empty(rows, outputs)
-    programs = grid[0] * grid[1] * grid[2]
-    partial = out.new_empty(programs * shape.outputs * shape.rows, dtype=torch.float32) if shape.splits > 1 else None
+    partial = _partial(out, shape, grid)
     _launch(x.contiguous(), weight, bias, out, shape, grid, partial, counter, rows, None, None, None, 1)
     return out
 
 
 def grouped_product(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, order: Tensor, owner: Tensor, pairs_a_row: int,
-    pair_weights: Tensor | None, pairs: int, tile_rows: int,
+    pair_weights: Tensor | None, pairs: int, tile_rows: int, counter: Tensor,
 ) -> Tensor:  # fmt: skip
-    """out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight."""
+    """out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight. `counter` as in `product`."""
     _, outputs, inputs = weight.shape
     shape = cut_of(tile_rows, outputs, inputs, len(owner), multiprocessors(x.device), grouped=True)
     out = x.new_empty(pairs, outputs)
-    grid = len(owner), triton.cdiv(outputs, shape.outputs), 1
-    _launch(x, weight, bias, out, shape, grid, None, None, pairs, order, owner, pair_weights, pairs_a_row)
+    grid = len(owner), triton.cdiv(outputs, shape.outputs), shape.splits
+    partial = _partial(out, shape, grid)
+    _launch(x, weight, bias, out, shape, grid, partial, counter, pairs, order, owner, pair_weights, pairs_a_row)
     return out
