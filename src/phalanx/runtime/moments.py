@@ -139,8 +139,8 @@ class GpuMoments:
         """Of each when it was sent, what the GPU's clock said, and when that was heard, by the host's clock."""
         moments = []
         for number in range(times):
-            sent = time.monotonic_ns()
             self._stamps.want(self._places[number])
+            sent = time.monotonic_ns()
             self._stamps.stamp()
             torch.cuda.current_stream().synchronize()
             moments.append((sent, time.monotonic_ns()))

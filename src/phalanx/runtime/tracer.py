@@ -46,8 +46,9 @@ class Tracer(Whereabouts):
         self.marks: list[Stamped] = []
         self._moments = moments_of(model)
         self.gpu = self._moments if isinstance(self._moments, GpuMoments) else None
+        self._ahead = self._uncertain = 0
         if self.gpu is not None:
-            self._ahead, _ = ahead_by_pings(self.gpu.pings(_PINGS))
+            self._ahead, self._uncertain = ahead_by_pings(self.gpu.pings(_PINGS))
             self._install_on_gpu(runner, self.gpu)
         self._install(runner)
 
@@ -220,6 +221,7 @@ class Tracer(Whereabouts):
             device,
             weights,
             in_graphs,
+            uncertain=self._uncertain,
             flops=place.spec.flops_per_token() / self._group.size if quick else 0.0,
             multiplied="fp8" if place.spec.number_format == "fp8" else "bf16",
             pace=self._group.pace,
