@@ -20,7 +20,7 @@ from phalanx.layers.decoder import Decoder
 from phalanx.layers.layer import DecoderLayer
 from phalanx.runtime.moments import GpuMoments, Sent, moments_of
 
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes of a method what is called instead of it."""
 Stamped = tuple[int, int, int]
 """What, its value, and when: ns of the host's clock, or which of a GPU's stamps."""
@@ -73,7 +73,7 @@ class Tracer(Whereabouts):
         if runner.draft_graphs is not None:
             self._hooks.around(runner.draft_graphs, "capture", self._no_part_of_it(gpu))
 
-    def _norm_follows(self, gpu: GpuMoments) -> Around:
+    def _norm_follows(self, gpu: GpuMoments) -> Hook:
         def make(sum_and_norm: Callable[..., Any]) -> Callable[..., Any]:
             def traced(*given: Any) -> Any:
                 gpu.norm_follows = True
@@ -86,7 +86,7 @@ class Tracer(Whereabouts):
 
         return make
 
-    def _launched(self, gpu: GpuMoments) -> Around:
+    def _launched(self, gpu: GpuMoments) -> Hook:
         """Around the launch of a step, behind which its stamps are sent to the host."""
 
         def make(launch: Callable[[StepPlan], None]) -> Callable[[StepPlan], None]:
@@ -107,7 +107,7 @@ class Tracer(Whereabouts):
 
         return make
 
-    def _no_part_of_it(self, gpu: GpuMoments) -> Around:
+    def _no_part_of_it(self, gpu: GpuMoments) -> Hook:
         """Around what a step may have to wait for."""
 
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ class Tracer(Whereabouts):
 
         return make
 
-    def _call_of(self, kind: int) -> Around:
+    def _call_of(self, kind: int) -> Hook:
         """Around a collective. One that is made of others counts once; among a single rank there are none."""
         moments = self._moments
 
@@ -144,7 +144,7 @@ class Tracer(Whereabouts):
 
         return make
 
-    def _halves_of(self, layer: DecoderLayer) -> Around:
+    def _halves_of(self, layer: DecoderLayer) -> Hook:
         """Around a layer that may be computed in one call, which itself writes down when its FFN began."""
 
         def make(in_one_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ class Tracer(Whereabouts):
 
         return make
 
-    def _then(self, place: int) -> Around:
+    def _then(self, place: int) -> Hook:
         """Around what ends where this place begins."""
         moments = self._moments
 
@@ -245,7 +245,7 @@ def nccl_groups(group: Group | None) -> Iterator[NcclGroup]:
         yield from nccl_groups(group._large)
 
 
-def _behind(first: Callable[[], None]) -> Around:
+def _behind(first: Callable[[], None]) -> Hook:
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*given: Any) -> Any:
             first()
