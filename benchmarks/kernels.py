@@ -47,10 +47,12 @@ from phalanx.kernels.gpu import (
     latent_rows,
     lookup,
     moe,
+    pause,
     route,
     rows,
     sampling,
     shared_memory,
+    stamps,
     states,
     stream,
 )
@@ -348,6 +350,15 @@ def sums(quantised: bool) -> Iterator[Case]:
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
 
+def stamped() -> Iterator[Case]:
+    """Kernels that say when they begin, as those of a step that is traced."""
+    x, weight, place = some(4, 4096), some(4096), whole(2, dtype=torch.int64)
+    norms = [lambda x=x: rows.add_rms_norm(x, some(4, 4096), weight, 1e-5) for x in (x, Unsummed(some(32, 4096), 8))]
+    for case in (stamps.stamp, lambda: pause.pause(1000), *norms, *sums(False)):
+        yield lambda case=case: (stamps.want(place), case())
+    yield lambda: pause.pause(1000)
+
+
 def in_one_order(dtype: torch.dtype) -> Iterator[Case]:
     for outputs, inputs, leaves in ((4096, 4096, 8), (6144, 4096, 4), (128256, 4096, 1), (96, 320, 2)):
         weight, bias = some(outputs, inputs, dtype=dtype), some(outputs, dtype=dtype)
@@ -424,13 +435,15 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "sums":
             yield from sums(False)
             yield from sums(True) if fp8 else ()
+        case "stamped":
+            yield from stamped()
         case "invariant":
             yield from _wide_and_half(in_one_order)
 
 
 KERNELS = (
     "rows", "choosing", "attention", "latents", "compressed", "delta", "products", "four_bit", "experts", "sums",
-    "invariant",
+    "stamped", "invariant",
 )  # fmt: skip
 
 

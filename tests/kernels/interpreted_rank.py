@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
+from triton.language.extra import cuda
 from triton.runtime.interpreter import InterpreterBuilder
 
 assert triton.knobs.runtime.interpret
 
 from phalanx.kernels.fp8 import Form, InBoth, Quantised, dequantise  # noqa: E402
-from phalanx.kernels.gpu import all_reduce, rows  # noqa: E402
+from phalanx.kernels.gpu import all_reduce, rows, stamps  # noqa: E402
 from phalanx.kernels.gpu.all_reduce import AREA_BYTES, Peers  # noqa: E402
 from phalanx.kernels.norm import add_rms_norm_torch  # noqa: E402
 from phalanx.kernels.quantise import quantise_torch  # noqa: E402
@@ -112,6 +113,7 @@ def main() -> None:
     areas, addresses = map_areas(folder, size)
     peers = Peers(rank, size, torch.tensor(addresses))
     for seed in range(2):
+        is_traced = seed == 1
         for check, *arguments in (
             (check_sum, 5, False),
             (check_sum, TILE + 7, True),
@@ -124,7 +126,14 @@ def main() -> None:
             (check_norm, 3, 200, Form.BOTH),
             (check_gather, 17, [TILE + 16, 32, 64][:size]),
         ):
+            place, ticks = torch.zeros(2, dtype=torch.int64), count(1)
+            cuda.globaltimer = lambda ticks=ticks: next(ticks)
+            stamps.want(place if is_traced else None)
             check(seed, peers, *arguments)  # type: ignore[operator]
+            assert place.tolist() == ([1, 2] if is_traced else [0, 0]), (
+                "when it began and when it ended, in one piece or two"
+            )
+            assert next(ticks) == (3 if is_traced else 1)
     calls = areas[rank][: 8 * PROGRAMS].view(torch.int64)
     assert calls[0] == 2 * (8 + 2 + 2), "two of ten were cut into two pieces"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.language.extra import cuda
 
 from phalanx.kernels.activation import sigmoid_and_mul_torch
 from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.fp8 import Activations, Form, InBoth, Quantised
-from phalanx.kernels.gpu import rows
+from phalanx.kernels.gpu import rows, stamps
 from phalanx.kernels.norm import add_rms_norm_torch
 from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.rotary import norm_heads, rotate_and_store_torch
@@ -90,6 +91,20 @@ def check_heads(heads: int, kv_heads: int, head_dim: int, rotary: int, dtype: to
     assert torch.equal(cache.flatten(0, 1)[write_to], qkv[:, heads:].unflatten(1, (2, kv_heads)))
 
 
+def check_stamp(count: int, top: int) -> None:
+    """A norm that is to say when it begins computes the same bits, and the next one says nothing."""
+    x, residual, weight = torch.randn(count * top, 140), torch.randn(count, 140), torch.randn(140)
+    given, place = Unsummed(x, top) if top > 1 else x, torch.zeros(2, dtype=torch.int64)
+    ticks = iter((7,))
+    cuda.globaltimer = lambda: next(ticks)
+    stamps.want(place)
+    traced, untraced = (rows.add_rms_norm(given, residual.clone(), weight, 1e-5) for _ in range(2))
+    assert isinstance(traced, Tensor)
+    assert isinstance(untraced, Tensor)
+    assert torch.equal(traced, untraced)
+    assert place.tolist() == [7, 0]
+
+
 def main() -> None:
     make_ready()
     torch.manual_seed(0)
@@ -101,6 +116,7 @@ def main() -> None:
     check_norm(2, 130, wide, wide, add=True)
     for top in (1, 4, 9):
         check_pairs(3, top, 140, half)
+        check_stamp(3, top)
     check_gate(2, 1030, wide)
     check_heads(4, 2, 256, 64, half, wide)
     check_heads(3, 1, 36, 12, wide, wide)

@@ -11,10 +11,13 @@ import time
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.hang import RankSeen, name_hang
+from phalanx.engine.marks import StepTraces
+from phalanx.engine.tracing import EngineTracer
 from phalanx.engine.whereabouts import read_pages
 from phalanx.errors import EngineDeadError
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.stacks import process_state
+from phalanx.trace.timeline import effects_before_causes, steps_of
 
 PROMPTS = [[7], [3, 5, 8, 13, 21], [*range(40)], [11, 4] * 60]
 OPTIONS = {"device": "cuda", "dtype": "fp32", "max_model_len": 160, "max_num_seqs": 6, "num_blocks": 60}
@@ -49,6 +52,30 @@ def same_bits(model: str) -> dict[str, object]:
                 [answer.token_ids, [each.sampled for each in answer.logprobs or []]] for answer in answers
             ]
     return found
+
+
+def traced(model: str) -> dict[str, object]:
+    """Two ranks whose kernels of collectives stamp. How early a rank left one, at most: before another came, in ns."""
+    params, told = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), list[StepTraces]()
+    with LLM(model, tp=2, progress=False, share_gpus=True, **OPTIONS) as llm:
+        plain = [answer.token_ids for answer in llm.generate(PROMPTS, params, salt="plain")]
+        EngineTracer(llm.engine, 12, told.append)
+        answers = [answer.token_ids for answer in llm.generate(PROMPTS, params, salt="traced")]
+    steps = steps_of(told[0])
+    return {
+        "same": answers == plain,
+        "layers": len(told[0].ranks[0].parts),
+        "calls": [[call.kind for call in step.calls] for step in steps],
+        "decodes": [not step.has_prompts for step in steps],
+        "took": min(
+            left - came
+            for step in steps
+            for call in step.calls
+            for came, left in zip(call.came, call.left, strict=True)
+        ),
+        "early": max((early for _, early in effects_before_causes(steps)), default=0),
+        "uncertain": sum(rank.uncertain for rank in told[0].ranks),
+    }
 
 
 def stopped(model: str) -> dict[str, object]:
@@ -100,6 +127,8 @@ def killed(model: str) -> dict[str, object]:
 if __name__ == "__main__":
     print(
         json.dumps(
-            {"tokens": tokens, "bits": same_bits, "stopped": stopped, "killed": killed}[sys.argv[1]](sys.argv[2])
+            {"tokens": tokens, "bits": same_bits, "traced": traced, "stopped": stopped, "killed": killed}[sys.argv[1]](
+                sys.argv[2]
+            )
         )
     )

@@ -42,6 +42,18 @@ def test_two_ranks_on_one_gpu_give_the_bits_of_one(family: str, tmp_path: Path) 
         assert found[f"{dtype} 2 together"] == found[f"{dtype} 1 alone"]
 
 
+def test_two_ranks_on_one_gpu_tell_their_collectives(tmp_path: Path) -> None:
+    """None is left before the other rank has come, as far as their clocks are known."""
+    make_checkpoint("llama3_rope", tmp_path)
+    (told,) = run_all([["tests.runtime.shared_gpu", "traced", str(tmp_path)]], tmp_path, SECONDS)
+    found = json.loads(told.splitlines()[-1])
+    assert found["same"]
+    assert sum(found["decodes"]) >= 3
+    assert all(calls == ["all-reduce"] * (2 * found["layers"] + 1) + ["gather"] for calls in found["calls"])
+    assert found["took"] > 0
+    assert found["early"] <= found["uncertain"]
+
+
 def test_a_rank_stopped_on_a_shared_gpu_is_named_by_what_the_gpus_count(tmp_path: Path) -> None:
     """In decode graphs, of which the hosts' books know nothing."""
     make_checkpoint("llama", tmp_path)

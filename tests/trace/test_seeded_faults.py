@@ -23,7 +23,7 @@ from phalanx.engine.marks import RankTrace, StepTraces
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.engine.tracing import EngineTracer
-from phalanx.runtime import tracer
+from phalanx.runtime import moments, tracer
 from phalanx.spec.machine import Gpu, Machine
 from tests.threaded_ranks import Meeting, ThreadedEngine, ThreadedRunner
 
@@ -111,7 +111,7 @@ def virtual(engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> VirtualT
     monkeypatch.setattr(ThreadedRunner, "launch", launch)
     monkeypatch.setattr(ThreadedRunner, "start_trace", start_trace, raising=False)
     monkeypatch.setattr(ThreadedRunner, "end_trace", end_trace, raising=False)
-    for module in (tracer, tracing):
+    for module in (tracer, moments, tracing):
         monkeypatch.setattr(module, "time", time)
     for rank, runner in enumerate(engine.runner.ranks):
         for layer in runner.model.layers:

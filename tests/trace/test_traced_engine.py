@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from phalanx.runtime.executor import Executor
 from phalanx.runtime.start import start_engine
 from phalanx.runtime.tracer import Tracer
 from phalanx.trace.summary import show
-from phalanx.trace.timeline import effects_before_causes, steps_of
+from phalanx.trace.timeline import ALIGNED_NS, effects_before_causes, steps_of
 from tests.runtime.test_stored_on_cpu import gguf_of, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -122,16 +123,29 @@ def test_what_a_cache_could_have_found() -> None:
 
 @pytest.mark.cuda
 def test_graphs_tell_their_parts(tiny_llama: Path) -> None:
-    """On a GPU: decodes run in graphs with events; the same tokens; parts in order, and together the whole step."""
+    """On a GPU: decodes run in graphs whose kernels stamp; the same tokens; all parts in order, by the host's clock."""
     with LLM(tiny_llama, progress=False, max_model_len=128, device="cuda") as llm:
         plain = llm.generate(PROMPTS, PARAMS, salt="plain")
         told = list[StepTraces]()
         EngineTracer(llm.engine, 7, told.append)
         traced = llm.generate(PROMPTS, PARAMS, salt="traced")
         assert [answer.token_ids for answer in traced] == [answer.token_ids for answer in plain]
-        decodes = [step for step in steps_of(told[0]) if not step.has_prompts]
-        assert told[0].ranks[0].in_graphs >= len(decodes) >= 3
-        for step in decodes:
-            times = [part.begun for part in step.ranks[0].slices]
-            assert times == sorted(times)
-            assert times[0] < times[-1]
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, salt="behind")] == [
+            answer.token_ids for answer in plain
+        ]
+    (rank,) = told[0].ranks
+    steps = steps_of(told[0])
+    decodes = [step for step in steps if not step.has_prompts]
+    assert rank.in_graphs >= len(decodes) >= 3
+    for step in steps:
+        parts = step.ranks[0].slices
+        middle = ["attention", "FFN"] * len(rank.parts)
+        assert [part.name for part in parts] == ["embedding", *middle, "head", "sampling", "read tokens"]
+        assert all(part.ended >= part.begun for part in parts)
+        assert parts[0].begun < parts[-1].begun
+    for first, second in pairwise(steps):
+        assert first.ranks[0].ended < second.ranks[0].begun, "of two that are on their way each has its own stamps"
+    assert 0 < rank.uncertain <= ALIGNED_NS
+    for step in rank.steps:
+        assert step.begun - rank.uncertain < step.marks[0].time
+        assert step.marks[-1].time < step.ended + rank.uncertain

@@ -44,7 +44,9 @@ class EmulatedGroup(Group):
         seconds = self._seconds_of(size)
         self.calls += 1
         if tensor.is_cuda:
-            torch.cuda._sleep(int(seconds * self._cycles_per_second))
+            from phalanx.kernels.gpu.pause import pause
+
+            pause(int(seconds * self._cycles_per_second))
             return
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -57,10 +59,12 @@ class EmulatedGroup(Group):
 
 def _cycles_per_second() -> float:
     """How many cycles the device counts in a second, timed."""
+    from phalanx.kernels.gpu.pause import pause
+
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_TRIAL_CYCLES)
+    pause(_TRIAL_CYCLES)
     begin.record()
-    torch.cuda._sleep(_TRIAL_CYCLES)
+    pause(_TRIAL_CYCLES)
     end.record()
     end.synchronize()
     return _TRIAL_CYCLES / (begin.elapsed_time(end) / 1e3)

@@ -255,7 +255,10 @@ class Executor:
         ahead = {0: (0, 0)} | self._clocks_ahead()
         return [
             msgspec.structs.replace(
-                trace, node=self.nodes[trace.rank], ahead=ahead[trace.rank][0], uncertain=ahead[trace.rank][1]
+                trace,
+                node=self.nodes[trace.rank],
+                ahead=ahead[trace.rank][0],
+                uncertain=trace.uncertain + ahead[trace.rank][1],
             )
             for trace in traces
         ]

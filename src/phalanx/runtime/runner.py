@@ -299,8 +299,8 @@ class TorchRunner:
     def start_trace(self) -> int:
         """Decode steps run in graphs that tell their times, steps with prompts kernel by kernel."""
         self._tracer, self._usual = Tracer(self.model, self), (self.graphs, self.prompt_graphs)
-        if self.graphs is not None:
-            self.graphs, self.prompt_graphs = TracedGraphs(self.graphs, self._tracer), None
+        if self.graphs is not None and self._tracer.gpu is not None:
+            self.graphs, self.prompt_graphs = TracedGraphs(self.graphs, self._tracer, self._tracer.gpu), None
         return len(self.model.layers) * self.model.place.group.size
 
     def end_trace(self) -> list[RankTrace]:

@@ -5,33 +5,37 @@ from __future__ import annotations
 import torch
 
 from phalanx.engine.step_plan import StepPlan
-from phalanx.runtime.graphs import DecodeGraphs, GraphKind, Recorded, Replayed
+from phalanx.runtime.graphs import DecodeGraphs, GraphKind, Replayed
+from phalanx.runtime.moments import GpuMoments
 from phalanx.runtime.tracer import Stamped, Tracer
 
 
 class TracedGraphs(DecodeGraphs):
-    """Captured anew for a trace, with events between the parts, in the memory of the usual ones, which stay as they
-    are. Every replay writes over a graph's events, and two steps may be on their way: there are two of each graph, used
-    in turn. A step that had to wait for a capture is left out of the trace.
+    """Captured anew for a trace, with kernels that stamp, in the memory of the usual ones, which stay as they are. A
+    step that had to wait for a capture is left out of the trace.
     """
 
-    def __init__(self, usual: DecodeGraphs, tracer: Tracer) -> None:
-        super().__init__(usual._model, usual._batch)
+    def __init__(self, usual: DecodeGraphs, tracer: Tracer, gpu: GpuMoments) -> None:
+        super().__init__(usual._model, usual._batch, usual._in_parts)
         self.recorder = usual.recorder
         self.replayed = 0
-        self._tracer = tracer
-        self._turns: list[dict[GraphKind, Recorded]] = [{}, {}]
-        self._events: dict[torch.cuda.CUDAGraph, list[Stamped]] = {}
+        self._tracer, self._gpu = tracer, gpu
+        self._marks: dict[GraphKind, tuple[list[Stamped], int]] = {}
+        self._build()
+
+    def _build(self) -> None:
+        """A step with prompts would have to wait for kernels that stamp: those that graphs have too are built now."""
+        for kind in (self.kinds[0], self.kinds[-1]):
+            self.rehearse(kind)
+        self._gpu.stop()
 
     def run(self, plan: StepPlan, drawn: bool) -> Replayed:
-        self._turns.reverse()
-        self._graphs = self._turns[0]
         kind = self._kind_for([position - 1 for position in plan.yielded()[1]], drawn)
         if kind not in self._graphs:
             self.capture(kind)
             self._tracer.leave_out(plan.step)
         results = super().run(plan, drawn)
-        self._tracer.marks += self._events[self._graphs[kind].graph]
+        self._tracer.replayed(*self._marks[kind])
         self.replayed += 1
         return results
 
@@ -39,11 +43,14 @@ class TracedGraphs(DecodeGraphs):
     def capture(self, kind: GraphKind) -> None:
         step_marks, self._tracer.marks = self._tracer.marks, []
         super().capture(kind)
-        marks, self._tracer.marks = self._tracer.marks, step_marks
-        self._events[self._graphs[kind].graph] = marks
+        self._marks[kind] = self._tracer.marks, self._gpu.used
+        self._tracer.marks = step_marks
+        self._gpu.begin()
 
     def rehearse(self, kind: GraphKind) -> Replayed:
-        """What it marks is of no use."""
+        """What it marks is of no use, but that the kernels are there."""
+        self._gpu.begin()
         results = super().rehearse(kind)
         self._tracer.marks.clear()
+        self._gpu.begin()
         return results

@@ -185,4 +185,4 @@ def unsure_clocks(traces: StepTraces) -> str:
     unsure = [
         f"rank {each.rank} to {each.uncertain / 1e3:,.0f} us" for each in traces.ranks if each.uncertain > ALIGNED_NS
     ]
-    return f"Clocks of other machines are known only so well: {', '.join(unsure)}." if unsure else ""
+    return f"Clocks are known only so well: {', '.join(unsure)}." if unsure else ""

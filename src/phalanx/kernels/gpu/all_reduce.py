@@ -22,6 +22,7 @@ from torch import Tensor
 from phalanx.kernels.fp8 import GROUP, LARGEST, Activations, Form
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.rows import empty_in, norm_and_store
+from phalanx.kernels.gpu.stamps import stamp_begin, stamp_end, taken, taken_by
 
 PROGRAMS = 128
 MOST_RANKS = 16
@@ -95,27 +96,32 @@ def _sum(areas, count, like, place, mask, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _one_shot(x, areas, rank, elements, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+def _one_shot(x, areas, rank, elements, stamp, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
     let_next_start()
     place = tl.arange(0, TILE)
     at = tl.program_id(0) * TILE + place
     mask = at < elements
     wait_for_ahead()
     count, kept = _count(areas, rank)
+    stamp_begin(stamp)
     tl.store(_slot(areas, rank, count, x) + place, tl.load(x + at, mask=mask), mask=mask)
     _meet(areas, rank, 2 * count + 1, SIZE, WIDE)
     tl.store(x + at, _sum(areas, count, x, place, mask, SIZE), mask=mask)
     tl.store(kept, count + 1)
+    stamp_end(stamp)
 
 
 @triton.jit(do_not_specialize=["rank", "tiles"])
-def _two_shot(x, areas, rank, elements, tiles, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+def _two_shot(
+    x, areas, rank, elements, tiles, begins, ends, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A program's stretch has `tiles` tiles for each rank, which adds those up for all."""
     let_next_start()
     lane = tl.arange(0, TILE)
     first = tl.program_id(0) * SIZE * tiles
     wait_for_ahead()
     count, kept = _count(areas, rank)
+    stamp_begin(begins)
     own = _slot(areas, rank, count, x)
     for tile in range(SIZE * tiles):
         at = (first + tile) * TILE + lane
@@ -131,11 +137,12 @@ def _two_shot(x, areas, rank, elements, tiles, SIZE: tl.constexpr, WIDE: tl.cons
             at = (first + tile) * TILE + lane
             tl.store(x + at, tl.load(theirs + tile * TILE + lane, mask=at < elements), mask=at < elements)
     tl.store(kept, count + 1)
+    stamp_end(ends)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _one_shot_add_rms_norm(
-    x, residual, weight, out, out_fp8, out_scales, areas, rank, rows, width, eps, SIZE: tl.constexpr,
+    x, residual, weight, out, out_fp8, out_scales, areas, rank, rows, width, eps, stamp, SIZE: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, so that the norm needs no other program."""
@@ -146,6 +153,7 @@ def _one_shot_add_rms_norm(
     scale = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_ahead()
     count, kept = _count(areas, rank)
+    stamp_begin(stamp)
     own = _slot(areas, rank, count, x)
     for row in range(program, rows, programs):
         part = tl.load(x + row * width + column, mask=mask)
@@ -158,18 +166,20 @@ def _one_shot_add_rms_norm(
         tl.store(at, h, mask=mask)
         norm_and_store(h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK, LARGEST)
     tl.store(kept, count + 1)
+    stamp_end(stamp)
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "tiles"])
 def _gather(
-    x, out, edges, areas, rank, rows, tiles, width, SIZE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    x, out, edges, areas, rank, rows, tiles, width, begins, ends, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a row's columns, as many as the widest rank has; `edges` says which columns of the whole a rank has."""
     let_next_start()
     program, programs, lane = tl.program_id(0), tl.num_programs(0), tl.arange(0, TILE)
     wait_for_ahead()
     count, kept = _count(areas, rank)
+    stamp_begin(begins)
     own = _slot(areas, rank, count, x)
     own_width = tl.multiple_of(tl.load(edges + rank + 1) - tl.load(edges + rank), ALIGNED)
     for tile in range(program, rows * tiles, programs):
@@ -186,6 +196,7 @@ def _gather(
             part = tl.load(theirs + tile // programs * TILE + lane, mask=column < last)
             tl.store(out + tile // tiles * width + column, part, mask=column < last)
     tl.store(kept, count + 1)
+    stamp_end(ends)
 
 
 def _meeting(peers: Peers) -> dict[str, int]:
@@ -203,21 +214,23 @@ def one_shot(x: Tensor, peers: Peers) -> None:
     assert x.is_contiguous()
     assert programs <= PROGRAMS
     _one_shot[(programs,)](
-        x, peers.table, peers.rank, x.numel(), TILE=tile, num_warps=8, launch_pdl=starts_early(), **_meeting(peers)
-    )
+        x, peers.table, peers.rank, x.numel(), taken(), TILE=tile, num_warps=8, launch_pdl=starts_early(),
+        **_meeting(peers),
+    )  # fmt: skip
 
 
 def two_shot(x: Tensor, peers: Peers) -> None:
     """The same for any size, in pieces that fit the slots; each element is read twice instead of once by every rank."""
     assert x.is_contiguous()
     tile = _tile(x)
-    for piece in x.view(-1).split(PROGRAMS * peers.size * (SLOT_TILES // peers.size) * tile):
+    pieces = x.view(-1).split(PROGRAMS * peers.size * (SLOT_TILES // peers.size) * tile)
+    for piece, stamps in zip(pieces, taken_by(len(pieces)), strict=True):
         whole = triton.cdiv(piece.numel(), tile)
         programs = min(PROGRAMS, triton.cdiv(whole, peers.size))
         tiles = triton.cdiv(whole, programs * peers.size)
         _two_shot[(programs,)](
-            piece, peers.table, peers.rank, piece.numel(), tiles, TILE=tile, num_warps=8, launch_pdl=starts_early(),
-            **_meeting(peers),
+            piece, peers.table, peers.rank, piece.numel(), tiles, *stamps, TILE=tile, num_warps=8,
+            launch_pdl=starts_early(), **_meeting(peers),
         )  # fmt: skip
 
 
@@ -241,7 +254,7 @@ def one_shot_add_rms_norm(
     assert fits_one_norm(x)
     out, places = empty_in(form, x, *x.shape)
     _one_shot_add_rms_norm[(min(rows, PROGRAMS),)](
-        x, residual, weight, *places, peers.table, peers.rank, rows, width, eps, BLOCK=_norm_block(width),
+        x, residual, weight, *places, peers.table, peers.rank, rows, width, eps, taken(), BLOCK=_norm_block(width),
         LARGEST=LARGEST, num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(), **_meeting(peers),
     )  # fmt: skip
     return out
@@ -255,9 +268,10 @@ def gather_columns(x: Tensor, widths: list[int], edges: Tensor, peers: Peers) ->
     out = x.new_empty(len(x), whole)
     at_once = PROGRAMS * SLOT_TILES // tiles
     aligned = 16 // x.element_size() if all(width * x.element_size() % 16 == 0 for width in widths) else 1
-    for part, piece in zip(x.split(at_once), out.split(at_once), strict=True):
+    parts = x.split(at_once)
+    for part, piece, stamps in zip(parts, out.split(at_once), taken_by(len(parts)), strict=True):
         _gather[(min(len(part) * tiles, PROGRAMS),)](
-            part, piece, edges, peers.table, peers.rank, len(part), tiles, whole, TILE=tile, ALIGNED=aligned,
-            num_warps=8, launch_pdl=starts_early(), **_meeting(peers),
+            part, piece, edges, peers.table, peers.rank, len(part), tiles, whole, *stamps, TILE=tile,
+            ALIGNED=aligned, num_warps=8, launch_pdl=starts_early(), **_meeting(peers),
         )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.kernels.cache import UNSCALED, CacheScales, HeadNorms
 from phalanx.kernels.fp8 import E4M3, GROUP, LARGEST, Activations, Form, InBoth, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.stamps import stamp_begin, taken
 from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
@@ -118,7 +119,7 @@ def norm_and_store(
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _add_rms_norm(
-    x, residual, weight, out, out_fp8, out_scales, rows, stride, inner, width, eps,
+    x, residual, weight, out, out_fp8, out_scales, rows, stride, inner, width, eps, stamp,
     HAS_RESIDUAL: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Of one row, which with TOP is the sum of so many of x."""
@@ -130,6 +131,7 @@ def _add_rms_norm(
     wait_for_ahead()
     place = (row // inner) * stride + (row % inner) * width + column
     h = _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK) if TOP else tl.load(x + place, mask=mask, other=0.0)
+    stamp_begin(stamp)
     if HAS_RESIDUAL:
         h += tl.load(residual + place, mask=mask, other=0.0)
         tl.store(residual + place, h, mask=mask)
@@ -145,7 +147,7 @@ def add_rms_norm(
     rows = given.numel() // width // (top or 1)
     out, places = empty_in(form, given, *((rows, width) if top else given.shape))
     _add_rms_norm[(rows,)](
-        given, residual, weight, *places, rows, given.stride(0), inner, width, eps,
+        given, residual, weight, *places, rows, given.stride(0), inner, width, eps, taken(),
         HAS_RESIDUAL=residual is not None, TOP=top, BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
         num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
     )  # fmt: skip
