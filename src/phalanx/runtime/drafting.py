@@ -74,8 +74,7 @@ class HeadGuesser:
 
     def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
         if not self._is_new:
-            every, size = torch.arange(len(tokens), device=tokens.device), self._model.block_size
-            self._handed = self._head(tokens, self._handed, positions, attention, size, every)
+            self._handed = self._head(tokens, self._handed, positions, attention, self._model.block_size)
         self._is_new = False
         return self._head.scores(self._handed)
 
