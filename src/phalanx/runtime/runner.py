@@ -189,7 +189,7 @@ class TorchRunner:
         if self.drafting is None or not plan.taken_in:
             return None
         assert ran.hidden is not None
-        tokens = ran.sampled.tokens.clamp(min=0) if ran.sampled else None
+        tokens = ran.sampled.tokens if ran.sampled else None
         if ran.inputs is None:
             assert self.draft_graphs is not None
             assert tokens is not None
