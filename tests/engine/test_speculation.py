@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
+import msgspec
 import pytest
 
 from phalanx.engine.request import Request
 from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.engine.step_curve import STALE, StepCurve
-from phalanx.engine.step_plan import StepPlan
+from phalanx.engine.step_plan import StepPlan, StepResult, StepTimes
 
 from .books import Guesser, check_answer, greedy, make_engine, run
 
@@ -201,6 +203,30 @@ def test_all_drafts_are_made_where_the_last_ones_are_cheaper_than_the_first() ->
     forced = [seconds_with_experts(most, is_forced=True) for most in range(4)]
     assert forced[3] < 0.97 * forced[2] < 0.97 * 0.97 * forced[1] < 0.9 * forced[0]
     assert seconds_with_experts(3, is_forced=False) < 1.04 * forced[3]
+
+
+@pytest.mark.parametrize("drafts_by_ranks", [False, True])
+def test_steps_that_are_not_steady_count_for_nothing(drafts_by_ranks: bool) -> None:
+    """Every third takes a hundred times as long, for a graph is captured. Drafts are as many as if it did not."""
+    made = []
+    for is_steady in (True, False):
+        speculation = Speculation(RankDrafter() if drafts_by_ranks else Guesser(1.0), 3)
+        engine, runner = make_engine(num_blocks=200, max_model_len=300, speculation=speculation)
+        runner.right, runner.draft_s = 1.0, 0.05
+        collect = runner.collect
+
+        def held_up(collect: Callable[[], StepResult] = collect) -> StepResult:
+            result = collect()
+            if result.step % 3:
+                return result
+            return msgspec.structs.replace(result, times=StepTimes(device=100.0, draft=100.0, steady=False))
+
+        if not is_steady:
+            runner.collect = held_up  # type: ignore[method-assign]
+        engine.add([1, 2, 3], greedy(250))
+        run(engine)
+        made.append(speculation.totals.draft_tokens)
+    assert made[1] > 0.9 * made[0] > 100
 
 
 def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:

@@ -62,6 +62,18 @@ def lay_out(plan: StepPlan, rooms: list[int], size: int, spare_slot: int) -> lis
     return [column + [filler] * (size - len(column)) for column, filler in columns]
 
 
+def _taking_in(size: int) -> DraftKind:
+    """So many rows, without a draft."""
+    return DraftKind(size, size, 0, drawn=True)
+
+
+def _is_near(other: DraftKind, kind: DraftKind) -> bool:
+    """Whether this graph takes hardly longer than that one would, which is then not worth a capture: a row that is cut
+    where an answer ends would make one.
+    """
+    return other.ahead == kind.ahead and other.size <= 2 * kind.size
+
+
 class DraftGraphs:
     """One graph a number of rows and of drafts, for steps whose every sequence yields tokens. Rows are taken in one by
     one: no head has a state. Where all sequences have drafts they are far fewer than rows, and all but the taking in is
@@ -74,7 +86,7 @@ class DraftGraphs:
     def __init__(self, drafting: RankDrafts, batch: Batch, recorder: Recorder, most: int) -> None:
         self._drafting, self._batch, self._recorder, self._most = drafting, batch, recorder, most
         self._sizes = graph_sizes(batch.spare_slot)
-        self._aheads = sorted({ahead for ahead in (0, 1, 2, 4, most) if ahead <= most})
+        self._aheads = sorted({ahead for ahead in (1, 2, 4, most) if ahead <= most})
         largest = self._sizes[-1]
         self._columns = torch.zeros(COLUMNS, largest, dtype=torch.long, device=batch.device)
         self._hidden = drafting.empty_hidden(largest).zero_()
@@ -85,13 +97,14 @@ class DraftGraphs:
     @property
     def kinds(self) -> list[DraftKind]:
         """All that may be needed, the largest first: it can stand in for any other."""
-        return [
+        made = [
             DraftKind(size, sequences, ahead, drawn)
             for drawn in (True, False)
             for ahead in reversed(self._aheads)
             for size in reversed(self._sizes)
             for sequences in reversed(self._sequences(size))
         ]
+        return made + [_taking_in(size) for size in reversed(self._sizes)]
 
     def _sequences(self, size: int) -> list[int]:
         """With as many drafts as there may be of each, and without any."""
@@ -99,8 +112,8 @@ class DraftGraphs:
 
     @property
     def first_kinds(self) -> list[DraftKind]:
-        """Those that can stand in for all others."""
-        return [kind for kind in self.kinds if kind.drawn and kind.ahead == self._most]
+        """Those that can stand in for all others: a step that makes no drafts does not wait for some."""
+        return [kind for kind in self.kinds if kind.drawn and kind.ahead in (0, self._most)]
 
     def take(self, plan: StepPlan) -> bool:
         if not all(plan.samples) or plan.num_tokens > self._sizes[-1] or plan.ahead > self._most:
@@ -109,6 +122,8 @@ class DraftGraphs:
 
     def _kind_for(self, plan: StepPlan) -> DraftKind:
         size = next(size for size in self._sizes if size >= plan.num_tokens)
+        if not plan.ahead:
+            return _taking_in(size)
         sequences = next(count for count in self._sequences(size) if count >= len(plan.slots))
         ahead = next(ahead for ahead in self._aheads if ahead >= plan.ahead)
         return DraftKind(size, sequences, ahead, self._drafting.draws(plan))
@@ -122,10 +137,11 @@ class DraftGraphs:
         """`plan.ahead` drafts of each sequence; the next run of any graph overwrites them."""
         rows, of, kind = plan.num_tokens, len(plan.slots), self._kind_for(plan)
         if kind not in self._graphs:
-            if self.on_demand:
+            other = self._stand_in(kind)
+            if self.on_demand and (other is None or not _is_near(other, kind)):
                 self.capture(kind)
             else:
-                kind = self._stand_in(kind) or kind
+                kind = other or kind
         rooms = [self._batch.room(slot) for slot in plan.slots]
         columns = torch.tensor(lay_out(plan, rooms, kind.size, self._batch.spare_slot))
         if self._batch.device.type == "cuda":

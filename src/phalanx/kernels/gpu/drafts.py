@@ -31,13 +31,12 @@ def _place(
         tl.store(places_out + group * count + index, block * PAGE + at % PAGE, mask=exists)
 
 
-@triton.jit(do_not_specialize=["rows", "sequences"], do_not_specialize_on_alignment=_FROM_COLUMNS)
+@triton.jit(do_not_specialize=["rows", "sequences", "most", "ahead"], do_not_specialize_on_alignment=_FROM_COLUMNS)
 def _prove(
     kept, tables, slots, positions, tokens, yields, wanted, sampled, of, rooms, firsts, samples,
     following, lasts, chosen, last_at, counts, slots_out, at_out, places_out, after,
-    rows, sequences, group_stride, slot_stride, furthest, spare,
-    MOST: tl.constexpr, OFFSET: tl.constexpr, AHEAD: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows, sequences, most, ahead, group_stride, slot_stride, furthest, spare,
+    OFFSET: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -53,7 +52,7 @@ def _prove(
     exists = index < sequences
     first, yielded = tl.load(firsts + index, mask=exists, other=0), tl.load(samples + index, mask=exists, other=1)
     proven, right = first, exists
-    for place in tl.static_range(MOST - 1):
+    for place in range(most - 1):
         may = right & (place < yielded - 1)
         row = tl.load(wanted + first + place, mask=may, other=0)
         drafted = tl.load(tokens + row + 1, mask=may, other=0)
@@ -67,7 +66,7 @@ def _prove(
     token = tl.load(sampled + proven, mask=exists, other=0).to(chosen.dtype.element_ty)
     tl.store(chosen + index, tl.maximum(token, 0), mask=exists)
     tl.store(last_at + index, at, mask=exists)
-    tl.store(counts + index, tl.minimum(tl.maximum(room - at - OFFSET, 0), AHEAD), mask=exists)
+    tl.store(counts + index, tl.minimum(tl.maximum(room - at - OFFSET, 0), ahead), mask=exists)
     tl.store(after + index, at + 2, mask=exists)
     _place(
         tables, slot, at + OFFSET, at + OFFSET < room, index, exists, sequences, slots_out, at_out, places_out,
@@ -75,7 +74,7 @@ def _prove(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sequences", "number"], do_not_specialize_on_alignment=["of", "rooms"])
+@triton.jit(do_not_specialize=["sequences", "number", "ahead"], do_not_specialize_on_alignment=["of", "rooms"])
 def _keep_draft(
     kept, tables, of, rooms, last_at, tokens, drafts, slots_out, at_out, places_out, after, sequences, number, ahead,
     group_stride, slot_stride, spare, OFFSET: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
@@ -100,22 +99,27 @@ def _keep_draft(
     )  # fmt: skip
 
 
+def _numbers(like: Tensor, *shape: int) -> Tensor:
+    """Each tensor on its own, so that it begins where kernels read it fastest."""
+    return like.new_empty(shape, dtype=torch.int64)
+
+
 def _empty_guess(tables: Tensor, sequences: int) -> Guess:
-    slots, positions, after = tables.new_empty(3, sequences, dtype=torch.int64)
-    return Guess(slots, positions, tables.new_empty(len(tables), sequences, dtype=torch.int64), after)
+    slots, positions, after = (_numbers(tables, sequences) for _ in range(3))
+    return Guess(slots, positions, _numbers(tables, len(tables), sequences), after)
 
 
 def prove(
     cache: Cache, rows: Rows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
 ) -> Proven:
     (kept, tables, page), count, of = cache, len(rows.slots), len(sequences.slots)
-    last, positions, counts = tables.new_empty(3, of, dtype=torch.int64)
+    last, positions, counts = (_numbers(tables, of) for _ in range(3))
     following, tokens = (torch.empty(size, dtype=TOKEN, device=tables.device) for size in (count, of))
     guess = _empty_guess(tables, of)
     _prove[(triton.cdiv(max(count, of), _ROWS),)](
         kept, tables, *rows, sampled, *sequences, following, last, tokens, positions, counts, *guess, count, of,
-        tables.stride(0), tables.stride(1), tables.shape[-1] * page - 1, tables.shape[1] - 1,
-        MOST=most, OFFSET=offset, AHEAD=ahead, GROUPS=len(tables), PAGE=page, ROWS=_ROWS, launch_pdl=starts_early(),
+        most, ahead, tables.stride(0), tables.stride(1), tables.shape[-1] * page - 1, tables.shape[1] - 1,
+        OFFSET=offset, GROUPS=len(tables), PAGE=page, ROWS=_ROWS, launch_pdl=starts_early(),
     )  # fmt: skip
     return Proven(following, last, tokens, positions, counts, guess)
 
