@@ -413,6 +413,12 @@ def guessing(cache: Cache) -> Iterator[Case]:
         yield lambda o=offset: drafts.keep_draft(cache, sequences, number, whole(3, 3, dtype=TOKEN), tokens, 1, o)
 
 
+def before_a_head(dtype: torch.dtype) -> Iterator[Case]:
+    norms, x = (some(2048, dtype=dtype), some(2048, dtype=dtype)), some(3, 2048, dtype=dtype)
+    for tokens in (None, whole(3, dtype=TOKEN)):
+        yield lambda t=tokens: drafts.side_by_side(x, x, norms, 1e-6, t)
+
+
 def _wide_and_half(cases_of: Callable[[torch.dtype], Iterator[Case]]) -> Iterator[Case]:
     yield from cases_of(HALF)
     yield from cases_of(torch.float32)
@@ -427,6 +433,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from by_rows(True, E4M3) if fp8 else ()
         case "choosing":
             yield from choosing()
+            yield from _wide_and_half(before_a_head)
         case "attention":
             yield from _wide_and_half(lambda dtype: attending(dtype, dtype, fp8 and dtype == HALF))
             yield from attending(E4M3) if fp8 else ()

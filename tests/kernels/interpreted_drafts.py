@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.draft_rows import Cache, Rows, Sequences
-from phalanx.kernels.drafts import keep_draft_torch, prove_torch
+from phalanx.kernels.drafts import keep_draft_torch, prove_torch, side_by_side
 from phalanx.kernels.gpu import drafts as gpu
+from phalanx.kernels.norm import add_rms_norm_torch
 from tests.kernels.interpreter import make_ready
 
 PAGE, WIDTH, VOCAB = 4, 6, 2
@@ -74,6 +75,17 @@ def check(sequences: int, most: int, padding: int, offset: int, ahead: int, rand
     return set(standing.tolist())
 
 
+def check_side_by_side(rows: int, width: int, dtype: torch.dtype, norm_dtype: torch.dtype) -> None:
+    table, handed = torch.randn(50, width).to(dtype), torch.randn(rows, width).to(dtype)
+    norms = torch.randn(width).to(norm_dtype), torch.randn(width).to(norm_dtype)
+    tokens = torch.randint(50, (rows,), dtype=torch.int32)
+    halves = [add_rms_norm_torch(x, None, w, 1e-5) for x, w in zip((table[tokens], handed), norms, strict=True)]
+    for given, looked_up in ((table, tokens), (table[tokens], None)):
+        found = gpu.side_by_side(given, handed, norms, 1e-5, looked_up)
+        torch.testing.assert_close(found, torch.cat(halves, 1))
+        torch.testing.assert_close(side_by_side(given, handed, norms, 1e-5, looked_up), torch.cat(halves, 1))
+
+
 if __name__ == "__main__":
     make_ready()
     torch.manual_seed(0)
@@ -82,3 +94,6 @@ if __name__ == "__main__":
     check(130, 2, 0, 1, 2, random)
     assert check(9, 1, 7, 0, 1, random) == {0}
     check(60, 9, 1, 1, 8, random)
+    check_side_by_side(1, 96, torch.float32, torch.float32)
+    check_side_by_side(5, 128, torch.float16, torch.float16)
+    check_side_by_side(3, 130, torch.float16, torch.float32)

@@ -1,12 +1,16 @@
-"""The small sums between a step and the drafts behind it: which of its tokens stand, and where guesses go."""
+"""The small things between a step and the drafts behind it: which of its tokens stand, where guesses go, what a head
+that drafts is given.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.draft_rows import Cache, Guess, Proven, Rows, Sequences
 from phalanx.kernels.lookup import places_of
+from phalanx.kernels.norm import add_rms_norm
 from phalanx.kernels.sampling_table import TOKEN
 
 
@@ -75,3 +79,18 @@ def _guess_torch(cache: Cache, sequences: Sequences, positions: Tensor, offset: 
     slots, at = torch.where(has_room, sequences.slots, spare), torch.where(has_room, at, 0)
     places = places_of(cache.tables, slots, at, cache.block_size)
     return Guess(slots, at, places, positions + 2 + number)
+
+
+def side_by_side(
+    embedded: Tensor, handed: Tensor, norms: tuple[Tensor, Tensor], eps: float, tokens: Tensor | None = None
+) -> Tensor:
+    """What is embedded and what was handed on, each normed, [rows, 2 x width]. With `tokens`, `embedded` is the table
+    from which they are looked up.
+    """
+    if handed.is_cuda:
+        from phalanx.kernels.gpu import drafts as gpu
+
+        return gpu.side_by_side(embedded, handed, norms, eps, tokens)
+    looked_up = embedded if tokens is None else F.embedding(tokens, embedded)
+    pairs = zip((looked_up, handed), norms, strict=True)
+    return torch.cat([add_rms_norm(x, None, weight, eps) for x, weight in pairs], -1)

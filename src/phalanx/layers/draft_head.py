@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from phalanx.engine.whereabouts import HEAD
 from phalanx.kernels.attention import AttentionBatch
+from phalanx.kernels.drafts import side_by_side
 from phalanx.kernels.fp8 import Activations, Form, converts_e4m3, plain
 from phalanx.layers.hyper import HyperEnds, HyperStream
 from phalanx.layers.layer import DecoderLayer
@@ -63,19 +63,24 @@ class DraftHeadPart:
     ) -> Activations:
         """What these rows hand on, all by default, where all have these tokens behind them and were handed this."""
         step = StepContext(tokens, positions, batch, block_size, self.place.dtype, self.rotary)
-        taken = plain(handed)
-        normed = self.hidden_norm(taken.flatten(0, -2)).view(taken.shape)
-        stream = self._begin(self.embedded_norm(self.embedding(tokens)), normed)
+        stream = self._begin(tokens, plain(handed))
         self.layer(stream, step, rows)
         return self.ends.finish(stream) if isinstance(stream, HyperStream) else self._normed(stream)
 
-    def _begin(self, embedded: Tensor, handed: Tensor) -> Stream:
+    def _begin(self, tokens: Tensor, handed: Tensor) -> Stream:
         if isinstance(self.ends, Ends):
             (join,) = self.joins
-            return Stream(join(torch.cat((embedded, handed), -1)))
+            return Stream(join(self._side_by_side(tokens, handed)))
         first, second = self.joins
-        streams = second(handed.flatten(0, 1)).view(handed.shape)
-        return HyperStream(streams + first(embedded)[:, None])
+        streams = second(self.hidden_norm(handed.flatten(0, -2))).view(handed.shape)
+        return HyperStream(streams + first(self.embedded_norm(self.embedding(tokens)))[:, None])
+
+    def _side_by_side(self, tokens: Tensor, handed: Tensor) -> Tensor:
+        norms, eps = (self.embedded_norm.weight, self.hidden_norm.weight), self.hidden_norm.eps
+        table = self.embedding.table
+        if table is None:
+            return side_by_side(self.embedding(tokens), handed, norms, eps)
+        return side_by_side(table, handed, norms, eps, tokens)
 
     @property
     def _form(self) -> Form:

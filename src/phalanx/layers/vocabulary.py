@@ -41,6 +41,12 @@ class Embedding:
         assert isinstance(self.weight, Panels)
         return self.weight.look_up(tokens)
 
+    @property
+    def table(self) -> Tensor | None:
+        """All rows, where this rank has them and they are taken as they are."""
+        whole = self.group.size == 1 and self.scale == 1.0
+        return self.weight if whole and isinstance(self.weight, Tensor) else None
+
     def __call__(self, tokens: Tensor) -> Tensor:
         found = self._look_up(tokens)
         return found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.draft_rows import Cache, Guess, Proven, Rows, Sequences
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.rows import norm_and_store
 from phalanx.kernels.sampling_table import TOKEN
 
 _ROWS = 128
@@ -99,6 +100,27 @@ def _keep_draft(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _side_by_side(
+    embedded, tokens, handed, embedded_norm, handed_norm, out, width, eps, LOOKED_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One half of a row."""
+    let_next_start()
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    if half == 0:
+        scale = tl.load(embedded_norm + column, mask=mask, other=0.0)
+        wait_for_ahead()
+        at = tl.load(tokens + row).to(tl.int64) if LOOKED_UP else row
+        h = tl.load(embedded + at * width + column, mask=mask, other=0.0)
+    else:
+        scale = tl.load(handed_norm + column, mask=mask, other=0.0)
+        wait_for_ahead()
+        h = tl.load(handed + row * width + column, mask=mask, other=0.0)
+    norm_and_store(h, scale, out, None, None, 2 * row + half, 0, width, eps, BLOCK, 0.0)
+
+
 def _numbers(like: Tensor, *shape: int) -> Tensor:
     """Each tensor on its own, so that it begins where kernels read it fastest."""
     return like.new_empty(shape, dtype=torch.int64)
@@ -135,3 +157,15 @@ def keep_draft(
         OFFSET=offset, GROUPS=len(tables), PAGE=page, ROWS=_ROWS, launch_pdl=starts_early(),
     )  # fmt: skip
     return guess
+
+
+def side_by_side(
+    embedded: Tensor, handed: Tensor, norms: tuple[Tensor, Tensor], eps: float, tokens: Tensor | None
+) -> Tensor:
+    rows, width = handed.shape
+    out = handed.new_empty(rows, 2 * width)
+    _side_by_side[(rows, 2)](
+        embedded, tokens, handed, *norms, out, width, eps, LOOKED_UP=tokens is not None,
+        BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
+    )  # fmt: skip
+    return out
