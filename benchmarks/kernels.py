@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
+from phalanx.kernels.draft_rows import Cache, Rows, Sequences
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
@@ -35,6 +36,7 @@ from phalanx.kernels.gpu import (
     compressed,
     compressed_rows,
     delta,
+    drafts,
     early,
     four_bit,
     four_bit_stream,
@@ -396,7 +398,25 @@ def choosing() -> Iterator[Case]:
     yield lambda: lookup.keep_sampled(pool, at, torch.arange(3), torch.arange(3), whole(3, dtype=TOKEN))
     table = whole(8, PARAMETERS, dtype=torch.int64)
     yield lambda: lookup.take_in(tables, table, kept, at, torch.arange(8), range(1, 5))
+    yield lambda: lookup.tokens_at(kept, tables[0], torch.arange(3), torch.arange(3), 16)
+    yield from guessing(Cache(kept, tables, 16))
     yield lambda: states.copy_states(whole(2, 2, dtype=torch.int64), 20000, torch.arange(3), torch.arange(3))
+
+
+def guessing(cache: Cache) -> Iterator[Case]:
+    number, tokens = torch.arange(3), whole(3, dtype=TOKEN)
+    rows, sequences = Rows(number, number, tokens, number, number), Sequences(number, number, number, number)
+    for most, ahead in ((1, 1), (2, 1), (4, 3), (4, 0)):
+        for offset in (0, 1):
+            yield lambda m=most, a=ahead, o=offset: drafts.prove(cache, rows, tokens, sequences, m, o, a)
+    for offset in (0, 1):
+        yield lambda o=offset: drafts.keep_draft(cache, sequences, number, whole(3, 3, dtype=TOKEN), tokens, 1, o)
+
+
+def before_a_head(dtype: torch.dtype) -> Iterator[Case]:
+    norms, x = (some(2048, dtype=dtype), some(2048, dtype=dtype)), some(3, 2048, dtype=dtype)
+    for tokens in (None, whole(3, dtype=TOKEN)):
+        yield lambda t=tokens: drafts.side_by_side(x, x, norms, 1e-6, t)
 
 
 def _wide_and_half(cases_of: Callable[[torch.dtype], Iterator[Case]]) -> Iterator[Case]:
@@ -413,6 +433,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from by_rows(True, E4M3) if fp8 else ()
         case "choosing":
             yield from choosing()
+            yield from _wide_and_half(before_a_head)
         case "attention":
             yield from _wide_and_half(lambda dtype: attending(dtype, dtype, fp8 and dtype == HALF))
             yield from attending(E4M3) if fp8 else ()

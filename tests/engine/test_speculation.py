@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
+import msgspec
 import pytest
 
 from phalanx.engine.request import Request
 from phalanx.engine.speculation import RankDrafter, Speculation
-from phalanx.engine.step_plan import StepPlan
+from phalanx.engine.step_curve import STALE, StepCurve
+from phalanx.engine.step_plan import StepPlan, StepResult, StepTimes
 
 from .books import Guesser, check_answer, greedy, make_engine, run
 
@@ -152,13 +155,78 @@ def test_two_halves_of_a_batch_do_not_take_turns() -> None:
     assert seconds(0.002, 12, right=0.0, depth=2) < 1.02 * seconds(0.002, 12, right=None, depth=2)
 
 
-def test_a_line_through_steps_tells_what_one_more_token_costs() -> None:
+def test_a_curve_through_steps_tells_what_one_more_token_costs() -> None:
     speculation = Speculation(Guesser(1.0), 4)
     assert speculation._share_of_one_more(4) == pytest.approx(0.02), "nothing is known yet"
     for tokens in (1, 3, 8) * 20:
         speculation.observe(tokens, 2.0 + 0.5 * tokens)
     assert speculation._share_of_one_more(4) == pytest.approx(0.5 / 4.0)
-    assert speculation._share_of_one_more(100) == pytest.approx(0.5 / 52)
+    assert speculation._share_of_one_more(100) == pytest.approx(0.25 / (6.0 + 0.25 * 92)), "beyond there is hope"
+    for _ in range(20):
+        speculation.observe(16, 6.4)
+    assert speculation._share_of_one_more(4) == pytest.approx(0.5 / 4.0), "it need not be straight"
+    assert speculation._share_of_one_more(12) == pytest.approx(0.05 / 6.2)
+
+
+def test_a_curve_makes_light_of_a_step_that_had_to_wait_and_forgets_what_it_has_not_met_for_long() -> None:
+    curve = StepCurve()
+    for tokens, seconds in ((2, 1.0), (4, 9.0), (8, 2.0)):
+        curve.observe(tokens, seconds)
+    assert curve.of(4) == 2.0, "no more than a larger one took"
+    for _ in range(2 * STALE):
+        curve.observe(2, 1.0)
+    assert curve.of(4) != 2.0
+
+
+def seconds_with_experts(most: int, is_forced: bool) -> float:
+    """Of answers to eight requests, where four of five drafts come true and a step takes what a mixture of 256 experts
+    takes, each token of which reads 8.
+    """
+    speculation = Speculation(RankDrafter(), max(1, most))
+    if is_forced:
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        speculation.ahead = lambda requests: most  # type: ignore[method-assign]
+    engine, runner = make_engine(
+        max_num_seqs=32, budget=1024, max_model_len=CONTEXT, num_blocks=8 * CONTEXT // 4 + 64, speculation=speculation
+    )
+    runner._inner._price = lambda plan: 3.35 + 0.0818 * 256 * (1 - (1 - 1 / 32) ** plan.num_tokens)
+    runner.right, runner.draft_s = 0.8, 0.3
+    for seed in range(8):
+        engine.add([1, 2, 3], greedy(LONG, seed=seed))
+    run(engine)
+    return runner.clock
+
+
+def test_all_drafts_are_made_where_the_last_ones_are_cheaper_than_the_first() -> None:
+    """As on an H200, of DeepSeek-V3 at eight rows: the second draft of a row alone would not seem worth its time."""
+    forced = [seconds_with_experts(most, is_forced=True) for most in range(4)]
+    assert forced[3] < 0.97 * forced[2] < 0.97 * 0.97 * forced[1] < 0.9 * forced[0]
+    assert seconds_with_experts(3, is_forced=False) < 1.04 * forced[3]
+
+
+@pytest.mark.parametrize("drafts_by_ranks", [False, True])
+def test_steps_that_are_not_steady_count_for_nothing(drafts_by_ranks: bool) -> None:
+    """Every third takes a hundred times as long, for a graph is captured. Drafts are as many as if it did not."""
+    made = []
+    for is_steady in (True, False):
+        speculation = Speculation(RankDrafter() if drafts_by_ranks else Guesser(1.0), 3)
+        engine, runner = make_engine(num_blocks=200, max_model_len=300, speculation=speculation)
+        runner.right, runner.draft_s = 1.0, 0.05
+        collect = runner.collect
+
+        def held_up(collect: Callable[[], StepResult] = collect) -> StepResult:
+            result = collect()
+            if result.step % 3:
+                return result
+            return msgspec.structs.replace(result, times=StepTimes(device=100.0, draft=100.0, steady=False))
+
+        if not is_steady:
+            runner.collect = held_up  # type: ignore[method-assign]
+        engine.add([1, 2, 3], greedy(250))
+        run(engine)
+        made.append(speculation.totals.draft_tokens)
+    assert made[1] > 0.9 * made[0] > 100
 
 
 def test_who_computes_again_does_not_wait_for_a_full_batch() -> None:

@@ -11,9 +11,13 @@ from phalanx.errors import ConfigError
 from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.candidates import Candidate
+from phalanx.plan.engines import ENGINES
+from phalanx.plan.fit import fit
 from phalanx.plan.recipes.launch import command
 from phalanx.plan.record import launch_of
 from phalanx.plan.speculated import SpeculativePrice, drafting_part, tokens_of_row
+from phalanx.spec import Layout
+from phalanx.spec.machine import Machine
 
 STEP = StepSums(4, 4000.0)
 
@@ -71,6 +75,25 @@ def test_a_plan_prices_the_head() -> None:
         assert drafted.fit.kv_tokens < plain.fit.kv_tokens, "the head takes its room"
     hopeless = best(concurrency=256, speculate="mtp", acceptance=0.0)
     assert isclose(hopeless.prediction.tpot.mid, plain.prediction.tpot.mid, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("card", "engine", "copied"), [("H200", "phalanx", True), ("A100", "phalanx", False), ("H200", "vllm", False)]
+)
+def test_a_plan_counts_the_copy_of_a_head_that_drafts_read(card: str, engine: str, copied: bool) -> None:
+    """248,320 x 2,048 numbers, of which a GPU that multiplies FP8 has a byte each, and a scale for 128 x 128."""
+    spec, machine = catalog.model("Qwen3.5-35B-A3B"), Machine.parse(card)
+    lines = [
+        {line.what: line.bytes for line in fit(each, machine, 1, ENGINES[engine]).ranks[0].lines}
+        for each in (spec, spec.with_drafts())
+    ]
+    assert "a head for drafts" not in lines[0]
+    assert lines[1].get("a head for drafts", 0) == (-(248_320 * 2_048 + 1_940 * 16 * 4) if copied else 0)
+
+
+def test_a_small_share_of_a_head_is_not_copied() -> None:
+    spec = catalog.model("Qwen3.5-35B-A3B").with_drafts()
+    assert [bool(Layout(spec, tp).narrow_head_bytes(0)) for tp in (1, 8, 16)] == [True, True, False]
 
 
 def test_a_recipe_asks_for_the_head() -> None:

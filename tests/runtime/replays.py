@@ -24,6 +24,7 @@ class Rerun:
 
 class Repeater(Recorder):
     def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
+        self.captured += 1
         rehearse()
         places = tuple(place.clone() for place in run())
         return Recorded(cast(torch.cuda.CUDAGraph, Rerun(run, places)), places)

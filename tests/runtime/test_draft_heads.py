@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from phalanx.engine.agenda import Drafted
 from phalanx.engine.drafting import Drafting
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import StepPlan
+from phalanx.layers.draft_head import DraftHeadPart
 from phalanx.runtime.draft_graphs import DraftGraphs
 from phalanx.runtime.drafting import Drafts
 from phalanx.runtime.prompt_graphs import PromptGraphs
@@ -72,6 +74,53 @@ def test_drafts_in_graphs_are_those_of_the_reference(
     check_drafts(heads(reference.name), reference.prompts[1:4], 1, in_graphs=True)
     assert any(len(counts) > 1 for counts in replayed)
     assert any(max(counts) > 1 for counts in replayed)
+
+
+def in_tiles_of_e4m3(weight: Tensor) -> Tensor:
+    """What is left of a matrix in FP8, tile by tile."""
+    found = weight.clone()
+    for tile in (part for band in found.split(128) for part in band.split(128, 1)):
+        scale = tile.abs().max() / 448
+        tile.copy_((tile / scale).to(torch.float8_e4m3fn).float() * scale)
+    return found
+
+
+def made_drafts(folder: Path, prompts: list[list[int]], is_narrow: bool) -> list[int]:
+    """Those behind the first tokens of answers."""
+    threaded = ThreadedEngine(folder, 2, prefix_caching=False, speculate="mtp", max_num_seqs=12, num_blocks=80)
+    parts: list[DraftHeadPart] = []
+    for runner in threaded.runner.ranks:
+        assert runner.model.draft_head is not None
+        parts.append(runner.model.draft_head)
+    for part in parts if is_narrow else ():
+        plain, states = part.head.product, torch.randn(3, part.place.spec.hidden)
+        part.head = part.head.narrowed()
+        expected = states @ in_tiles_of_e4m3(plain.weight).T
+        assert torch.allclose(part.head.product(states), expected, atol=1e-4)
+        assert not torch.allclose(plain(states), expected, atol=1e-4)
+    speculation = threaded.engine.scheduler.speculation
+    assert speculation is not None
+    speculation.ahead = lambda requests: 3  # type: ignore[method-assign]
+    speculation.drafts_stay = False
+    requests = [
+        threaded.engine.add(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        for prompt in prompts
+    ]
+    made: dict[int, list[int]] = {}
+    while threaded.engine.has_work:
+        threaded.engine.step()
+        made |= {request.id: list(request.drafts) for request in requests if request.drafts}
+    threaded.close()
+    return [draft for request in requests for draft in made[request.id]]
+
+
+@pytest.mark.parametrize("reference", ["deepseek_v3", "qwen3_5_text", "deepseek_v4"], indirect=True)
+def test_a_head_in_fp8_makes_much_the_same_drafts(reference: Reference, heads: Callable[[str], HeadReference]) -> None:
+    folder = heads(reference.name).folder
+    prompts = [prompt[:length] for prompt in reference.prompts[1:5] for length in (3, 6, 9)]
+    whole, narrow = (made_drafts(folder, prompts, is_narrow) for is_narrow in (False, True))
+    assert len(whole) == len(narrow) > 20
+    assert sum(map(int.__eq__, whole, narrow)) > 0.8 * len(whole)
 
 
 @pytest.mark.parametrize(

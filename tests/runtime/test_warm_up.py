@@ -9,17 +9,20 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx import LLM, SamplingParams
-from phalanx.engine.step_plan import StepPlan
+from phalanx.engine.step_plan import StepPlan, StepResult
 from phalanx.runtime import graphs, prompt_graphs
+from phalanx.runtime.draft_graphs import DraftGraphs, DraftKind
 from phalanx.runtime.executor import Executor
 from phalanx.runtime.graphs import GraphKind
 from phalanx.runtime.prompt_graphs import TOKENS
 from phalanx.runtime.runner import TorchRunner
 from phalanx.runtime.warm_up import all_graphs, first_graphs
 from tests.conftest import NEW_TOKENS, Reference
+from tests.heads import HeadReference
 from tests.runtime.replays import Repeater
 
 LIMITS = {"max_num_batched_tokens": 40, "block_size": 8, "num_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
@@ -102,6 +105,66 @@ def test_drawn_tokens_are_the_same_whichever_graph_stands_in(captured: Reference
             answers = llm.generate([prompt for prompt in captured.prompts for _ in range(2)], wishes)
             found.append([answer.token_ids for answer in answers])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("how", ["quick", "full"])
+def test_no_step_with_drafts_waits_for_a_graph(
+    how: str, captures: Captures, heads: Callable[[str], HeadReference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of random requests, with as many drafts as there may be or fewer, drawn or not. Every kind of graph that a step
+    would like best is one of those that a full warm-up captures.
+    """
+    liked: set[DraftKind] = set()
+    find, rng = DraftGraphs._kind_for, random.Random(7)
+
+    def noted(drafts: DraftGraphs, plan: StepPlan) -> DraftKind:
+        liked.add(kind := find(drafts, plan))
+        return kind
+
+    monkeypatch.setattr(DraftGraphs, "_kind_for", noted)
+    limits = LIMITS | {"max_num_seqs": 12, "num_blocks": 160, "speculate": "mtp", "speculate_tokens": 3}
+    with LLM(heads("deepseek_v3").folder, progress=False, warm_up=how, **limits) as llm:
+        runner, speculation = runner_of(llm), llm.engine.scheduler.speculation
+        assert speculation is not None
+        assert runner.draft_graphs is not None
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+        speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
+        speculation.ahead = lambda requests: rng.randint(0, speculation.most)  # type: ignore[method-assign]
+        speculation.right = lambda drafts, drawn: rng.randint(0, len(drafts))  # type: ignore[method-assign]
+        before, all_kinds = captures.made, set(runner.draft_graphs.kinds)
+        for requests in (1, 2, 3, 5, 12):
+            prompts = [[rng.randint(1, 90) for _ in range(rng.randint(1, 30))] for _ in range(requests)]
+            ways = [msgspec.structs.replace(rng.choice([GREEDY, NOISE]), max_tokens=24) for _ in prompts]
+            llm.generate(prompts, ways)
+        assert speculation.totals.draft_tokens > 100
+    assert captures.made == before
+    assert liked <= all_kinds
+    assert len(liked) > 12
+    assert how == "quick" or liked <= set(runner.draft_graphs._graphs)
+
+
+def test_steps_that_wait_for_a_graph_tell_nothing_of_others(
+    captures: Captures, heads: Callable[[str], HeadReference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a warm-up, until all graphs are there."""
+    steady: list[tuple[bool, int]] = []
+    collect = TorchRunner.collect
+
+    def noted(runner: TorchRunner) -> StepResult:
+        result = collect(runner)
+        steady.append((result.times.steady, captures.in_steps))
+        return result
+
+    monkeypatch.setattr(TorchRunner, "collect", noted)
+    with LLM(
+        heads("deepseek_v3").folder, progress=False, warm_up="off", speculate="mtp", speculate_tokens=3, **LIMITS
+    ) as llm:
+        for _ in range(2):
+            llm.generate([[1, 2, 3]] * 3, GREEDY)
+    waited = [count > before for (_, before), (_, count) in zip([(True, 0), *steady], steady, strict=False)]
+    assert any(waited)
+    assert not any(is_steady for (is_steady, _), has_waited in zip(steady, waited, strict=True) if has_waited)
+    assert any(is_steady for is_steady, _ in steady)
 
 
 @pytest.fixture

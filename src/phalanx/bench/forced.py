@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from phalanx.engine.request import Request
 from phalanx.engine.speculation import RankDrafter, Speculation
 
-GOLDEN = (5**0.5 - 1) / 2
+SPREAD = 2**0.5 - 1
+"""A number whose multiples fill the stretch from 0 to 1 evenly, and those of 2, 4, ... 64 too: a row of a batch has its
+share as well as all rows together.
+"""
 
 
 class AnyTokens:
@@ -38,7 +41,7 @@ class ForcedSpeculation(Speculation):
     def right(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """Numbers that fill the stretch from 0 to 1 more evenly than random ones: a short run has its share."""
         self._rows += 1
-        number = self._rows * GOLDEN % 1.0
+        number = self._rows * SPREAD % 1.0
         return sum(number < self._acceptance**place for place in range(1, len(drafts) + 1))
 
 

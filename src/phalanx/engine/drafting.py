@@ -32,11 +32,11 @@ class Drafting:
     def observe(self, launched: Launched, result: StepResult) -> None:
         """What the step took, and the drafts that came with it."""
         plan, times = launched.plan, result.times
-        seconds = _seconds(times) - times.draft
-        if launched.decodes:
+        seconds, counts = _seconds(times) - times.draft, launched.decodes and times.steady
+        if counts:
             self.speculation.observe(plan.num_tokens, seconds, plan.ahead, times.draft)
         if not launched.drafted and (rows := plan.counts.count(1)):
-            self.speculation.trials.without_drafts(rows, seconds if launched.decodes else None)
+            self.speculation.trials.without_drafts(rows, seconds if counts else None)
         if plan.drafts_stay:
             self.speculation.stayed(launched.sampled, plan.ahead)
         else:
@@ -117,7 +117,7 @@ class Drafting:
                 self._settle(row, accepted)
                 found = found[: 1 + accepted]
             proven += [(request, token, told) for token, told in found]
-        if launched.decodes:
+        if launched.decodes and result.times.steady:
             self.speculation.trials.with_drafts(len(launched.plan.slots), len(proven), _seconds(result.times))
         return proven
 

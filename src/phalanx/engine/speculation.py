@@ -6,6 +6,7 @@ A guess changes no answer: tokens are drawn by seed and position, and only a dra
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,7 +16,8 @@ import msgspec
 
 from phalanx.engine.agenda import Agenda
 from phalanx.engine.request import Request
-from phalanx.engine.step_line import STEP_MEMORY, StepLine
+from phalanx.engine.step_curve import CHEAP, StepCurve
+from phalanx.engine.step_line import STEP_MEMORY
 from phalanx.engine.step_plan import UNREAD
 from phalanx.engine.trials import Trials
 
@@ -32,8 +34,6 @@ WORTH_WAITING = 0.1
 """How many drafts have to come true, to each row of a step, for all rows to wait for them."""
 PATIENCE = 8
 """Steps in a row for which ranks make no drafts before they leave off taking steps in, which is to give up on them."""
-CHEAP = 0.02
-"""The share of a step that one more row takes, as long as nothing is measured."""
 
 
 class Drafter(Protocol):
@@ -98,8 +98,8 @@ class _Record:
 class Speculation:
     """Drafts for requests whose tokens are all known, as long as what they bring is worth the longer step.
 
-    A draft is worth computing if, to the tokens that the step makes anyway, its chance is more than the time it adds is
-    to the step's; and drafts at all, if trials do not speak against them. With `drafts_stay` the ranks keep drafts they
+    Of all drafts, the likeliest first, a step has as many as bring the most tokens in its time, by a curve through the
+    steps of late; and any at all, if trials do not speak against them. With `drafts_stay` the ranks keep drafts they
     make for the next step, and the engine does not wait for them.
     """
 
@@ -116,35 +116,43 @@ class Speculation:
         self.totals = SpeculationTotals(by_position=[0] * most)
         self.trials = Trials()
         self._drafter = drafter
-        self._line = StepLine()
+        self._curve = StepCurve()
         self._records: dict[int, _Record] = {}
         self._of_all = _Record()
 
     def propose(self, requests: Sequence[Request], rows: int, room: int) -> dict[int, list[int]]:
         """Drafts by request, in a step of so many rows that has room for as many tokens more."""
-        share = self._share_of_one_more(rows)
-        if room <= 0 or rows * share >= 1 or self._wants_plain(rows):
+        if room <= 0 or self._wants_plain(rows):
             return {}
-        hopeful = zip(self._chances(requests), requests, strict=True)
+        least = self._least(rows)
         proposed = {
             request.id: (chance, drafts)
-            for chance, request in hopeful
-            if chance > rows * share and (drafts := self._drafter.propose(request, self.most))
+            for chance, request in zip(self._chances(requests), requests, strict=True)
+            if chance > least and (drafts := self._drafter.propose(request, self.most))
         }
-        taken = dict.fromkeys(proposed, 0)
         queue = [(-chance, id) for id, (chance, _) in proposed.items()]
         heapq.heapify(queue)
-        made, tokens = float(rows), rows
-        while queue and room > 0:
+        made, time, order = float(rows), 1.0, list[int]()
+        best, best_pace = 0, made
+        taken = dict.fromkeys(proposed, 0)
+        while queue and len(order) < room:
             worth, id = heapq.heappop(queue)
-            if -worth <= made * self._share_of_one_more(tokens):
-                break
-            made, tokens, room = made - worth, tokens + 1, room - 1
+            made, time = made - worth, time * (1 + self._share_of_one_more(rows + len(order)))
+            order.append(id)
+            if made / time > best_pace:
+                best, best_pace = len(order), made / time
             taken[id] += 1
             chance, drafts = proposed[id]
             if taken[id] < len(drafts):
                 heapq.heappush(queue, (worth * chance, id))
-        return {id: proposed[id][1][:count] for id, count in taken.items() if count}
+        counts = Counter(order[:best])
+        return {id: proposed[id][1][:count] for id, count in counts.items()}
+
+    def _least(self, rows: int) -> float:
+        """The chance below which no draft is looked for: on its own it would not be worth its time. Those that ranks
+        make are there already.
+        """
+        return 0.0 if self.by_ranks else rows * self._share_of_one_more(rows)
 
     def is_worth_waiting(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether the tokens on their way to these are better read before the next ones, in a step of so many rows:
@@ -152,7 +160,7 @@ class Speculation:
         """
         if not requests or (self.by_ranks and not self.coming) or self._wants_plain(rows):
             return False
-        least = rows * self._share_of_one_more(rows)
+        least = self._least(rows)
         chances = zip(self._chances(requests), requests, strict=True)
         hope = sum(chance for chance, request in chances if chance > least and self._drafter.may_follow(request))
         return hope > WORTH_WAITING * rows
@@ -176,23 +184,23 @@ class Speculation:
                 self._record(request).given_up = True
 
     def ahead(self, requests: Sequence[Request]) -> int:
-        """How many drafts the ranks make of each of these with the next step: as many as are worth their time there,
-        and that of the longer rows behind it.
+        """How many drafts the ranks make of each of these with the next step: as many as bring the most tokens in the
+        time that they take there and that of the longer rows behind it.
         """
         if not requests or self._wants_plain(len(requests)):
             return 0
         chances = self._chances(requests)
-        rows = len(chances)
-        each = self._draft_s / self._line.mean if self._draft_s and self._line.mean else CHEAP
-        longer = sum(chance > 0 for chance in chances)
-        added = each + longer * self._share_of_one_more(rows)
+        rows, longer, alone = len(chances), sum(chance > 0 for chance in chances), self._curve.of(len(chances))
+        each = self._draft_s / alone if self._draft_s and alone else CHEAP
         made, time, worth = float(rows), 1.0, chances
-        for number in range(self.most):
-            if sum(worth) / made <= added / time:
-                return number
-            made, time = made + sum(worth), time + added
+        best, best_pace = 0, made
+        for number in range(1, self.most + 1):
+            added = longer * self._share_of_one_more(rows + longer * (2 * number - 1) // 2)
+            made, time = made + sum(worth), time * (1 + added / 2) / (1 - added / 2)
+            if made / (time + number * each) > best_pace:
+                best, best_pace = number, made / (time + number * each)
             worth = [before * chance for before, chance in zip(worth, chances, strict=True)]
-        return self.most
+        return best
 
     def came(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
         """Drafts that ranks have made of these requests, or none."""
@@ -223,7 +231,7 @@ class Speculation:
 
     def observe(self, tokens: int, seconds: float, ahead: int = 0, draft_s: float = 0.0) -> None:
         """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
-        self._line.observe(tokens, seconds)
+        self._curve.observe(tokens, seconds)
         if ahead and draft_s:
             each, last = draft_s / ahead, self._last_draft_s
             self._last_draft_s = each
@@ -245,11 +253,7 @@ class Speculation:
 
     def _share_of_one_more(self, tokens: int) -> float:
         """What one token more takes, to a step of so many."""
-        line = self._line.fit()
-        if line is None:
-            return CHEAP
-        time = line.of(tokens)
-        return min(max(line.per_token / time, 0.0), 1 / tokens) if time > 0 else 1 / tokens
+        return self._curve.share_of_one_more(tokens)
 
     def _chances(self, requests: Sequence[Request]) -> list[float]:
         """That the next draft of each comes true, by its own record and that of all."""

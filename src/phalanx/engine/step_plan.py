@@ -111,7 +111,9 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step on this rank: handing out its work, layers, waiting for other ranks, choosing tokens, drafts.
 
     On a GPU, `device` holds the collectives too: they run inside the same graph. `wall` is from the reading of the step
-    before to that of this one, or from its launch, if nothing was to be done between; it is 0 where nobody knows.
+    before to that of this one, or from its launch, if nothing was to be done between; it is 0 where nobody knows. A
+    step is not `steady` where it tells nothing of those to come: a graph was captured meanwhile, or kernels were
+    launched one by one and those of the step before were not, or the other way round.
     """
 
     launch: float = 0.0
@@ -120,6 +122,7 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     sample: float = 0.0
     draft: float = 0.0
     wall: float = 0.0
+    steady: bool = True
 
     @property
     def total(self) -> float:

@@ -17,6 +17,8 @@ from phalanx.kernels.panels import Panels
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
 LARGEST = 448.0
+ROWS_AT_ONCE = 32 * GROUP
+"""Of a matrix that is brought to FP8: what that takes beside it stays small."""
 
 
 @cache
@@ -83,6 +85,17 @@ class Fp8Weight:
         grid = (*stack, -(-rows // row_block), -(-columns // GROUP))
         values = torch.empty(shape, dtype=E4M3, device=device)
         return cls(values, torch.empty(grid, dtype=torch.float32, device=device), row_block)
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Fp8Weight:
+        """One that is in plain numbers."""
+        rows, columns = matrix.shape
+        found = cls.empty(rows, columns, row_block=GROUP, device=matrix.device)
+        for first in range(0, rows, ROWS_AT_ONCE):
+            values, scales = quantise_blocks(matrix[first : first + ROWS_AT_ONCE])
+            found.values[first : first + len(values)] = values
+            found.scales[first // GROUP : first // GROUP + len(scales)] = scales
+        return found
 
     @property
     def shape(self) -> torch.Size:

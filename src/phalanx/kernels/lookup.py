@@ -57,6 +57,15 @@ def look_up(
     return tokens, places
 
 
+def tokens_at(kept: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """The tokens that lie at these positions of these slots, by the first group's tables."""
+    if kept.is_cuda:
+        from phalanx.kernels.gpu import lookup as gpu
+
+        return gpu.tokens_at(kept, tables, slots, positions, block_size)
+    return kept[places_of(tables, slots, positions, block_size)].long()
+
+
 def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """These tokens come next, at these positions of their slots: of several of one, which lie together, the last."""
     if tokens.is_cuda:

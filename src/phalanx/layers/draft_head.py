@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from phalanx.engine.whereabouts import HEAD
 from phalanx.kernels.attention import AttentionBatch
+from phalanx.kernels.drafts import side_by_side
+from phalanx.kernels.fp8 import Activations, Form, converts_e4m3, plain
 from phalanx.layers.hyper import HyperEnds, HyperStream
 from phalanx.layers.layer import DecoderLayer
-from phalanx.layers.linear import ColumnParallelLinear
+from phalanx.layers.linear import ColumnParallelLinear, given
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
@@ -42,26 +43,58 @@ class DraftHeadPart:
         own = (self.embedded_norm, self.hidden_norm, *self.joins, self.layer, self.ends, self.norm)
         return chain.from_iterable(part.parts() for part in own)
 
-    def __call__(
-        self, tokens: Tensor, handed: Tensor, positions: Tensor, batch: AttentionBatch, block_size: int, rows: Tensor
-    ) -> Tensor:
-        """What these rows hand on, where all rows have these tokens behind them and were handed this."""
-        step = StepContext(tokens, positions, batch, block_size, self.place.dtype, self.rotary)
-        normed = self.hidden_norm(handed.flatten(0, -2)).view(handed.shape)
-        stream = self._begin(self.embedded_norm(self.embedding(tokens)), normed)
-        self.layer(stream, step, rows)
-        finished = self.ends.finish(stream)
-        return finished if isinstance(stream, HyperStream) else self.norm(finished)
+    def narrow_head(self) -> None:
+        """Score by a copy of the head in FP8, on GPUs that multiply it: what is guessed may be a little off, and the
+        head is most of what a draft reads. The weights have to be there.
+        """
+        place = self.place
+        on_gpu = place.device.type == "cuda" and converts_e4m3(place.device)
+        if on_gpu and place.dtype.itemsize == 2 and place.layout.narrow_head_bytes(place.group.rank):
+            self.head = self.head.narrowed()
 
-    def _begin(self, embedded: Tensor, handed: Tensor) -> Stream:
+    def __call__(
+        self,
+        tokens: Tensor,
+        handed: Activations,
+        positions: Tensor,
+        batch: AttentionBatch,
+        block_size: int,
+        rows: Tensor | None = None,
+    ) -> Activations:
+        """What these rows hand on, all by default, where all have these tokens behind them and were handed this."""
+        step = StepContext(tokens, positions, batch, block_size, self.place.dtype, self.rotary)
+        stream = self._begin(tokens, plain(handed))
+        self.layer(stream, step, rows)
+        return self.ends.finish(stream) if isinstance(stream, HyperStream) else self._normed(stream)
+
+    def _begin(self, tokens: Tensor, handed: Tensor) -> Stream:
         if isinstance(self.ends, Ends):
             (join,) = self.joins
-            return Stream(join(torch.cat((embedded, handed), -1)))
+            return Stream(join(self._side_by_side(tokens, handed)))
         first, second = self.joins
-        streams = second(handed.flatten(0, 1)).view(handed.shape)
-        return HyperStream(streams + first(embedded)[:, None])
+        streams = second(self.hidden_norm(handed.flatten(0, -2))).view(handed.shape)
+        return HyperStream(streams + first(self.embedded_norm(self.embedding(tokens)))[:, None])
 
-    def scores(self, handed: Tensor) -> Tensor:
+    def _side_by_side(self, tokens: Tensor, handed: Tensor) -> Tensor:
+        norms, eps = (self.embedded_norm.weight, self.hidden_norm.weight), self.hidden_norm.eps
+        table = self.embedding.table
+        if table is None:
+            return side_by_side(self.embedding(tokens), handed, norms, eps)
+        return side_by_side(table, handed, norms, eps, tokens)
+
+    @property
+    def _form(self) -> Form:
+        """Of what is handed on, where it is scored as it is."""
+        return Form.BOTH if self.head.product.takes_fp8 else Form.PLAIN
+
+    def _normed(self, stream: Stream) -> Activations:
+        if stream.part is None:
+            return self.norm.given_as(self._form, stream.residual)
+        return self.norm.of_sum(stream.part, stream.residual, self._form)
+
+    def scores(self, handed: Activations) -> Tensor:
         """Logits of the token behind the one that a row was given."""
         self.place.group.where.at(HEAD)
-        return self.head(handed if isinstance(self.ends, Ends) else self.norm(self.ends.join(handed)))
+        if not isinstance(self.ends, Ends):
+            handed = self.norm.given_as(self._form, self.ends.join(plain(handed)))
+        return self.head(given(self.head.product, handed))

@@ -34,7 +34,7 @@ class ColumnParallelLinear:
                 yield f"{name}.bias", bias
 
     def __call__(self, x: Activations, adapters: StepAdapters | None = None) -> Tensor:
-        out = self.product(_given(self.product, x))
+        out = self.product(given(self.product, x))
         return out if adapters is None else adapters.add(out, x, self.adapters)
 
 
@@ -64,14 +64,15 @@ class RowParallelLinear:
             yield f"{self.name}.bias", self.bias
 
     def __call__(self, x: Activations, adapters: StepAdapters | None = None) -> Tensor:
-        out = self.product(_given(self.product, x))
+        out = self.product(given(self.product, x))
         return out if adapters is None else adapters.add(out, x, self.adapters)
 
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def _given(product: Product, x: Activations) -> Tensor | Quantised:
+def given(product: Product, x: Activations) -> Tensor | Quantised:
+    """What this product takes of an input that others may share."""
     if not isinstance(x, InBoth):
         return x
     return x.in_fp8 if product.takes_fp8 else x.plain

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.gemm import Gemm, PanelGemm
+from phalanx.kernels.fp8 import Fp8Weight, Quantised
+from phalanx.kernels.gemm import Fp8Gemm, Gemm, PanelGemm
 from phalanx.kernels.panels import Panels
 from phalanx.layers.place import Part, Place
 
@@ -39,6 +41,12 @@ class Embedding:
         assert isinstance(self.weight, Panels)
         return self.weight.look_up(tokens)
 
+    @property
+    def table(self) -> Tensor | None:
+        """All rows, where this rank has them and they are taken as they are."""
+        whole = self.group.size == 1 and self.scale == 1.0
+        return self.weight if whole and isinstance(self.weight, Tensor) else None
+
     def __call__(self, tokens: Tensor) -> Tensor:
         found = self._look_up(tokens)
         return found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype)
@@ -61,7 +69,7 @@ class Head:
     def __init__(self, place: Place, embedding: Embedding) -> None:
         self.group = place.group
         self.tied = embedding if place.spec.tied_embeddings else None
-        self.product = self._product(place)
+        self.product: Gemm | PanelGemm | Fp8Gemm = self._product(place)
         self.scale = place.spec.logit_scale
         self.widths = [len(shard.vocab) for shard in place.layout.shards]
 
@@ -86,6 +94,13 @@ class Head:
                 self.product.weight = self.tied.weight
             self.product.pack()
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def narrowed(self) -> Head:
+        """The same head with its weight in FP8: half the bytes to read, for scores that need not be exact."""
+        weight, narrow = self.product.weight, copy(self)
+        assert isinstance(weight, Tensor)
+        narrow.product = Fp8Gemm(Fp8Weight.of(weight), None, weight.dtype)
+        return narrow
+
+    def __call__(self, hidden: Tensor | Quantised) -> Tensor:
         scores = self.group.all_gather_columns(self.product(hidden), self.widths)
         return scores if self.scale == 1.0 else scores.mul_(self.scale)

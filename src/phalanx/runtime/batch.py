@@ -16,8 +16,9 @@ from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
-from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, places_of, take_in
-from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, TOKEN, pack
+from phalanx.kernels.draft_rows import Cache, Guess
+from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, take_in, tokens_at
+from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
@@ -259,13 +260,17 @@ class Batch:
         behind = (inputs.positions + 1).clamp(max=self._tables.shape[-1] * self.block_size - 1)
         return self.seen(inputs.slots, behind)
 
-    def places(self, slots: Tensor, positions: Tensor, longest: int | None) -> AttentionBatch:
+    @property
+    def places(self) -> Cache:
+        """Tokens and tables, for who guesses tokens."""
+        return Cache(self.tokens.kept, self._tables, self.block_size)
+
+    def guess_inputs(self, guess: Guess, longest: int | None) -> AttentionBatch:
         """How rows of one token each, of sequences no longer than `longest`, if that is known, meet the cache."""
         blocks = None if longest is None else min(-(-longest // self.block_size), self._tables.shape[-1])
-        found = places_of(self._tables, slots, positions, self.block_size)
         attention = [
-            AttentionBatch(write_to, DecodeRows(tables, slots, positions, blocks=blocks), prefills=[])
-            for tables, write_to in zip(self._tables, found, strict=True)
+            AttentionBatch(write_to, DecodeRows(tables, guess.slots, guess.positions, blocks=blocks), prefills=[])
+            for tables, write_to in zip(self._tables, guess.places, strict=True)
         ]
         return _grouped(attention)
 
@@ -298,13 +303,9 @@ class Batch:
         asked = pack(params.temperature, params.top_k, params.top_p, params.min_p, admission.seed)
         news.add(_SAMPLING, range(slot * PARAMETERS, (slot + 1) * PARAMETERS), asked)
 
-    def guess(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Drafts at these positions of these slots: rows that take them need not be told."""
-        self.tokens.kept[places_of(self._tables[0], slots, positions, self.block_size)] = tokens.to(TOKEN)
-
     def seen(self, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens at these positions of these slots, which are all computed, or drafts."""
-        return self.tokens.kept[places_of(self._tables[0], slots, positions, self.block_size)].long()
+        return tokens_at(self.tokens.kept, self._tables[0], slots, positions, self.block_size)
 
     def occupant(self, slot: int) -> Occupant:
         found = self.occupants[slot]

@@ -18,7 +18,8 @@ _spare_events: list[torch.cuda.Event] = []
 
 
 class StepClock:
-    """Marks three moments of a step: inputs prepared, layers computed, tokens chosen; and a fourth: drafts made.
+    """Marks three moments of a step: inputs prepared, layers computed, tokens chosen; and a fourth: drafts made. Who
+    makes it says whether what it tells is `steady`.
 
     A CPU works while it is asked to, so its clock tells. A GPU works later: there the marks are events in its queue.
     """
@@ -26,6 +27,7 @@ class StepClock:
     def __init__(self, device: torch.device, group: Group) -> None:
         self._on_gpu = device.type == "cuda"
         self._group = group
+        self.steady = True
         self._waited_before = group.seconds
         self._began = time.perf_counter()
         self._moments: list[float] = []
@@ -47,7 +49,8 @@ class StepClock:
         times = self._parts()
         draft, now = drafted._drafting() if drafted is not None else 0.0, time.perf_counter()
         since = read_before if self._began - read_before < _PAUSE_S else self._began
-        return msgspec.structs.replace(times, draft=draft, wall=now - since)
+        steady = self.steady and (drafted is None or drafted.steady)
+        return msgspec.structs.replace(times, draft=draft, wall=now - since, steady=steady)
 
     def _parts(self) -> StepTimes:
         prepared, computed, sampled = self._moments[:3]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.attention import AttentionBatch
+from phalanx.kernels.draft_rows import Rows, Sequences
+from phalanx.kernels.drafts import keep_draft, prove
+from phalanx.kernels.fp8 import Activations
 from phalanx.kernels.sampling import draw, likeliest
+from phalanx.kernels.sampling_table import TOKEN
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.draft_head import DraftHeadPart
 from phalanx.runtime.batch import Batch, StepInputs, tensor_of
@@ -64,6 +68,7 @@ class HeadGuesser:
 
     def __init__(self, model: Decoder, head: DraftHeadPart) -> None:
         self._model, self._head = model, head
+        self._handed: Activations | None = None
         self._is_new = True
 
     def take_in(self, step: Computed) -> None:
@@ -73,9 +78,9 @@ class HeadGuesser:
         self._is_new = True
 
     def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+        assert self._handed is not None
         if not self._is_new:
-            every, size = torch.arange(len(tokens), device=tokens.device), self._model.block_size
-            self._handed = self._head(tokens, self._handed, positions, attention, size, every)
+            self._handed = self._head(tokens, self._handed, positions, attention, self._model.block_size)
         self._is_new = False
         return self._head.scores(self._handed)
 
@@ -96,15 +101,6 @@ class ModelGuesser:
     def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
         scores = self._model.scores(self._model(tokens.clamp(max=self._most), positions, attention))
         return scores[:, : self._vocab]
-
-
-class Sequences(NamedTuple):
-    """Those that yield tokens: slots, positions that have room, the first token of each among all, how many."""
-
-    slots: Tensor
-    rooms: Tensor
-    first: Tensor
-    samples: Tensor
 
 
 class RankDrafts:
@@ -130,19 +126,20 @@ class RankDrafts:
 
     def __call__(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, sampled: Tensor | None) -> Drafts | None:
         """`plan.ahead` drafts for each sequence that yields tokens, behind the last of them that stands."""
-        following = self._batch.following(inputs)
         if sampled is None:
+            following = self._batch.following(inputs)
             self._guesser.take_in(Computed(inputs, following, hidden, inputs.wanted))
             return None
-        following[inputs.wanted] = sampled.long()
+        yields = torch.full_like(inputs.positions, -1)
+        yields[inputs.wanted] = torch.arange(len(sampled), device=sampled.device)
         longest = max(map(int.__add__, plan.starts, plan.counts)) + plan.ahead + 1
         most, drawn = max(plan.samples), self.draws(plan)
-        return self.make(inputs, following, hidden, sampled, self._sequences(plan), most, plan.ahead, drawn, longest)
+        return self.make(inputs, yields, hidden, sampled, self._sequences(plan), most, plan.ahead, drawn, longest)
 
     def make(
         self,
         inputs: StepInputs,
-        following: Tensor,
+        yields: Tensor,
         hidden: Tensor,
         sampled: Tensor,
         sequences: Sequences,
@@ -153,43 +150,25 @@ class RankDrafts:
     ) -> Drafts | None:
         """`ahead` drafts of sequences that yield up to `most` tokens; with them they are no longer than `longest`.
 
-        Nothing here asks the host.
+        `yields` has the number of each row's token among those `sampled`, or -1. Nothing here asks the host.
         """
-        proven = _proven(inputs, sampled, sequences.first, sequences.samples, most)
-        last = inputs.wanted[proven]
-        self._guesser.take_in(Computed(inputs, following, hidden, last))
+        places, offset = self._batch.places, self._guesser.ahead
+        rows = Rows(inputs.slots, inputs.positions, inputs.tokens, yields, inputs.wanted)
+        proven = prove(places, rows, sampled, sequences, most, offset, ahead)
+        self._guesser.take_in(Computed(inputs, proven.following, hidden, proven.last))
         if not ahead:
             return None
-        positions = inputs.positions[last]
-        rooms = sequences.rooms - positions - self._guesser.ahead
-        tokens, drafts = sampled[proven], []
+        drafts = torch.empty(len(proven.last), ahead, dtype=TOKEN, device=sampled.device)
+        tokens, guess = proven.tokens, proven.guess
         for number in range(ahead):
-            at, has_room = positions + number + self._guesser.ahead, number < rooms
-            where = self._with_room(has_room, sequences.slots, at)
-            scores = self._guesser.guess(tokens, where[1], self._batch.places(*where, longest))
-            after = positions + 2 + number
-            tokens = draw(scores, self._batch.sampling, sequences.slots, after) if drawn else likeliest(scores)
-            self._batch.guess(*self._with_room(after < sequences.rooms, sequences.slots, after), tokens)
-            drafts.append(tokens)
-        return Drafts(torch.stack(drafts, 1), rooms.clamp(0, ahead))
-
-    def _with_room(self, has_room: Tensor, slots: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a sequence has no room left, what is guessed of it goes to the spare slot, and is of no use."""
-        return torch.where(has_room, slots, self._batch.spare_slot), torch.where(has_room, at, 0)
+            scores = self._guesser.guess(tokens, guess.positions, self._batch.guess_inputs(guess, longest))
+            drawing = (scores, self._batch.sampling, sequences.slots, guess.after)
+            tokens = draw(*drawing) if drawn else likeliest(scores)
+            guess = keep_draft(places, sequences, proven, drafts, tokens, number, offset)
+        return Drafts(drafts, proven.counts)
 
     def _sequences(self, plan: StepPlan) -> Sequences:
         rows = [(slot, samples) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         slots, samples = tensor_of([slot for slot, _ in rows]), tensor_of([count for _, count in rows])
         rooms = tensor_of([self._batch.room(slot) for slot, _ in rows])
         return Sequences(*self._batch.send(slots, rooms, samples.cumsum(0) - samples, samples))
-
-
-def _proven(inputs: StepInputs, sampled: Tensor, first: Tensor, samples: Tensor, most: int) -> Tensor:
-    """The last token of each sequence that stands: behind those that equal the draft in their place."""
-    if most == 1:
-        return first
-    number = torch.arange(most - 1, device=first.device)
-    each = (first[:, None] + number).clamp(max=len(sampled) - 1)
-    drafts = inputs.tokens[(inputs.wanted[each] + 1).clamp(max=len(inputs.tokens) - 1)]
-    right = (drafts == sampled[each]) & (number < samples[:, None] - 1)
-    return first + right.long().cumprod(1).sum(1)

@@ -73,6 +73,7 @@ class Recorder:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._recorded: GraphInParts | None = None
+        self.captured = 0
 
     @cached_property
     def _memory(self) -> torch.cuda._POOL_HANDLE:
@@ -80,6 +81,7 @@ class Recorder:
 
     def __call__(self, rehearse: GraphBody, run: GraphBody) -> Recorded:
         """Rehearse, so that every kernel is there, then record."""
+        self.captured += 1
         rehearse()
         self._group.wait_for(torch.cuda.current_stream().record_event())
         self._recorded = graph = GraphInParts()

@@ -138,6 +138,8 @@ def _load_share(config: EngineConfig, checkpoint: Checkpoint, group: Group, prog
     finally:
         reader.close()
     if on_gpu:
+        if model.draft_head is not None:
+            model.draft_head.narrow_head()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     else:

@@ -88,6 +88,7 @@ class TorchRunner:
     def __init__(self, model: Decoder, slots: int, tokens: int, max_model_len: int, drafts: int = 0) -> None:
         self.model = model
         self.limits = (slots, tokens, max_model_len)
+        self.drafts = drafts
         self.nodes: list[str] = []
         self.depth = 2 if model.place.device.type == "cuda" else 1
         spec = model.place.spec
@@ -118,6 +119,8 @@ class TorchRunner:
         self.reporter = Reporter(self.batch)
         self._launched: deque[_Launched] = deque()
         self._read_at = 0.0
+        self._way: tuple[bool, bool] | None = None
+        """Whether the step that was launched last, and its drafts, were launched kernel by kernel."""
         self._late: StepClock | None = None
         """Of the step that was read last, if its drafts may still be on their way."""
 
@@ -155,6 +158,7 @@ class TorchRunner:
     def _launch(self, plan: StepPlan) -> None:
         clock = StepClock(self.model.place.device, self.model.place.group)
         self._copy_states(plan.restored)
+        captured = self._captured
         graphs, canary = self._graphs_for(plan), self.model.watch
         if isinstance(canary, Canary):
             canary.begin(plan.step)
@@ -171,8 +175,21 @@ class TorchRunner:
         if self.drafting is not None:
             clock.mark()
         drafts = None if drafts is None or plan.drafts_stay else drafts.start_reading()
+        self._judge(clock, (graphs is None, ran.inputs is not None), self._captured > captured)
         readings = (drafts, plan.drafts_stay, drafted, found, marks, weights)
         self._launched.append(_Launched(plan.step, ran.rows, reading, clock, done or self._moment(), *readings))
+
+    @property
+    def _captured(self) -> int:
+        """Graphs so far."""
+        return 0 if self.graphs is None else self.graphs.recorder.captured
+
+    def _judge(self, clock: StepClock, way: tuple[bool, bool], captured: bool) -> None:
+        """Whether the times of a step count. Those on their way are read later too where a capture held up this one."""
+        clock.steady = not captured and self._way in (None, way)
+        self._way = way
+        for launched in self._launched if captured else ():
+            launched.clock.steady = False
 
     def _moment(self) -> torch.cuda.Event | None:
         """When all that is queued so far is done."""
@@ -189,7 +206,7 @@ class TorchRunner:
         if self.drafting is None or not plan.taken_in:
             return None
         assert ran.hidden is not None
-        tokens = ran.sampled.tokens.clamp(min=0) if ran.sampled else None
+        tokens = ran.sampled.tokens if ran.sampled else None
         if ran.inputs is None:
             assert self.draft_graphs is not None
             assert tokens is not None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from phalanx.runtime.draft_graphs import DraftGraphs
@@ -15,6 +16,8 @@ from phalanx.runtime.rehearsal import varied_steps, worst_step
 from phalanx.runtime.runner import TorchRunner
 
 CPU_ROWS = 4
+_GUESSES = 2
+"""Drafts behind a step that is rehearsed: the first is made of what was taken in, the second of the first."""
 
 
 class Graph(NamedTuple):
@@ -52,7 +55,8 @@ def all_graphs(runner: TorchRunner) -> list[Graph]:
 
 
 def rehearse(runner: TorchRunner) -> None:
-    """Run a step of every size kernel by kernel, each with a fraction of the layers, and a worst one last.
+    """Run a step of every size kernel by kernel, each with a fraction of the layers, and a worst one last. Where ranks
+    make drafts, each is followed by one that is taken in and one that is guessed on.
 
     A CPU's kernels have no sizes.
     """
@@ -60,8 +64,9 @@ def rehearse(runner: TorchRunner) -> None:
     vocab, sketch = runner.model.place.spec.vocab, runner.model.sketch()
     if runner.model.place.device.type == "cpu":
         seats, tokens = min(seats, CPU_ROWS), min(tokens, CPU_ROWS)
+    ahead = min(runner.drafts, _GUESSES)
     for plan in (*varied_steps(seats, tokens, longest, vocab), worst_step(seats, tokens, longest, vocab)):
-        runner.rehearse(plan, sketch)
+        runner.rehearse(msgspec.structs.replace(plan, ahead=ahead), sketch)
 
 
 def build(rehearsal: Callable[[], None], device: torch.device, key: str) -> None:

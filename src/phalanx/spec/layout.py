@@ -15,6 +15,9 @@ from phalanx.spec.tensors import Split, Tensor
 
 ALIGNED_UNITS = (64, 32, 16)
 
+NARROWED_FROM = 64 * 2**20
+"""Bytes of a head that drafts had better not read whole: an H200 reads so many in 16 us."""
+
 
 def deal(units: int, ranks: int) -> list[range]:
     """Whole units to ranks, in order and as evenly as they go: the first ranks get one more when it does not divide."""
@@ -202,6 +205,14 @@ class Layout:
             self.spec.tensor_bytes(tensor, self.shape(tensor, rank), number_format) * count
             for tensor, count in self.spec.tensor_kinds
         )
+
+    def narrow_head_bytes(self, rank: int) -> int:
+        """Of a copy in FP8 of a rank's share of the head, by which drafts are scored; 0 where there is none: the head
+        is not in half precision, or so small that it saves next to nothing to read half of it.
+        """
+        rows, spec = len(self.shards[rank].vocab), self.spec
+        in_half, large = FORMATS[spec.dtype].bits == 16, 2 * rows * spec.hidden >= NARROWED_FROM
+        return FORMATS["fp8"].bytes(rows, spec.hidden) if spec.draft_head and in_half and large else 0
 
     def kv_bytes_per_token(self, rank: int, number_format: str = "bf16") -> int:
         """Bytes of keys and values this rank keeps of one token."""

@@ -34,6 +34,15 @@ def _look_up(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions"])
+def _tokens_at(kept, tables, slots, positions, tokens, rows, slot_stride, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    slot, position = tl.load(slots + row, mask=exists, other=0), tl.load(positions + row, mask=exists, other=0)
+    block = tl.load(tables + slot * slot_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
+    tl.store(tokens + row, tl.load(kept + block * PAGE + position % PAGE, mask=exists, other=0), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
@@ -65,6 +74,14 @@ def look_up(
         GROUPS=groups, PAGE=page, ROWS=_ROWS,
     )  # fmt: skip
     return tokens, places
+
+
+def tokens_at(kept: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, page: int) -> Tensor:
+    tokens = torch.empty_like(positions)
+    _tokens_at[(triton.cdiv(len(tokens), _ROWS),)](
+        kept, tables, slots, positions, tokens, len(tokens), tables.stride(0), PAGE=page, ROWS=_ROWS
+    )
+    return tokens
 
 
 def keep_sampled(latest: Tensor, latest_at: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
