@@ -39,7 +39,9 @@ def check_norm(count: int, width: int, dtype: torch.dtype, weight_dtype: torch.d
     assert isinstance(plain, Tensor)
     assert isinstance(both, InBoth)
     assert plain.dtype is dtype
-    close(plain, add_rms_norm_torch(x.clone(), residual.clone() if add else None, weight, 1e-5))
+    wanted = add_rms_norm_torch(x.clone(), residual.clone() if add else None, weight, 1e-5)
+    close(plain, wanted)
+    assert dtype is torch.float32 or (plain == wanted).float().mean() > 0.99, "rounded once too often"
     assert torch.equal(both.plain, plain)
     same(both.in_fp8, rows.quantise(plain))
     same(in_fp8, rows.quantise(plain))

@@ -109,7 +109,7 @@ def norm_and_store(
 ):
     """A row's norm, as it is, in FP8, or both: where there is room. Columns of h beyond `width` are zero."""
     wide = h.to(tl.float32)
-    normed = (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(h.dtype)).to(h.dtype)
+    normed = (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(scale.dtype)).to(h.dtype)
     if out is not None:
         column = tl.arange(0, BLOCK)
         tl.store(out + row * width + column, normed, mask=column < width)
@@ -239,7 +239,7 @@ def _normed(x, shrink, query_norm, key_norm, d, known, is_query, turns):
     """These dimensions of query and key heads by their norms' weights; values stay as they are."""
     of_queries = tl.load(query_norm + d, mask=known, other=0.0)
     weight = tl.where(is_query, of_queries, tl.load(key_norm + d, mask=known, other=0.0))
-    return tl.where(turns, (weight * (x.to(tl.float32) * shrink).to(x.dtype)).to(x.dtype), x)
+    return tl.where(turns, (weight * (x.to(tl.float32) * shrink).to(weight.dtype)).to(x.dtype), x)
 
 
 @triton.jit
