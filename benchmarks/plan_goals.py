@@ -7,8 +7,8 @@ own profile. Every row is predicted by a fit that has not seen it, with an inter
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,24 @@ NEW_ARCHITECTURE = 1.5
 NVIDIA_OVERVIEW = ("trt014", "trt10", "trt12")
 
 
+FILES = ("serving_measurements.csv", "blackwell_measurements.csv", "independent_measurements.csv")
+
+
+def files_of(words: Sequence[str] | None = None) -> list[Path]:
+    """The files of measurements that the command names."""
+    parser = argparse.ArgumentParser(
+        description="How true the plan is: errors and intervals of rows that were not seen."
+    )
+    parser.add_argument("data", type=Path, metavar="DATA", help=f"a folder with {', '.join(FILES)}")
+    folder = parser.parse_args(words).data
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        parser.error(f"{folder} has no {' and no '.join(missing)}")
+    return [folder / name for name in FILES]
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
-    names = ("serving_measurements.csv", "blackwell_measurements.csv", "independent_measurements.csv")
-    data = load_data(read_cases([*(folder / name for name in names), RESULTS]))
+    data = load_data(read_cases([*files_of(), RESULTS]))
     hopper, blackwell, independent, ours = (rows(data, test) for test in (is_hopper, is_blackwell, is_other, is_ours))
     by_series = fold_of(data.cases, FOLDS)
     say("Hopper, folds of series", *unseen(data, hopper, by_series, hopper))

@@ -45,10 +45,20 @@ def test_every_card_reaches_something_possible_in_every_format(model: str) -> No
 def test_experts_in_four_bits_go_by_their_own_kernels() -> None:
     spec = catalog.model("gpt-oss-20b")
     work = count_work(spec, 1, "mxfp4", "bf16")
-    assert reach_of(Gpu.named("H200-SXM"), work) == CardReach(*[1.0] * 9)
+    here = reach_of(Gpu.named("H200-SXM"), work)
+    assert here == CardReach(*[1.0] * 9)._replace(expert_compute=here.expert_compute)
     there = reach_of(Gpu.named("B200"), work)
     assert there.linear_bandwidth == pytest.approx((0.80 / 0.85) ** 0.7)
     assert there.expert_bandwidth == pytest.approx((0.92 / 0.58) ** 0.7)
+
+
+@pytest.mark.parametrize(
+    ("number_format", "share"), [("bf16", 0.69), ("fp8", 0.36), ("fp8-channel", 0.69), ("mxfp4", 0.58)]
+)
+def test_experts_multiply_by_the_share_of_their_format(number_format: str, share: float) -> None:
+    """Of the peak on an H200, beside bf16's: with scales by block half as much, with one a row as much."""
+    work = count_work(catalog.model("Qwen3-30B-A3B").in_format(number_format), 1, number_format, "bf16")
+    assert reach_of(Gpu.named("H200-SXM"), work).expert_compute == pytest.approx((share / 0.69) ** 0.7)
 
 
 def test_rates_go_over_by_what_kernels_reach() -> None:

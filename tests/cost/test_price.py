@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.cost.price import Rates, Roofline, RooflineTimes, combine
+from phalanx.cost.habits import EngineHabits
+from phalanx.cost.price import Rates, Roofline, RooflineTimes, combine, least_multiplying
 from phalanx.cost.work import count_work
 from phalanx.engine.step_plan import StepPlan
 from phalanx.engine.step_sums import StepSums
@@ -132,7 +133,7 @@ def test_overheads_count_layers_rows_and_prompts() -> None:
 def test_a_host_that_works_ahead_adds_little_until_it_takes_longer() -> None:
     """100 rows of 10 us take 1 ms, and the GPU some 45. Of a host that takes a second, little else is seen."""
     waits = limits(machine="1xH100-SXM")
-    works_ahead = replace(waits, overlaps=True)
+    works_ahead = replace(waits, habits=EngineHabits(overlaps=True))
     step = StepSums(100, 100_000)
     alone = seconds(step, waits)
     slow = PERFECT._replace(row_us=10)
@@ -201,7 +202,10 @@ def test_prompts_launch_more_kernels_where_layers_have_experts_latents_or_states
 
 def test_launches_one_by_one_are_hidden_where_the_gpu_has_enough_to_do() -> None:
     """80 layers of 500 us are 40 ms: nearly all of a short prompt, and little beside the second of a long one."""
-    one, slow = replace(limits(machine="1xH100-SXM"), is_eager=True), PERFECT._replace(prompt_layer_us=500)
+    one, slow = (
+        replace(limits(machine="1xH100-SXM"), habits=EngineHabits(is_eager=True)),
+        PERFECT._replace(prompt_layer_us=500),
+    )
     for tokens, most in ((16, 1.6), (8192, 1.001)):
         step = StepSums(0, 0, tokens, tokens * tokens // 2, 1)
         alone, launched = seconds(step, one), seconds(step, one, slow)
@@ -223,3 +227,59 @@ def test_inputs_scaled_by_block_are_made_by_a_kernel_of_their_own(weights: str, 
     work = count_work(catalog.model("Llama-3.3-70B"), 1, weights, "bf16")
     found = Roofline(work, hardware.gpus[0], hardware.link(1), "vllm").of(StepSums(8, 8000))
     assert (found.rounds_inputs, found.scales_blocks) == (rounds, slower)
+
+
+def test_a_native_host_takes_no_time_for_rows_and_steps() -> None:
+    step, slow = StepSums(100, 100_000), PERFECT._replace(row_us=10, step_ms=2, prompt_step_ms=1)
+    native = replace(limits(), habits=EngineHabits(is_native=True))
+    assert seconds(step, native, slow) == seconds(step, native)
+    assert seconds(step, limits(), slow) == pytest.approx(seconds(step, native) + 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "milliseconds"), [("1xH100-SXM", 64, 0), ("4xH100-SXM", 64, 0.72 + 64 * 0.033)]
+)
+def test_rows_are_sent_to_other_ranks_where_there_are_any(machine: str, rows: int, milliseconds: float) -> None:
+    plain = limits(machine=machine)
+    added = seconds(StepSums(rows, 64_000), replace(plain, habits=EngineHabits(sends_rows=True)))
+    assert added - seconds(StepSums(rows, 64_000), plain) == pytest.approx(1e-3 * milliseconds, abs=1e-12)
+
+
+def test_a_context_that_is_not_split_is_read_no_faster_than_one_block_of_threads_can() -> None:
+    """Llama 8B: 32 layers of 512 bytes a head and token at 110 GB/s, whatever the ranks. For 64 rows memory bounds."""
+    for machine in ("1xH100-SXM", "4xH100-SXM"):
+        plain = limits("Llama-3.1-8B", machine)
+        whole = replace(plain, habits=EngineHabits(splits_contexts=False))
+        assert whole.of(StepSums(1, 3000)).cache_read == pytest.approx(32 * 512 * 3000 / 110e9)
+        assert whole.of(StepSums(1, 3000)).cache_read > plain.of(StepSums(1, 3000)).cache_read
+    many = StepSums(64, 64 * 3000)
+    assert whole.of(many).cache_read == plain.of(many).cache_read
+    assert whole.of(StepSums(0, 0, 64, 64 * 32, 1)).cache_read == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "weights", "microseconds"),
+    [("8xMI300X", "fp8", 232), ("8xMI300X", "fp8-channel", 0), ("8xMI300X", "bf16", 0), ("8xH200", "fp8", 0)],
+)
+def test_products_scaled_by_block_are_slow_on_amd(machine: str, weights: str, microseconds: float) -> None:
+    """Four a layer, each 68 us for 10."""
+    found = limits(machine=machine, weights=weights).of(StepSums(1, 1000))
+    assert found.slow_blocks == pytest.approx(80 * microseconds * 1e-6)
+    assert combine(found, PERFECT).overhead == pytest.approx(found.slow_blocks, abs=1e-12)
+
+
+def test_experts_multiply_whole_tiles() -> None:
+    """Qwen3-235B: 8 of 128 experts a token. 8,192 tokens are 512 for each expert, and half a tile of 128 more. Few
+    tokens are padded by no more than there are, and the least that a step can take knows of no tile.
+    """
+    moe = limits("Qwen3-235B-A22B", "4xH200", "fp8")
+    many, few = moe.of(StepSums(0, 0, 8192, 1.0, 1)), moe.of(StepSums(16, 16))
+    assert many.expert_padding / many.expert_compute == pytest.approx(64 / 512, rel=1e-3)
+    assert few.expert_padding == few.expert_compute
+    assert limits().of(StepSums(16, 16)).expert_padding == 0
+    assert least_multiplying(many) == least_multiplying(many._replace(expert_padding=1.0))
+    padded, exact = (
+        combine(each, PERFECT._replace(expert_compute=0.5)).experts
+        for each in (many, many._replace(expert_padding=0.0))
+    )
+    assert padded / exact == pytest.approx(1 + 64 / 512, rel=0.01)

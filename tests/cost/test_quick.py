@@ -17,20 +17,22 @@ from phalanx.spec.workload import Workload
 rows = st.lists(st.tuples(st.integers(0, 20_000), st.sampled_from([1, 1, 2, 300, 8192])), min_size=1, max_size=6)
 
 
-def deployed(model: str, engine: str = "vllm") -> Predictor:
-    return predictor(catalog.model(model), Machine.parse("2xH100-SXM"), 2, engine, Workload())
+def deployed(model: str, engine: str = "vllm", version: str = "") -> Predictor:
+    return predictor(catalog.model(model), Machine.parse("2xH100-SXM"), 2, engine, Workload(), version=version)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["Llama-3.1-8B", "Qwen3-Next-80B-A3B", "gpt-oss-120b", "DeepSeek-V3", "Gemma-3-27B"]),
-    st.sampled_from(["vllm", "sglang"]),
+    st.sampled_from([("vllm", ""), ("vllm", "0.5.2"), ("sglang", ""), ("trtllm", "0.14")]),
     st.lists(rows, min_size=1, max_size=4),
     st.sampled_from([0.05, 1.0, 1.3]),
 )
-def test_it_is_the_sum_of_its_parts(model: str, engine: str, steps: list[list[tuple[int, int]]], factor: float) -> None:
+def test_it_is_the_sum_of_its_parts(
+    model: str, engine: tuple[str, str], steps: list[list[tuple[int, int]]], factor: float
+) -> None:
     """One price for several steps: what it keeps of one must hold for the next. A factor of 0.05 meets the floor."""
-    made = deployed(model, engine)
+    made = deployed(model, *engine)
     rates = made.fitted.family_rates(made.traits.family, made.limits.gpu.architecture)
     quick = QuickPrice(made.limits, rates, factor)
     for told in steps:

@@ -169,6 +169,19 @@ def test_versions_of_an_engine_tell_of_each_other(plain: Data) -> None:
     assert rates["vllm-0.18"]["layer_us"] < rates["sglang-0.5.9"]["layer_us"]
 
 
+def test_kernels_that_no_version_runs_any_more_teach_nothing(plain: Data) -> None:
+    """Rows of vLLM 0.7 on MI300X, fifty times too slow, change no number; of 0.10 they do."""
+    row = replace(plain.cases[0].measurement, gpu="MI300X", precision="bf16")
+    seen = {}
+    for version in ("0.7.3", "0.10.2"):
+        data = load_data([*plain.cases, *[prepare(replace(row, version=version))] * 3])
+        data = measured_with(data, {})
+        data.measured["tpot"][-3:] += 4.0
+        seen[version] = calibrate(data).effects["tpot"].get("card:MI300X", 0.0)
+    assert seen["0.7.3"] == 0.0
+    assert seen["0.10.2"] > 0.01
+
+
 def test_what_is_the_host_s_is_the_same_on_every_card(plain: Data) -> None:
     found = calibrate(plain)
     shifts = dict(zip(STARTS, abs(found.hardware).max(axis=0).tolist(), strict=True))
@@ -176,9 +189,13 @@ def test_what_is_the_host_s_is_the_same_on_every_card(plain: Data) -> None:
     assert max(shifts.values()) > 0.01
 
 
-@pytest.mark.parametrize("overlaps", [0.0, 1.0])
-def test_slopes_are_what_a_small_shift_does(plain: Data, overlaps: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "limits", plain.limits._replace(overlaps=np.full(len(plain.row), overlaps)))
+@pytest.mark.parametrize(("overlaps", "is_native", "sent"), [(0.0, 0.0, 0.0), (1.0, 0.0, 2e-3), (0.0, 1.0, 0.0)])
+def test_slopes_are_what_a_small_shift_does(
+    plain: Data, overlaps: float, is_native: float, sent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    habits = {"overlaps": overlaps, "is_native": is_native, "sent": sent}
+    every = {name: np.full(len(plain.row), value) for name, value in habits.items()}
+    monkeypatch.setattr(plain, "limits", plain.limits._replace(**every))
     shifts = np.random.default_rng(3).normal(0, 0.4, (len(plain.cases), len(STARTS)))
     here, slopes = plain.predict(shifts), plain.slopes(shifts)
     for index, name in enumerate(STARTS):

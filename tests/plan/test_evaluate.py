@@ -221,6 +221,24 @@ def test_rows_with_drafts_are_told_by_what_was_published_or_given(tmp_path: Path
     assert [case.measurement.speculates for case in read_cases([path])] == [False], "such rows are never fitted"
 
 
+def test_the_goals_ask_for_their_folder_and_name_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import plan_goals
+
+    with pytest.raises(SystemExit) as left:
+        plan_goals.files_of([])
+    assert left.value.code == 2
+    assert "the following arguments are required: DATA" in capsys.readouterr().err
+    for name in plan_goals.FILES[:2]:
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit):
+        plan_goals.files_of([str(tmp_path)])
+    assert f"{tmp_path} has no independent_measurements.csv" in capsys.readouterr().err
+    (tmp_path / plan_goals.FILES[2]).touch()
+    assert plan_goals.files_of([str(tmp_path)]) == [tmp_path / name for name in plan_goals.FILES]
+
+
 def test_a_whole_publisher_is_left_out(tmp_path: Path) -> None:
     """Had the fit seen the rows of the publisher, it would follow them when they are all twice as slow."""
     pytest.importorskip("numpy")
@@ -363,10 +381,10 @@ class TestReading:
     def test_a_host_that_caches_prefixes_of_states_does_not_work_ahead(self, tmp_path: Path) -> None:
         """InferenceX turns SGLang's prefix cache off; others, and plans, leave it on."""
         row = self.measurement(tmp_path, engine="sglang", model="Qwen/Qwen3.5-397B-A17B", gpu="B200 SXM", tp="8")
-        assert prepare(row).limits.overlaps
-        assert not prepare(replace(row, length_rule="")).limits.overlaps
+        assert prepare(row).limits.habits.overlaps
+        assert not prepare(replace(row, length_rule="")).limits.habits.overlaps
         plain = replace(row, length_rule="", model="Qwen3-32B")
-        assert prepare(plain).limits.overlaps
+        assert prepare(plain).limits.habits.overlaps
 
     def test_ranks_of_their_own_have_room_beside_whole_layers(self) -> None:
         """Maverick in FP8 on 8 H100: attention is on every rank, the experts are shared."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from phalanx.cost.allreduce import hand_over_seconds
 from phalanx.cost.calibrated import bandwidth_factor, calibrated_all_reduce, compute_factor
+from phalanx.cost.habits import PLAIN_HABITS, EngineHabits
 from phalanx.cost.work import RankWork
 from phalanx.engine.step_sums import StepSums
 from phalanx.spec.calibration import Calibration
@@ -37,6 +38,18 @@ are taken as alike.
 """
 
 
+_SENT_STEP, _SENT_ROW = 0.72e-3, 33e-6
+"""By two runs that vLLM's developers tell of, beyond what all else here says of them (8.0 and 21.2 ms): 8 rows of 8B on
+two A100 (8.99 ms a step, 0.6.3, vllm-project/vllm#9856), 256 of 7B on four H100 (30.3 ms, 0.5.2, #6032).
+"""
+_MULTIPROCESSOR_BANDWIDTH = 110e9
+"""Bytes a second that one of a card takes from L2: 64 a clock, at 1.7 GHz."""
+_LAYER_PRODUCTS, _BLOCK_PRODUCT, _AMD_BLOCK_PRODUCT = 4, 10e-6, 68e-6
+"""Seconds of a product of few rows scaled by block: tuned for AMD, 2,112 x 7,168 and 64 rows (ROCm/aiter#1232, 2025-10;
+129 us untuned), and about what it takes elsewhere.
+"""
+
+
 class RooflineTimes(NamedTuple):
     """Seconds of a step at peak bandwidth and peak FLOP/s, and the counts that overheads grow with."""
 
@@ -44,6 +57,7 @@ class RooflineTimes(NamedTuple):
     linear_compute: float
     expert_read: float
     expert_compute: float
+    expert_padding: float
     head_read: float
     head_compute: float
     cache_read: float
@@ -62,6 +76,9 @@ class RooflineTimes(NamedTuple):
     woven_layers: float
     launches: float
     is_eager: float
+    is_native: float
+    sent: float
+    slow_blocks: float
 
 
 class Rates(NamedTuple):
@@ -114,9 +131,8 @@ class StepCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured. A
-    pipeline of several `stages` has links `between` them. `overlaps`: the engine's host works while the GPU does.
-    `is_eager`: it launches a prompt's kernels one by one.
+    """Prices steps of one model on one machine at the hardware's limits: its datasheet's, or as it was measured, for an
+    engine of these `habits`. A pipeline of several `stages` has links `between` them.
     """
 
     work: RankWork
@@ -126,23 +142,23 @@ class Roofline:
     calibration: Calibration | None = None
     stages: int = 1
     between: Link | None = None
-    overlaps: bool = False
-    is_eager: bool = False
+    habits: EngineHabits = PLAIN_HABITS
 
     def of(self, step: StepSums) -> RooflineTimes:
-        work, bandwidth, tokens = self.work, self.memory_bandwidth, step.tokens
+        work, habits, bandwidth, tokens = self.work, self.habits, self.memory_bandwidth, step.tokens
         shared = self._of_tokens.get(tokens)
         if shared is None:
             shared = self._of_tokens[tokens] = self._count_tokens(tokens)
-        linear_compute, expert_read, expert_compute, all_reduce, activations, routed = shared
+        linear_compute, expert_read, expert_compute, expert_padding, all_reduce, activations, routed = shared
         return RooflineTimes(
             linear_read=work.linear_bytes / bandwidth,
             linear_compute=linear_compute,
             expert_read=expert_read,
             expert_compute=expert_compute,
+            expert_padding=expert_padding,
             head_read=work.head_bytes / bandwidth,
             head_compute=(step.decodes + step.prompts) * work.head_flops / self.peak("bf16"),
-            cache_read=work.cache_read(step) / bandwidth,
+            cache_read=max(work.cache_read(step) / bandwidth, self.one_by_one(step)),
             prompt_attention=work.attention_flops(step.prompt_tokens, step.prompt_pairs) / self.attention_peak,
             all_reduce=all_reduce,
             activations=activations,
@@ -152,13 +168,37 @@ class Roofline:
             has_prompt=float(step.prompt_tokens > 0),
             bandwidth=self.gpu.bandwidth,
             rounds_inputs=float(work.compute != "bf16" and work.linear_format in _SCALED_BY_BLOCK),
-            overlaps=float(self.overlaps),
+            overlaps=float(habits.overlaps),
             routed=routed,
-            scales_blocks=float(work.linear_format == "fp8" and work.compute == "fp8"),
+            scales_blocks=float(self._scales_blocks),
             woven_layers=work.woven_layers,
             launches=self._launches if step.prompt_tokens else 0.0,
-            is_eager=float(self.is_eager),
+            is_eager=float(habits.is_eager),
+            is_native=float(habits.is_native),
+            sent=self.sent_seconds(step.decodes),
+            slow_blocks=work.layers * self.slow_block_seconds,
         )
+
+    def one_by_one(self, step: StepSums) -> float:
+        """Seconds in which single blocks of threads read the context of a sequence, a head each, layer by layer."""
+        if self.habits.splits_contexts or not step.decodes:
+            return 0.0
+        sequence = StepSums(1, step.context / step.decodes)
+        return self.work.cache_read(sequence) / self.work.kv_heads / _MULTIPROCESSOR_BANDWIDTH
+
+    def sent_seconds(self, rows: float) -> float:
+        """What it takes to send a step of so many rows to the other ranks."""
+        return _SENT_STEP + rows * _SENT_ROW if self.habits.sends_rows and self.work.tp > 1 else 0.0
+
+    @cached_property
+    def slow_block_seconds(self) -> float:
+        """Of a layer, beyond what is counted elsewhere."""
+        is_slow = self.gpu.vendor == "AMD" and self._scales_blocks
+        return _LAYER_PRODUCTS * (_AMD_BLOCK_PRODUCT - _BLOCK_PRODUCT) if is_slow else 0.0
+
+    @property
+    def _scales_blocks(self) -> bool:
+        return self.work.linear_format == "fp8" and self.work.compute == "fp8"
 
     @cached_property
     def _launches(self) -> float:
@@ -168,11 +208,11 @@ class Roofline:
         return work.layers + more
 
     @cached_property
-    def _of_tokens(self) -> dict[int, tuple[float, float, float, float, float, float]]:
+    def _of_tokens(self) -> dict[int, tuple[float, ...]]:
         """What depends on the number of a step's tokens alone: many steps have the same."""
         return {}
 
-    def _count_tokens(self, tokens: int) -> tuple[float, float, float, float, float, float]:
+    def _count_tokens(self, tokens: int) -> tuple[float, ...]:
         work = self.work
         message = tokens * work.hidden * _ACTIVATION_BYTES
         busiest = work.attention_ranks**_UNEVEN * tokens
@@ -180,6 +220,7 @@ class Roofline:
             tokens * work.linear_flops / self.peak(work.compute),
             work.experts_read(tokens) / self.memory_bandwidth,
             busiest * work.expert_flops / self.peak(work.expert_compute),
+            work.padding(tokens) * work.expert_flops / self.peak(work.expert_compute),
             2 * work.layers * self._all_reduce(message) + self._exchange(message) + self._hand_overs(message),
             message * work.layers / self.memory_bandwidth,
             busiest * work.routed_bytes / self.memory_bandwidth,
@@ -240,15 +281,14 @@ def combine(limits: RooflineTimes, rates: Rates) -> StepCost:
     linear = _overlapped(limits.linear_read / rates.linear_bandwidth, limits.linear_compute / compute)
     head = _overlapped(limits.head_read / rates.linear_bandwidth, limits.head_compute / rates.linear_compute)
     slower = (limits.bandwidth / REFERENCE_BANDWIDTH) ** (1 - rates.expert_bandwidth_power)
-    experts = _overlapped(
-        limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
-    )
+    products = (limits.expert_compute + limits.expert_padding) / rates.expert_compute
+    experts = _overlapped(limits.expert_read * slower / rates.expert_bandwidth, products)
     experts = experts + 1e-6 * limits.sparse_layers * rates.sparse_layer_us + limits.routed * rates.routed_passes
     attention = limits.cache_read / rates.cache_bandwidth + limits.prompt_attention / rates.prompt_attention
     all_reduce = limits.all_reduce * rates.all_reduce
     layers = limits.layers * (rates.layer_us + limits.rounds_inputs * rates.fp8_layer_us)
     layers = layers + limits.woven_layers * rates.woven_layer_us
-    beside = 1e-6 * layers + limits.activations * rates.activation_passes
+    beside = 1e-6 * layers + limits.slow_blocks + limits.activations * rates.activation_passes
     gpu = linear + head + experts + attention + all_reduce + beside
     launched = with_host(gpu, launch_seconds(limits, rates), limits.is_eager)
     added = with_host(launched, host_seconds(limits, rates), limits.overlaps) - gpu
@@ -265,7 +305,7 @@ def launch_seconds(limits: RooflineTimes, rates: Rates) -> Any:
 def host_seconds(limits: RooflineTimes, rates: Rates) -> Any:
     """What the engine's own program takes for a step and its rows."""
     steps = rates.step_ms + limits.has_prompt * rates.prompt_step_ms
-    return 1e-6 * limits.rows * rates.row_us + 1e-3 * steps
+    return (1 - limits.is_native) * (1e-6 * limits.rows * rates.row_us + 1e-3 * steps) + limits.sent
 
 
 def with_host(gpu: Any, host: Any, overlaps: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from phalanx.cost.habits import PLAIN_HABITS, EngineHabits
 from phalanx.cost.rules import Rules
 from phalanx.engine.defaults import MAX_NUM_BATCHED_TOKENS
 from phalanx.errors import PhalanxError
@@ -16,38 +17,48 @@ class ProfileError(PhalanxError):
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """One engine family: versions from `since` on. `overlaps`: its host prepares a step while the GPU takes the last;
-    by default SGLang since 0.4, TensorRT-LLM since 1.0 (overlap scheduler), vLLM since 0.14 (async scheduling).
-    `is_eager`: it launches a prompt's kernels one by one, where others run compiled pieces.
-    """
+    """One engine family: versions from `since` on."""
 
     family: str
     engine: str
     since: tuple[int, ...]
     rules: Rules
     all_reduce: str
-    overlaps: bool = False
-    is_eager: bool = False
+    habits: EngineHabits = PLAIN_HABITS
 
+
+_AHEAD = EngineHabits(overlaps=True)
+"""By default: SGLang since 0.4, TensorRT-LLM since 1.0 (overlap scheduler), vLLM since 0.14 (async scheduling)."""
+_SGLANG = EngineHabits(overlaps=True, is_eager=True)
+_OLDEST_VLLM = EngineHabits(sends_rows=True)
+"""Before 0.8 the first rank prepared each step and broadcast it (vllm-project/vllm#6556); since 0.6 it worked on
+answers while the GPU ran (async output processor, #7049).
+"""
+_TENSORRT = EngineHabits(overlaps=True, is_native=True, splits_contexts=False)
+"""Before 1.0 TensorRT-LLM ran engines of TensorRT by a batch manager in C++, `multi_block_mode` off unless told."""
+_WHOLE = Rules("whole", 8192, kv_reserve=1.0)
 
 PROFILES = (
-    EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm", overlaps=True),
+    EngineProfile("vllm-0.18", "vllm", (0, 13), Rules("mixed", 8192), "vllm", _AHEAD),
     EngineProfile("vllm-0.10", "vllm", (0, 8), Rules("mixed", 8192), "vllm"),
-    EngineProfile("vllm-0.7", "vllm", (), Rules("first", 8192), "vllm"),
-    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang", overlaps=True, is_eager=True),
-    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang", overlaps=True, is_eager=True),
-    EngineProfile("trtllm-1.1", "trtllm", (1, 1), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
-    EngineProfile("trtllm-1.0", "trtllm", (), Rules("whole", 8192, kv_reserve=1.0), "trtllm", overlaps=True),
+    EngineProfile("vllm-0.7", "vllm", (0, 6), Rules("first", 8192), "vllm", replace(_OLDEST_VLLM, overlaps=True)),
+    EngineProfile("vllm-0.5", "vllm", (), Rules("first", 8192), "vllm", _OLDEST_VLLM),
+    EngineProfile("sglang-0.5.9", "sglang", (0, 5, 9), Rules("first", 8192), "sglang", _SGLANG),
+    EngineProfile("sglang-0.5", "sglang", (), Rules("first", 8192), "sglang", _SGLANG),
+    EngineProfile("trtllm-1.1", "trtllm", (1, 1), _WHOLE, "trtllm", _AHEAD),
+    EngineProfile("trtllm-1.0", "trtllm", (1,), _WHOLE, "trtllm", _AHEAD),
+    EngineProfile("trtllm-0.14", "trtllm", (), _WHOLE, "trtllm", _TENSORRT),
     EngineProfile("phalanx", "phalanx", (), Rules("fair", MAX_NUM_BATCHED_TOKENS), "nccl"),
 )
 """Newest family of an engine first. Phalanx was measured on one H200; elsewhere it follows from what bounds it."""
 
 
-def overlaps_host(found: EngineProfile, has_states: bool, caches_prefixes: bool = True) -> bool:
-    """Whether the host works ahead. SGLang's does not where it caches prefixes of models with states, as it does unless
-    told otherwise ("SGLang will automatically close overlap schedule", docs/basic_usage/qwen3.md, read 2026-11-17).
+def habits_of(found: EngineProfile, has_states: bool, caches_prefixes: bool = True) -> EngineHabits:
+    """SGLang's host does not work ahead where it caches prefixes of models with states, as it does unless told not to
+    ("SGLang will automatically close overlap schedule", docs/basic_usage/qwen3.md, read 2026-11-17).
     """
-    return found.overlaps and not (found.engine == "sglang" and has_states and caches_prefixes)
+    waits = found.engine == "sglang" and has_states and caches_prefixes
+    return replace(found.habits, overlaps=False) if waits else found.habits
 
 
 _FUSING_CARDS = ("10.0", "10.3")

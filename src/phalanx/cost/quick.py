@@ -15,7 +15,7 @@ from phalanx.cost.price import (
 )
 from phalanx.engine.step_sums import StepSums
 
-_ELSEWHERE = {"head_read": 0.0, "head_compute": 0.0, "cache_read": 0.0, "prompt_attention": 0.0, "rows": 0.0}
+_ELSEWHERE = dict.fromkeys(("head_read", "head_compute", "cache_read", "prompt_attention", "rows", "sent"), 0.0)
 """Parts of a step that its number of tokens does not settle."""
 
 
@@ -28,7 +28,7 @@ class QuickPrice:
     def __init__(self, roofline: Roofline, rates: Rates, factor: float) -> None:
         self._roofline, self._rates, self._factor = roofline, rates, factor
         self._on_gpu = rates.without_host
-        self._overlaps, self._is_eager = roofline.overlaps, roofline.is_eager
+        self._habits = roofline.habits
         self._of_tokens: dict[tuple[int, bool], tuple[float, float, float, float, float]] = {}
         self._of_sampled: dict[int, tuple[float, float, float]] = {}
         work = roofline.work
@@ -36,7 +36,7 @@ class QuickPrice:
         self._cache, self._cache_windows = _by_reach(work.cache_bytes)
         self._pairs, self._pair_windows = _by_reach(work.pair_flops)
         self._state = work.state_bytes
-        self._row_seconds = 1e-6 * rates.row_us
+        self._row_seconds = 0.0 if roofline.habits.is_native else 1e-6 * rates.row_us
 
     def __call__(self, step: StepSums) -> float:
         decodes, prompt_tokens = step.decodes, step.prompt_tokens
@@ -51,12 +51,16 @@ class QuickPrice:
         for reach, flops in self._pair_windows:
             pairs += flops * min(step.prompt_pairs, prompt_tokens * reach)
         read, products = cache / self._bandwidth, pairs / self._peak
-        rates = self._rates
+        rates, habits = self._rates, self._habits
+        if not habits.splits_contexts:
+            read = max(read, self._roofline.one_by_one(step))
         attention = read / rates.cache_bandwidth + products / rates.prompt_attention
         gpu, host = of_tokens[0] + of_sampled[0] + attention, of_tokens[3] + decodes * self._row_seconds
+        if habits.sends_rows:
+            host += self._roofline.sent_seconds(decodes)
         if of_tokens[4]:
-            gpu = with_host(gpu, of_tokens[4], 1) if self._is_eager else gpu + of_tokens[4]
-        whole = self._factor * (with_host(gpu, host, 1) if self._overlaps else gpu + host)
+            gpu = with_host(gpu, of_tokens[4], 1) if habits.is_eager else gpu + of_tokens[4]
+        whole = self._factor * (with_host(gpu, host, 1) if habits.overlaps else gpu + host)
         return max(whole, of_tokens[1] + of_sampled[1] + read, of_tokens[2] + of_sampled[2] + products / MOST_OF_PEAK)
 
     def _count_tokens(self, key: tuple[int, bool], step: StepSums) -> tuple[float, float, float, float, float]:

@@ -7,7 +7,7 @@ from math import ceil
 
 from phalanx.cost.correction import Traits, traits_of
 from phalanx.cost.price import Roofline
-from phalanx.cost.profiles import EngineProfile, all_reduce_of, overlaps_host, profile
+from phalanx.cost.profiles import EngineProfile, all_reduce_of, habits_of, profile
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import RankWork, attention_parallel, count_work, pipelined
 from phalanx.models import catalog
@@ -79,8 +79,7 @@ def prepare(measurement: Measurement) -> Case:
         "flashinfer" if _fuses_all_reduces(measurement) else all_reduce_of(found, machine.gpus[0].capability),
         stages=stages,
         between=between,
-        overlaps=overlaps_host(found, spec.has_states, caches_prefixes=not measurement.length_rule),
-        is_eager=found.is_eager,
+        habits=habits_of(found, spec.has_states, caches_prefixes=not measurement.length_rule),
     )
     traits = traits_of(
         spec,

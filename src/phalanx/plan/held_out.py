@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.cost.fitted import FITTED_FILE, Fitted, Quantity, Width, pair_of, write_fitted
 from phalanx.errors import PhalanxError
-from phalanx.plan.calibrate import calibrate
+from phalanx.plan.calibrate import calibrate, tells_of_today
 from phalanx.plan.cases import Case, prepare
 from phalanx.plan.fit_data import QUANTITIES, Array, Data, load_data
 from phalanx.plan.measurements import read_measurements
@@ -221,7 +221,8 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="files of measurements, in any of the known layouts")
     parser.add_argument("--output", type=Path, default=FITTED_FILE, help="where to write the fitted numbers")
     given = parser.parse_args()
-    cases = [case for case in read_cases(given.files) if case.measurement.kind != "poisson"]
+    read = [case for case in read_cases(given.files) if tells_of_today(case)]
+    cases = [case for case in read if case.measurement.kind != "poisson"]
     data = load_data(cases)  # when steps fell by the clock is itself a prediction
     fitted = to_fitted(data, ", ".join(path.name for path in given.files), leave_out=("publisher", "gpu", "family"))
     write_fitted(fitted, given.output)

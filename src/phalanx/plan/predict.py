@@ -12,7 +12,7 @@ from phalanx.cost.fitted import Fitted, Quantity, fitted_for
 from phalanx.cost.kernels import at_reach, reach_of
 from phalanx.cost.monotone import CLIENTS, LENGTHS, Grid, adjustment
 from phalanx.cost.price import Rates, Roofline, StepCost, combine, first_token_seconds
-from phalanx.cost.profiles import all_reduce_of, overlaps_host, profile
+from phalanx.cost.profiles import all_reduce_of, habits_of, profile
 from phalanx.cost.quick import QuickPrice
 from phalanx.cost.rules import Rules
 from phalanx.cost.work import attention_parallel, count_work, pipelined
@@ -158,8 +158,7 @@ def predictor(
         machine.calibration,
         stages,
         between,
-        overlaps_host(found, spec.has_states),
-        found.is_eager,
+        habits_of(found, spec.has_states),
     )
     drafting = drafting_part(spec)
     made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None

@@ -29,10 +29,12 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
     ratio = limits.bandwidth / REFERENCE_BANDWIDTH
     slower = ratio ** (1 - rates.expert_bandwidth_power)
     expert_reads, expert_multiplies = _parts(
-        limits.expert_read * slower / rates.expert_bandwidth, limits.expert_compute / rates.expert_compute
+        limits.expert_read * slower / rates.expert_bandwidth,
+        (limits.expert_compute + limits.expert_padding) / rates.expert_compute,
     )
     nothing = np.zeros_like(reads)
     on_host, on_gpu, on_launches = _shares(limits, rates)
+    in_python = (1 - limits.is_native) * on_host
     gpu = Rates(
         linear_bandwidth=-reads - head_reads,
         linear_compute=-multiplies - head_multiplies,
@@ -57,9 +59,9 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
         woven_layer_us=1e-6 * limits.woven_layers * rates.woven_layer_us,
     )
     return Rates(*(slope * on_gpu for slope in gpu))._replace(
-        step_ms=1e-3 * rates.step_ms * on_host,
-        prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms * on_host,
-        row_us=1e-6 * limits.rows * rates.row_us * on_host,
+        step_ms=1e-3 * rates.step_ms * in_python,
+        prompt_step_ms=1e-3 * limits.has_prompt * rates.prompt_step_ms * in_python,
+        row_us=1e-6 * limits.rows * rates.row_us * in_python,
         prompt_layer_us=launch_seconds(limits, rates) * on_launches,
     )
 
@@ -67,7 +69,7 @@ def step_slopes(limits: RooflineTimes, rates: Rates) -> Rates:
 def _shares(limits: RooflineTimes, rates: Rates) -> tuple[Array, Array, Array]:
     """How much of what the host, what the GPU and what launches take longer a step does."""
     host = host_seconds(limits, rates)
-    gpu = combine(limits, rates.without_host).total
+    gpu = combine(limits._replace(sent=0.0), rates.without_host).total
     launches = launch_seconds(limits, rates)
     launched = with_host(gpu, launches, limits.is_eager)
     whole = with_host(launched, host, limits.overlaps)
