@@ -169,7 +169,7 @@ def test_versions_of_an_engine_tell_of_each_other(plain: Data) -> None:
     assert rates["vllm-0.18"]["layer_us"] < rates["sglang-0.5.9"]["layer_us"]
 
 
-def test_kernels_that_no_version_runs_any_more_teach_nothing(plain: Data) -> None:
+def test_old_kernels_teach_nothing(plain: Data) -> None:
     """Rows of vLLM 0.7 on MI300X, fifty times too slow, change no number; of 0.10 they do."""
     row = replace(plain.cases[0].measurement, gpu="MI300X", precision="bf16")
     seen = {}

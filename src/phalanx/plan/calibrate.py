@@ -89,7 +89,7 @@ _WITHOUT_ROCM_KERNELS = ("vllm-0.5", "vllm-0.7")
 
 def tells_of_today(case: Case) -> bool:
     """Not vLLM on AMD before it had kernels made for it: its attention read keys anew for every query head
-    (vllm-project/vllm#15351), which no version since does.
+    (vllm-project/vllm#15351).
     """
     return not (case.limits.gpu.vendor == "AMD" and case.traits.family in _WITHOUT_ROCM_KERNELS)
 
