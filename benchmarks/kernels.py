@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
 from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
-from phalanx.kernels.draft_rows import Cache, Rows, Sequences
+from phalanx.kernels.draft_rows import Cache, Sequences, StepRows
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
@@ -405,7 +405,7 @@ def choosing() -> Iterator[Case]:
 
 def guessing(cache: Cache) -> Iterator[Case]:
     number, tokens = torch.arange(3), whole(3, dtype=TOKEN)
-    rows, sequences = Rows(number, number, tokens, number, number), Sequences(number, number, number, number)
+    rows, sequences = StepRows(number, number, tokens, number, number), Sequences(number, number, number, number)
     for most, ahead in ((1, 1), (2, 1), (4, 3), (4, 0)):
         for offset in (0, 1):
             yield lambda m=most, a=ahead, o=offset: drafts.prove(cache, rows, tokens, sequences, m, o, a)

@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from phalanx.kernels.draft_rows import Cache, Rows, Sequences
+from phalanx.kernels.draft_rows import Cache, Sequences, StepRows
 from phalanx.kernels.drafts import keep_draft_torch, prove_torch, side_by_side
 from phalanx.kernels.gpu import drafts as gpu
 from phalanx.kernels.norm import add_rms_norm_torch
@@ -20,7 +20,7 @@ def column(values: list[int], size: int, filler: int) -> Tensor:
     return torch.tensor(values + [filler] * (size - len(values)))
 
 
-def step(sequences: int, most: int, padding: int, random: Random) -> tuple[Cache, Rows, Tensor, Sequences]:
+def step(sequences: int, most: int, padding: int, random: Random) -> tuple[Cache, StepRows, Tensor, Sequences]:
     """Rows of sequences that yield one to `most` tokens each, some behind a token that yields none; few tokens, so that
     many a draft comes true.
     """
@@ -45,7 +45,7 @@ def step(sequences: int, most: int, padding: int, random: Random) -> tuple[Cache
     tokens = torch.randint(VOCAB, (size,), dtype=torch.int32)
     sampled = torch.randint(-1, VOCAB, (size,), dtype=torch.int32)
     in_rows = column(slots, size, spare), column(positions, size, 0)
-    rows = Rows(*in_rows, tokens, column(yields, size, -1), column(wanted, size, 0))
+    rows = StepRows(*in_rows, tokens, column(yields, size, -1), column(wanted, size, 0))
     owners = column(list(range(sequences)), of, spare), column(rooms, of, 0)
     told = Sequences(*owners, column(firsts, of, 0), column(samples, of, 1))
     return Cache(kept, tables, PAGE), rows, sampled, told

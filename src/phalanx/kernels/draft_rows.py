@@ -16,7 +16,7 @@ class Sequences(NamedTuple):
     samples: Tensor
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """Of a step: slots, positions, tokens, and the number of the token that each yields, or -1; and the row of each of
     these tokens.
     """
@@ -39,7 +39,7 @@ class Guess(NamedTuple):
     after: Tensor
 
 
-class Proven(NamedTuple):
+class Standing(NamedTuple):
     """Of a step: the token behind each row; of each sequence the last row that stands, the token it yields, its
     position, and how many drafts there is room for; and where the first of them is guessed.
     """

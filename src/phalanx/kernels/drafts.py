@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.draft_rows import Cache, Guess, Proven, Rows, Sequences
+from phalanx.kernels.draft_rows import Cache, Guess, Sequences, Standing, StepRows
 from phalanx.kernels.lookup import places_of
 from phalanx.kernels.norm import add_rms_norm
 from phalanx.kernels.sampling_table import TOKEN
 
 
 def prove(
-    cache: Cache, rows: Rows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
-) -> Proven:
+    cache: Cache, rows: StepRows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
+) -> Standing:
     """What stands of a step that yielded the tokens `sampled`, up to `most` of a sequence: those before the first
     that is not the draft in the next row, and that one.
 
@@ -30,8 +30,8 @@ def prove(
 
 
 def prove_torch(
-    cache: Cache, rows: Rows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
-) -> Proven:
+    cache: Cache, rows: StepRows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
+) -> Standing:
     """The definition."""
     chosen = sampled.clamp(min=0).to(TOKEN)
     behind = (rows.positions + 1).clamp(max=cache.tables.shape[-1] * cache.block_size - 1)
@@ -46,11 +46,11 @@ def prove_torch(
     positions = rows.positions[last]
     counts = (sequences.rooms - positions - offset).clamp(0, ahead)
     guess = _guess_torch(cache, sequences, positions, offset, 0)
-    return Proven(following, last, chosen[proven], positions, counts, guess)
+    return Standing(following, last, chosen[proven], positions, counts, guess)
 
 
 def keep_draft(
-    cache: Cache, sequences: Sequences, proven: Proven, drafts: Tensor, tokens: Tensor, number: int, offset: int
+    cache: Cache, sequences: Sequences, proven: Standing, drafts: Tensor, tokens: Tensor, number: int, offset: int
 ) -> Guess:
     """These tokens become the drafts of this number, in its column and, where there is room, behind their sequences:
     rows that take them need not be told. Returns where the next ones are guessed.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.draft_rows import Rows, Sequences
+from phalanx.kernels.draft_rows import Sequences, StepRows
 from phalanx.kernels.drafts import keep_draft, prove
 from phalanx.kernels.fp8 import Activations
 from phalanx.kernels.sampling import draw, likeliest
@@ -153,7 +153,7 @@ class RankDrafts:
         `yields` has the number of each row's token among those `sampled`, or -1. Nothing here asks the host.
         """
         places, offset = self._batch.places, self._guesser.ahead
-        rows = Rows(inputs.slots, inputs.positions, inputs.tokens, yields, inputs.wanted)
+        rows = StepRows(inputs.slots, inputs.positions, inputs.tokens, yields, inputs.wanted)
         proven = prove(places, rows, sampled, sequences, most, offset, ahead)
         self._guesser.take_in(Computed(inputs, proven.following, hidden, proven.last))
         if not ahead:

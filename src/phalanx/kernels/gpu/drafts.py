@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.draft_rows import Cache, Guess, Proven, Rows, Sequences
+from phalanx.kernels.draft_rows import Cache, Guess, Sequences, Standing, StepRows
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.rows import norm_and_store
 from phalanx.kernels.sampling_table import TOKEN
@@ -132,8 +132,8 @@ def _empty_guess(tables: Tensor, sequences: int) -> Guess:
 
 
 def prove(
-    cache: Cache, rows: Rows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
-) -> Proven:
+    cache: Cache, rows: StepRows, sampled: Tensor, sequences: Sequences, most: int, offset: int, ahead: int
+) -> Standing:
     (kept, tables, page), count, of = cache, len(rows.slots), len(sequences.slots)
     last, positions, counts = (_numbers(tables, of) for _ in range(3))
     following, tokens = (torch.empty(size, dtype=TOKEN, device=tables.device) for size in (count, of))
@@ -143,7 +143,7 @@ def prove(
         most, ahead, tables.stride(0), tables.stride(1), tables.shape[-1] * page - 1, tables.shape[1] - 1,
         OFFSET=offset, GROUPS=len(tables), PAGE=page, ROWS=_ROWS, launch_pdl=starts_early(),
     )  # fmt: skip
-    return Proven(following, last, tokens, positions, counts, guess)
+    return Standing(following, last, tokens, positions, counts, guess)
 
 
 def keep_draft(
