@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
@@ -42,6 +42,8 @@ class Slot:
     computed: int
     unsure: bool = False
     """Behind a row of drafts: which of them came true is known to the engine alone."""
+    prefixes: list[int] = field(default_factory=list)
+    """Of its tokens, as far as they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,13 @@ class CheckingRunner:
         self._sampled: deque[dict[tuple[int, int], int]] = deque()
         self._prefix_numbers: dict[tuple[int, int], int] = {}
         self.masks: dict[int, bytes] = {}
-        self._kv: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kv: list[dict[int, int]] = [{} for _ in self.reaches]
+        """Of each group, the prefixes that were computed, by place: what one group writes, no other finds there."""
         self.right, self.draft_s, self._random = 1.0, 0.0, Random(0)
         """How often drafts that are made here come true, and what one of every row takes, or to take a step in."""
         self._drafts: deque[list[list[int]]] = deque()
         self._drafted: deque[list[int]] = deque()
-        self._stayed: dict[tuple[int, int], int] = {}
+        self._stayed: dict[int, int] = {}
         """Drafts that nobody was told of, by their place."""
 
     @property
@@ -204,6 +207,7 @@ class CheckingRunner:
             assert position <= slot.computed <= len(slot.tokens), f"slot {number} is told of a far future"
             assert slot.unsure or slot.tokens[position:] == tokens[: len(slot.tokens) - position], "a false history"
             slot.tokens[position:] = tokens
+            del slot.prefixes[position:]
             slot.computed, slot.unsure = position, False
 
     def _restore(self, restored: list[tuple[int, int]], rows: list[Row]) -> None:
@@ -218,10 +222,10 @@ class CheckingRunner:
         for row in rows if self.layout.states else ():
             slot = self.slots[row.slot]
             if row.start:
-                wanted = self._prefixes(slot.tokens[: row.start])[-1]
+                wanted = self._prefixes(slot, row.start)[-1]
                 assert wanted in self.states[row.slot], f"slot {row.slot} goes on from another state"
             goes_back = row.samples > 1 and not self.layout.twins
-            self.states[row.slot] = tuple(self._prefixes(slot.tokens[: row.end])[row.start if goes_back else -1 :])
+            self.states[row.slot] = tuple(self._prefixes(slot, row.end)[row.start if goes_back else -1 :])
 
     def _save(self, saved: list[tuple[int, int]]) -> None:
         assert len({place for _, place in saved}) == len(saved), f"a place is written twice: {saved}"
@@ -242,28 +246,31 @@ class CheckingRunner:
         slot.computed = row.end
 
     def _write(self, rows: list[Row]) -> None:
-        written: set[tuple[int, int]] = set()
+        written: set[int] = set()
         for row in rows:
             slot = self.slots[row.slot]
-            prefixes = self._prefixes(slot.tokens[: row.end])
-            for group in range(len(self.reaches)):
+            prefixes = self._prefixes(slot, row.end)
+            for group, kept in enumerate(self._kv):
                 for position in range(row.start, row.end):
                     place = self._place(slot, position, group)
-                    assert place not in written, f"two rows write block {place[0]} at {place[1]} in one step"
+                    assert place not in written, f"two rows write place {place} in one step"
                     written.add(place)
-                    self._kv[place] = (group, prefixes[position])
+                    for other in self._kv:
+                        other.pop(place, None)
+                    kept[place] = prefixes[position]
 
     def _read(self, row: Row) -> None:
         """All rows have written by now: within a layer, a step stores its keys and values before it attends."""
         slot = self.slots[row.slot]
-        prefixes = self._prefixes(slot.tokens[: row.end])
-        for group, reach in enumerate(self.reaches):
+        prefixes = self._prefixes(slot, row.end)
+        for table, reach, kept in zip(slot.tables, self.reaches, self._kv, strict=True):
             first = 0 if reach is None else max(0, row.start - reach + 1)
-            for position in range(first, row.end):
-                place = self._place(slot, position, group)
-                assert place in self._kv, f"slot {row.slot} reads block {place[0]} at {place[1]}, never written"
-                found = self._kv[place]
-                assert found == (group, prefixes[position]), f"slot {row.slot} reads another prefix at {position}"
+            whole = range(first // self.block_size, -(-row.end // self.block_size))
+            starts = [table[index] * self.block_size for index in whole]
+            found = [kept.get(place) for start in starts for place in range(start, start + self.block_size)]
+            found = found[first % self.block_size :][: row.end - first]
+            assert None not in found, f"slot {row.slot} reads at {first + found.index(None)} what was never written"
+            assert found == prefixes[first:], f"slot {row.slot} reads another prefix behind {first}: {found}"
 
     def _sample(self, rows: list[Row], masks: dict[int, bytes]) -> dict[tuple[int, int], int]:
         """What the rows yield. Of a row of drafts it is not known yet what of it stands."""
@@ -309,13 +316,14 @@ class CheckingRunner:
             tokens.append(token if self._random.random() < self.right else (token + 1) % self.vocab)
         return tokens[position + 1 :]
 
-    def _place(self, slot: Slot, position: int, group: int) -> tuple[int, int]:
-        return slot.tables[group][position // self.block_size], position % self.block_size
+    def _place(self, slot: Slot, position: int, group: int) -> int:
+        return slot.tables[group][position // self.block_size] * self.block_size + position % self.block_size
 
-    def _prefixes(self, tokens: Sequence[int]) -> list[int]:
+    def _prefixes(self, slot: Slot, end: int) -> list[int]:
         """A number for each prefix; two prefixes have the same number only if they are equal token by token."""
-        numbers, parent = [], 0
-        for token in tokens:
+        numbers = slot.prefixes
+        parent = numbers[-1] if numbers else 0
+        for token in slot.tokens[len(numbers) : end]:
             parent = self._prefix_numbers.setdefault((parent, token), len(self._prefix_numbers) + 1)
             numbers.append(parent)
-        return numbers
+        return numbers[:end]

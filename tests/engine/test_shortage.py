@@ -18,7 +18,7 @@ from phalanx.errors import EngineDeadError, StepMemoryError
 from .books import EOS, VOCAB, ToyMatcher, answer_alone, check_answer, check_books, check_empty, greedy, run
 from .checking_runner import CheckingRunner
 
-SPOILT = (-1, -1)
+SPOILT = -1
 
 
 class ShortRunner(CheckingRunner):
@@ -38,7 +38,9 @@ class ShortRunner(CheckingRunner):
             slot = self.slots[row.slot]
             for group in range(len(self.reaches)):
                 for position in range(row.start, row.end):
-                    self._kv[self._place(slot, position, group)] = SPOILT
+                    place = self._place(slot, position, group)
+                    for kept in self._kv:
+                        kept[place] = SPOILT
         self.states |= dict.fromkeys([row.slot for row in rows] + [place for _, place in plan.saved], ())
         self.plans.append(plan)
         raise StepMemoryError("out_of_memory", f"Step {plan.step} ran out of memory on rank 0.", "Lower a limit.")
