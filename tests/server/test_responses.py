@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import agents
 import httpx
 import openai
 import pytest
@@ -235,6 +234,8 @@ def test_what_cannot_be_served_is_refused_by_name(place: Scripted, more: Any, wo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_agents_with_their_defaults_call_a_tool_and_end_with_a_typed_answer(place: Scripted, stream: bool) -> None:
+    import agents
+
     asked: list[str] = []
 
     @agents.function_tool
