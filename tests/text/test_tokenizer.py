@@ -17,6 +17,7 @@ from phalanx.errors import ModelError, RequestError
 from phalanx.spec.gguf import GgufFile
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.weights.checkpoint import locate
+from tests.conftest import plain_mappings
 from tests.text.conftest import BYTES, CONTROL, FIRST_WORD, USER_DEFINED, WriteGguf
 
 PROSE = [
@@ -48,7 +49,8 @@ CONVERSATIONS = [
 def theirs() -> Any:
     """transformers' own reading of the default model's file."""
     path = locate(None)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with plain_mappings():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from phalanx.spec.gguf import GgufFile
 from phalanx.weights.checkpoint import Checkpoint, locate
 from phalanx.weights.gguf_reader import GgufReader
 from phalanx.weights.load import check_tensors, load_weights
+from tests.conftest import plain_mappings
 from tests.weights.conftest import CONFIGS, Config, build, random_tensors, write_gguf
 
 WIDE: Config = CONFIGS["llama"] | {"hidden_size": 256, "num_hidden_layers": 1}
@@ -60,7 +61,8 @@ def write_matrix(tmp_path: Path, kind: Kind) -> tuple[Path, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def package_reader() -> gguf.GGUFReader:
-    return gguf.GGUFReader(locate(None))
+    with plain_mappings():
+        return gguf.GGUFReader(locate(None))
 
 
 def test_the_header_is_what_the_package_reads(package_reader: gguf.GGUFReader) -> None:
