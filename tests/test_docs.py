@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,22 @@ def words(line: str) -> list[str]:
     return taken
 
 
+@cache
+def phalanx() -> Any:
+    """The command with all of its parts, whose making takes 40 ms."""
+    return typer.main.get_command(app)
+
+
 def check(line: str) -> None:
     """The command and its options exist; what the values mean is not looked at."""
-    command: Any = typer.main.get_command(app)
+    command = phalanx()
     given = words(line)
     while hasattr(command, "commands") and given and not given[0].startswith("-"):
         name = given.pop(0)
         assert name in command.commands, f"phalanx has no {name!r}"
         command = command.commands[name]
     if command.name == "show":
-        command = typer.main.get_command(app).commands["serve"]  # takes serve's options
+        command = phalanx().commands["serve"]  # takes serve's options
     known = {"--help"}.union(*([*each.opts, *each.secondary_opts] for each in command.params))
     for word in given:
         option = word.partition("=")[0]

@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from phalanx.server.engine_client import SILENT_AFTER_S
 from tests.server.running import Server, eventually, running
 
 pytestmark = pytest.mark.slow
@@ -208,7 +209,7 @@ def test_a_stopped_api_process_goes_on_where_it_was(lasting: Server) -> None:
         with lasting.braked():
             (events,) = streaming(lasting, pool)
             api.suspend()
-        time.sleep(7)
+        time.sleep(SILENT_AFTER_S + 1)
         api.resume()
         assert json.loads(events.result(120)[-2])["choices"][0]["finish_reason"] == "length"
         assert lasting.health().status_code == 200
