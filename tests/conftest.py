@@ -264,7 +264,7 @@ def pytest_configure(config: pytest.Config) -> None:
     each other take twenty times as long.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if "SSL_CERT_FILE" not in os.environ:
+    if not hasattr(config, "workerinput"):  # a worker has it from who started it
         _trust_one_authority(config)
     _be_patient()
     if config.option.markexpr != "cuda":
@@ -277,7 +277,10 @@ def _be_patient() -> None:
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
-    """No test leaves this machine, and to read all authorities takes every HTTP client 50 ms."""
+    """No test leaves this machine, and to read all authorities takes every HTTP client 50 ms.
+
+    Whatever the environment says: that of a company names its own, beside all others.
+    """
     end = "-----END CERTIFICATE-----\n"
     file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115
     file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
