@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-# What Python and pytest compile is kept, whatever the environment says: it takes ten seconds of each worker.
+# What Python and pytest compile is kept, whatever the environment says: it takes eight seconds of each worker.
 PYTEST := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TWO_WORKERS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
