@@ -31,7 +31,7 @@ def test_no_request_that_fits_or_breaks_the_schema_breaks_the_server(server: Ser
     for found in schemathesis.openapi.from_url(server.url + "/openapi.json").get_all_operations():
 
         @settings(
-            max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+            max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
         )
         @given(case=found.ok().as_strategy(generation_mode=mode))
         def call(case: schemathesis.Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,11 @@ def test_docs_name_every_route_and_fetch_nothing(place: Place) -> None:
     page = Page(answer.text)
     assert all(address.startswith("#") or address in ("/openapi.json", "/cockpit.svg") for address in page.addresses)
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    for path, operations in place.ask("GET", "/openapi.json").json()["paths"].items():
+    described = place.ask("GET", "/openapi.json")
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', described.text))
+    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "DetokenizeRequest"} <= named
+    assert named <= described.json()["components"]["schemas"].keys()
+    for path, operations in described.json()["paths"].items():
         assert path in page.words
         for operation in operations.values():
             if "requestBody" in operation:

@@ -59,8 +59,9 @@ def create_app(service: Service, cockpit: Cockpit | None = None) -> FastAPI:
     app.include_router(adapter_routes(service))
     if cockpit is not None:
         cockpit.mount(app)
-    app.openapi_schema = _with_own_errors(app.openapi())
-    add_reference(app, app.openapi_schema)
+    described = _with_own_errors(app.openapi())
+    app.openapi = lambda: described  # type: ignore[method-assign]
+    add_reference(app, described)
     return app
 
 
