@@ -42,14 +42,16 @@ def test_stacks_that_are_written_word_by_word_are_waited_for(
     assert asked[:2] == [stacks.TELL, signal.SIGCONT]
 
 
-def test_one_that_the_kernel_holds_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_the_kernel_holds_is_not_waited_for_long_unless_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
-    (tmp_path / "stacks-0").touch()
-    monkeypatch.setattr(os, "kill", lambda pid, signum: None)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    for state, patience in (("D", 1.0), ("S", 10.0)):
+    for state, told, patience in (("D", "", 1.0), ("S", "", 10.0), ("D", "Thread 0x1", 10.0), ("Z", "Thread 0x1", 1.0)):
         monkeypatch.setattr(stacks, "process_state", lambda pid, state=state: state)
+        monkeypatch.setattr(os, "kill", lambda pid, signum, told=told: (tmp_path / "stacks-0").write_text(told))
+        (tmp_path / "stacks-0").write_text("")
         now[0] = 0.0
-        assert stacks.stacks_of(7, tmp_path, 0) == ""
+        assert stacks.stacks_of(7, tmp_path, 0) == told
         assert now[0] == pytest.approx(patience, abs=0.1)

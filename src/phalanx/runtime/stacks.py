@@ -15,7 +15,7 @@ from pathlib import Path
 TELL = signal.SIGUSR1
 _WRITTEN_WITHIN_S = 10.0
 _STUCK_WITHIN_S = 1.0
-"""One that the kernel holds will not write."""
+"""One that the kernel holds will not write; if it has begun to, it is only held for a moment."""
 _LOOK_EVERY_S = 0.05
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
 _MOST_BYTES = 16 * 1024
@@ -61,7 +61,7 @@ def _told(pid: int, folder: Path, rank: int, *signals: int) -> str:
     with contextlib.suppress(OSError):
         for signum in (TELL, *signals):
             os.kill(pid, signum)
-        while not is_whole and time.monotonic() - began < _patience_s(pid):
+        while not is_whole and time.monotonic() - began < _patience_s(pid, bool(told)):
             time.sleep(_LOOK_EVERY_S)
             told, is_whole = _first_telling(path.read_bytes()[before:].decode(errors="replace"))
             if told and not is_whole:
@@ -69,8 +69,9 @@ def _told(pid: int, folder: Path, rank: int, *signals: int) -> str:
     return told[:_MOST_BYTES].strip()
 
 
-def _patience_s(pid: int) -> float:
-    return _WRITTEN_WITHIN_S if process_state(pid) in ("R", "S") else _STUCK_WITHIN_S
+def _patience_s(pid: int, has_begun: bool) -> float:
+    writes = ("R", "S", "D") if has_begun else ("R", "S")
+    return _WRITTEN_WITHIN_S if process_state(pid) in writes else _STUCK_WITHIN_S
 
 
 def _first_telling(text: str) -> tuple[str, bool]:
