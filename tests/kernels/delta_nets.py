@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
-from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates, updates_beside
 from phalanx.kernels.fp8 import Quantised, dequantise
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
@@ -33,24 +33,24 @@ def random_net(
 class Nets:
     """A net with two sets of states, one for the kernels and one for the definition. Places are as others left them.
 
-    With `pending` a sequence may have so many rows of one token, and go on behind any of them.
+    A sequence may have so many rows of one token as `most`, and go on behind any of them.
     """
 
     alike = False
     """Whether all tokens have the same query and key."""
 
-    def __init__(self, net: DeltaWeights, places: int, pending: int = 0) -> None:
+    def __init__(self, net: DeltaWeights, places: int, most: int = 1) -> None:
         self.net, self.dtype, self.device = net, net.norm.dtype, net.norm.device
         self.spare = places
         channels, kernel = net.taps.shape
         self.states = torch.full((2, places + 1, net.v_heads, net.k_dim, net.v_dim), float("nan"), device=self.device)
-        ring, self.most = kernel - 1 + max(1, pending), max(1, pending)
+        ring, self.most = kernel - 1 + most, most
         self.columns = torch.full((places + 1, ring, channels), float("nan"), device=self.device, dtype=self.dtype)
         self.wanted_columns = self.columns.clone()
-        size = (places + 1, pending, net.v_heads, net.k_dim + net.v_dim + 1)
+        size = (places + 1, updates_beside(most), net.v_heads, net.k_dim + net.v_dim + 1)
         updates = torch.full((2, *size), float("nan"), device=self.device)
         since = torch.full((2, places + 1, net.v_heads, net.v_dim), 7, dtype=torch.int32, device=self.device)
-        self.pending = [PendingUpdates(*each) if pending else None for each in zip(updates, since, strict=True)]
+        self.pending = [PendingUpdates(*each, most) for each in zip(updates, since, strict=True)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         net = self.net
@@ -86,9 +86,9 @@ class Nets:
         qkvz, rates = self.inputs(sum(count for _, _, count in spans))
         places = {place for place, *_ in spans} - {self.spare}
         others = [place for place in range(self.spare + 1) if place not in places]
-        before = [kept[others].clone() for kept in (self.states[0], self.columns, *(self.pending[0] or ()))]
+        before = [kept[others].clone() for kept in (self.states[0], self.columns, *self.pending[0][:2])]
         found = delta_net(
-            qkvz, rates, self.net, self.states[0], self.columns, batch.decode, batch.tiles, quantised, self.pending[0]
+            qkvz, rates, self.net, self.states[0], self.columns, batch.decode, batch.tiles, self.pending[0], quantised
         )
         if isinstance(found, Quantised):
             found = dequantise(found.values, found.scales, 1, self.dtype)
@@ -98,12 +98,12 @@ class Nets:
         torch.testing.assert_close(found.float(), wanted.float(), atol=atol, rtol=2 * atol)
         touched = sorted(places)
         ours, theirs = (
-            [states[touched], *(part[touched] for part in pending or ())]
+            [states[touched], *(part[touched] for part in pending[:2])]
             for states, pending in zip(self.states, self.pending, strict=True)
         )
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol, equal_nan=True)
         columns = self.columns[touched], self.wanted_columns[touched]
         torch.testing.assert_close(*columns, atol=0, rtol=0, equal_nan=True)
-        after = [kept[others] for kept in (self.states[0], self.columns, *(self.pending[0] or ()))]
+        after = [kept[others] for kept in (self.states[0], self.columns, *self.pending[0][:2])]
         torch.testing.assert_close(after, before, atol=0, rtol=0, equal_nan=True)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.kernels.gpu import delta_prompts
+from phalanx.kernels.gpu import delta, delta_parts, delta_prompts
 from tests.kernels.delta_nets import Nets, random_net
 from tests.kernels.interpreter import backwards, make_ready
 
@@ -14,11 +14,15 @@ def main() -> None:
     make_ready()
     torch.manual_seed(0)
     delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
+    delta_parts.ROWS_AT_ONCE = 64
+    delta.AT_ONCE, delta.FEW_COLUMNS, delta.FEWER_COLUMNS = 4, 16, 8
     shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)
     shared.check([(3, 0, 1), (shared.spare, 0, 1), (1, 0, 63), (0, 0, 64), (4, 0, 65)], 1e-5)
     shared.check([(3, 1, 1), (1, 63, 1), (0, 64, 2), (4, 65, 130)], 1e-5)
     shared.check([(3, 2, 1), (0, 0, 1), (1, 64, 3)], 1e-5)
-    drafts = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 6, pending=9)
+    for step in range(20):
+        shared.check([(2, step, 1), (shared.spare, 0, 1), (3, 3 + step, 1)], 1e-5)
+    drafts = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 6, most=9)
     filling = (drafts.spare, 0, 1)
     drafts.check([(3, 0, 1), filling, filling, (2, 0, 9), (0, 0, 3), (1, 0, 10), (4, 0, 70)], 1e-5)
     drafts.check([(3, 1, 4), filling, (2, 4, 9), (0, 3, 2), (1, 10, 1), (4, 70, 6), filling], 1e-5)

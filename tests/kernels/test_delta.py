@@ -170,7 +170,7 @@ def test_a_sequence_goes_on_behind_any_of_its_rows() -> None:
         torch.randn(KERNEL, CHANNELS),
     )
     since = torch.full((PLACES, HEADS, V_DIM), 3, dtype=torch.int32)
-    pending = PendingUpdates(dirty(most, HEADS, K_DIM + V_DIM + 1), since)
+    pending = PendingUpdates(dirty(most, HEADS, K_DIM + V_DIM + 1), since, most)
     wanted = {
         slot: (whole(sequences[slot], torch_recurrent_gated_delta_rule)[0], convolved(inputs[slot], taps))
         for slot in begun

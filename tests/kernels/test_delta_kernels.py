@@ -55,7 +55,7 @@ def test_rows_of_drafts_of_nets_of_real_size_on_a_gpu(
     from tests.kernels.delta_nets import Nets, random_net
 
     torch.manual_seed(0)
-    nets = Nets(random_net((16, v_heads), (128, 128), 4, dtype, "cuda"), 40, pending=9)
+    nets = Nets(random_net((16, v_heads), (128, 128), 4, dtype, "cuda"), 40, most=9)
     filling = (nets.spare, 0, 1)
     nets.check([(3, 0, 1), filling, filling, (2, 0, 9), (0, 0, 4), (1, 0, 10), (4, 0, 300)], atol, quantised)
     nets.check([(3, 1, 4), filling, (2, 4, 9), (0, 3, 2), (1, 10, 1), (4, 300, 6), filling], atol, quantised)

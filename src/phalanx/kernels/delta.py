@@ -47,13 +47,14 @@ def delta_net(
     FP8 if asked.
 
     `qkvz` are queries, keys, values and gates, `rates` what betas and decays come from. `states` and `columns`, which
-    lie by place, go on from there. Only with `pending` rows of one token may be several of a sequence, as many as there
-    is room for: then it may go on behind any of them.
+    lie by place, go on from there. Only with `pending`, which a GPU needs, rows of one token may be several of a
+    sequence: then it may go on behind any of them.
     """
     if qkvz.is_cuda:
         from phalanx.kernels.gpu import delta as gpu
 
-        return gpu.delta_net(qkvz, rates, net, states, columns, batch.decode, batch.tiles, quantised, pending)
+        assert pending is not None, "kernels write a state once in a while"
+        return gpu.delta_net(qkvz, rates, net, states, columns, batch.decode, batch.tiles, pending, quantised)
     return delta_net_torch(qkvz, rates, net, states, columns, batch, pending)
 
 
@@ -189,8 +190,10 @@ def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pen
     """
     firsts, counts = decode.sequences
     slots, positions = decode.slots[firsts], decode.positions[firsts]
+    is_full = (positions + 2 * pending.most > pending.since[slots, 0, 0] + pending.tokens) | (positions == 0)
     state = _caught_up(_begun(states[slots], positions), pending, slots, positions)
-    states[slots], pending.since[slots] = state, positions.to(torch.int32)[:, None, None]
+    states[slots[is_full]] = state[is_full]
+    pending.since[slots[is_full]] = positions[is_full].to(torch.int32)[:, None, None]
     number = torch.arange(int(counts.max()), device=slots.device)
     known = number < counts[:, None]
     each = (firsts[:, None] + number).clamp(max=len(decode.slots) - 1)

@@ -31,17 +31,29 @@ class DeltaWeights(NamedTuple):
 
 
 class PendingUpdates(NamedTuple):
-    """What the last tokens of sequences do to their states, kept beside these until it is known which tokens stand:
-    those that were guessed may be wrong.
+    """What the last tokens of sequences do to their states, kept beside these: to read a state along with a few updates
+    is quicker than to write it with each, and those of tokens that were guessed may be wrong.
 
     A state is as it was before position `since` of its sequence: [places, v_heads, v_dim], the same for all columns of
     a head. `updates` are [places, tokens, v_heads, k_dim + v_dim + 1]: a token's at its position modulo their number,
-    its key, what it moves the state by there, and the logarithm of what it leaves of it.
+    its key, what it moves the state by there, and the logarithm of what it leaves of it. A step has up to `most` tokens
+    of a sequence. Those that stand are made before the tokens of a step could take their places: some programs may be
+    at them while others are done.
     """
 
     updates: Tensor
     since: Tensor
+    most: int
 
     @property
     def tokens(self) -> int:
         return self.updates.shape[1]
+
+
+def updates_beside(most: int) -> int:
+    """That a GPU keeps beside a state, with so many tokens of a sequence in a step.
+
+    To write a state takes as long as to read it, which once in a while is no matter. The updates of several tokens are
+    made with each step: to read it along with those of steps before takes longer.
+    """
+    return 8 if most == 1 else 2 * most

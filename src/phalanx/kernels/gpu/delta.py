@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu import delta_prompts
-from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu, updated
+from phalanx.kernels.gpu.delta_parts import gate_and_store, gate_rows, length_factor, rates_of, silu, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.rows import empty_quantised
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
@@ -20,170 +20,222 @@ WARPS = 4
 more steps, and have too few registers for all that they keep.
 """
 
+AT_ONCE = 256
+"""Heads of sequences, up to which a program takes all columns of a state: it can norm and gate what they read."""
+
+FEW_COLUMNS, FEWER_COLUMNS = 64, 32
+"""Columns for one of more programs, and for one that takes several rows of a sequence: so many as leave registers for
+other programs, or for all that is kept of these rows. A second kernel norms and gates.
+"""
+
 
 @triton.jit
-def _next_column(
+def _convolved(
     qkvz, taps, columns, row, before, place, position, channel, known, stride, keeps,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """What the convolution makes of some channels of a token, which is kept, if `keeps`, for those behind it.
+    """What the convolution makes of some channels of tokens, which are kept, where `keeps`, for those behind them.
 
-    So many tokens of its sequence are rows `before` it. What is kept of them is not looked at: others may not have come
-    so far yet.
+    So many tokens of their sequence are rows `before` them. What is kept of these is not looked at: others may not have
+    come so far yet.
     """
     new = tl.load(qkvz + row * stride + channel, mask=known, other=0.0)
     ring = columns + place * (RING * CHANNELS) + channel
-    total = tl.zeros(channel.shape, tl.float32)
+    total = tl.zeros(new.shape, tl.float32)
     for tap in tl.static_range(KERNEL - 1):
         back = KERNEL - 1 - tap
         at = position - back
         seen = tl.load(ring + (at % RING) * CHANNELS, mask=known & (at >= 0) & (back > before), other=0.0)
-        if PENDING:
+        if TOGETHER > 1:
             seen += tl.load(qkvz + (row - back) * stride + channel, mask=known & (back <= before), other=0.0)
-        weight = tl.load(taps + channel * KERNEL + tap, mask=known, other=0.0)
+        weight = tl.load(taps + channel * KERNEL + tap)
         total += seen.to(tl.float32) * weight.to(tl.float32)
-    total += new.to(tl.float32) * tl.load(taps + channel * KERNEL + KERNEL - 1, mask=known, other=0.0).to(tl.float32)
+    total += new.to(tl.float32) * tl.load(taps + channel * KERNEL + KERNEL - 1).to(tl.float32)
     tl.store(ring + (position % RING) * CHANNELS, new, mask=known & keeps)
     return silu(total, new.dtype).to(tl.float32)
 
 
 @triton.jit
-def _correct(
-    state, qkvz, rates, taps, decays, decay_bias, columns, row, before, place, position, head, stride, keeps, scale,
+def _vectors(
+    qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps, scale,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, PENDING: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    RING: tl.constexpr, TOGETHER: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """What a token reads, and what it does to the state: its key, what it moves, and the logarithm of what it leaves.
+    """Query, key and value of the tokens of a sequence, each [tokens, width].
 
     Query and key are made as one: where either alone has fewer numbers than there are threads, the compiler lets each
     thread load all that it needs of it later on.
     """
     shared: tl.constexpr = V_HEADS // K_HEADS
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    key, first = head // shared, (head % shared == 0) & keeps
-    which, i, j = tl.arange(0, 2)[:, None], tl.arange(0, K)[None, :], tl.arange(0, V)
-    both = _next_column(
-        qkvz, taps, columns, row, before, place, position, (which * K_HEADS + key) * K_DIM + i,
-        (which < 2) & (i < K_DIM), stride, first, channels, KERNEL, RING, PENDING,
+    key, first = head // shared, (head % shared == 0) & (part == 0) & keeps
+    which, i, j = tl.arange(0, 2)[:, None, None], tl.arange(0, K)[None, None, :], part * V + tl.arange(0, V)[None, :]
+    some_k, some_v = tl.minimum(i, K_DIM - 1), tl.minimum(j, V_DIM - 1)
+    both = _convolved(
+        qkvz, taps, columns, (row + t)[None, :, None], t[None, :, None], place, (position + t)[None, :, None],
+        (which * K_HEADS + key) * K_DIM + some_k, known[None, :, None] & (i < K_DIM), stride, first, channels, KERNEL,
+        RING, TOGETHER,
     )  # fmt: skip
-    v = _next_column(
-        qkvz, taps, columns, row, before, place, position, 2 * K_HEADS * K_DIM + head * V_DIM + j, j < V_DIM, stride,
-        keeps, channels, KERNEL, RING, PENDING,
+    v = _convolved(
+        qkvz, taps, columns, (row + t)[:, None], t[:, None], place, (position + t)[:, None],
+        2 * K_HEADS * K_DIM + head * V_DIM + some_v, known[:, None] & (j < V_DIM), stride, keeps, channels, KERNEL,
+        RING, TOGETHER,
     )  # fmt: skip
-    q, k = tl.split(tl.trans(both * length_factor(both, 1)[:, None]))
-    q *= scale
-    decay, beta = rates_of(rates, decays, decay_bias, row, head, True, V_HEADS)
-    fade = tl.exp(decay)
-    moved = (v - tl.sum(state * k[:, None], 0) * fade) * beta
-    read = tl.sum(state * q[:, None], 0) * fade + tl.sum(q * k, 0) * moved
-    return read, k, moved, decay
+    q, k = tl.split(tl.permute(both * length_factor(both, 2)[:, :, None], (1, 2, 0)))
+    return q * scale, k, v
 
 
 @triton.jit
-def _leave(
-    read, qkvz, norm, out, out_scales, row, rows, head, stride, eps,
-    CHANNELS: tl.constexpr, V_HEADS: tl.constexpr, V_DIM: tl.constexpr, V: tl.constexpr, QUANTISED: tl.constexpr,
-    LARGEST: tl.constexpr,
+def _pending_updates(
+    log, begins, position, i, j, PENDING: tl.constexpr, WIDE: tl.constexpr, EACH: tl.constexpr, K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
 ):  # fmt: skip
-    j = tl.arange(0, V)
-    gate = tl.load(qkvz + row * stride + CHANNELS + head * V_DIM + j, mask=j < V_DIM, other=0.0)
-    gate_and_store(
-        read[None, :], gate[None, :], norm, out, out_scales, row + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1),
-        rows, head, eps, V_HEADS, V_DIM, QUANTISED, LARGEST,
-    )  # fmt: skip
+    """Keys of the tokens whose updates are not made yet, what they move, and what is left of these and of the state."""
+    e = tl.arange(0, WIDE)
+    at = begins + (e + PENDING - begins % PENDING) % PENDING
+    known = (e < PENDING) & (at < position)
+    entry = (log + e * EACH)[:, None]
+    keys = tl.load(entry + i[None, :], mask=known[:, None] & (i < K_DIM)[None, :], other=0.0)
+    moves = tl.load(entry + K_DIM + j[None, :], mask=known[:, None] & (j < V_DIM)[None, :], other=0.0)
+    decay = tl.load(log + e * EACH + K_DIM + V_DIM, mask=known, other=0.0)
+    later = at[None, :] > at[:, None]
+    left = tl.where(known, tl.exp(tl.sum(tl.where(later, decay[None, :], 0.0), 1)), 0.0)
+    return keys, moves, left, tl.exp(tl.sum(decay, 0))
+
+
+@triton.jit
+def _read_along(state, keys, moves, left, rest, q, k, v, decay, beta):
+    """What one token reads of a state along with the updates that are pending, and what it moves, each [1, columns]."""
+    one_q, one_k = tl.reshape(q, (q.shape[1],)), tl.reshape(k, (k.shape[1],))
+    by_key = tl.sum(state * one_k[:, None], 0) * rest + tl.sum(moves * (tl.sum(keys * k, 1) * left)[:, None], 0)
+    by_query = tl.sum(state * one_q[:, None], 0) * rest + tl.sum(moves * (tl.sum(keys * q, 1) * left)[:, None], 0)
+    fade = tl.exp(decay)[:, None]
+    moved = (v - by_key[None, :] * fade) * beta[:, None]
+    return by_query[None, :] * fade + tl.sum(q * k, 1)[:, None] * moved, moved
+
+
+@triton.jit
+def _read_in_turn(state, count, q_rows, k_rows, v_rows, decays, betas, t):
+    """What so many tokens read, each behind what those before it do to the state, and what they move."""
+    reads, moves = tl.zeros_like(v_rows), tl.zeros_like(v_rows)
+    for number in range(count):
+        own = t == number
+        q, k = tl.sum(tl.where(own[:, None], q_rows, 0.0), 0), tl.sum(tl.where(own[:, None], k_rows, 0.0), 0)
+        v = tl.sum(tl.where(own[:, None], v_rows, 0.0), 0)
+        fade, beta = tl.exp(tl.sum(tl.where(own, decays, 0.0), 0)), tl.sum(tl.where(own, betas, 0.0), 0)
+        moved = (v - tl.sum(state * k[:, None], 0) * fade) * beta
+        read = tl.sum(state * q[:, None], 0) * fade + tl.sum(q * k, 0) * moved
+        state = state * fade + k[:, None] * moved[None, :]
+        reads, moves = tl.where(own[:, None], read[None, :], reads), tl.where(own[:, None], moved[None, :], moves)
+    return reads, moves
 
 
 @triton.jit(do_not_specialize=["rows", "spare"], do_not_specialize_on_alignment=["slots", "positions"])
 def _decode(
     qkvz, rates, taps, decays, decay_bias, norm, states, columns, updates, since, slots, positions, out, out_scales,
     rows, stride, spare, eps, scale, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, TOGETHER: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
+    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, WIDE: tl.constexpr,
+    MOST: tl.constexpr, TOGETHER: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One value head of a sequence. Its state is read once and written once.
+    """Some columns of one value head of a sequence, or all. Its state is read once, and written when there is no room
+    for more updates.
 
     It was written a step ago at the latest, and slots and positions were before this one: none of them waits for the
     kernel ahead. Value heads that share a key head all make its column, and the first of them keeps it. Of the spare
     slot nothing is kept; each of its rows is on its own.
 
-    Where updates are pending, those that stand are made first, and then the state is written as it is before this step:
-    what the tokens of this step do to it is pending for the next. There a sequence may have several rows, which lie
-    together: the program of its first one takes them one after the other. The others wait for the kernel ahead like
-    all, which the next kernel relies on, and do nothing else.
+    A sequence may have several rows, up to `MOST`, which lie together: the program of its first one takes them all. The
+    others wait for the kernel ahead like all, which the next kernel relies on, and do nothing else. There is no room
+    for updates but those of two steps: they are made with each.
     """
     let_next_start()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1).to(tl.int64)
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    i, j = tl.arange(0, K), tl.arange(0, V)
+    each: tl.constexpr = V_HEADS * (K_DIM + V_DIM + 1)
+    i, j, t = tl.arange(0, K), part * V + tl.arange(0, V), tl.arange(0, TOGETHER)
     some_k, some_v = i < K_DIM, j < V_DIM
-    inside = some_k[:, None] & some_v[None, :]
-    place, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
-    keeps = place != spare
-    if PENDING:
+    place, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
+    keeps, count = place != spare, 1
+    if TOGETHER > 1:
         last = tl.load(slots + row - 1, mask=row > 0, other=-1)
         if keeps & (last == place):
             wait_for_ahead()
             return
+        together = tl.load(slots + row + t, mask=row + t < tl.num_programs(1), other=-1) == place
+        count = tl.where(keeps, tl.sum(together.to(tl.int32), 0), 1)
     spot = states + (place * V_HEADS + head) * (K_DIM * V_DIM) + i[:, None] * V_DIM + j[None, :]
+    log = updates + place * (PENDING * each) + head * (K_DIM + V_DIM + 1)
+    reached = since + (place * V_HEADS + head) * V_DIM
+    begins = tl.minimum(tl.maximum(tl.load(reached + part * V), position - PENDING), position)
+    inside = some_k[:, None] & some_v[None, :]
     state = tl.load(spot, mask=inside & (position > 0), other=0.0)
-    if PENDING:
-        size: tl.constexpr = K_DIM + V_DIM + 1
-        log = updates + (place * (PENDING * V_HEADS) + head) * size
-        reached = since + (place * V_HEADS + head) * V_DIM + j
-        begins = tl.maximum(tl.max(tl.load(reached, mask=some_v, other=0), 0).to(position.dtype), position - PENDING)
+    if (position == 0) | (position + 2 * MOST > begins + PENDING):
         for at in range(begins, position):
-            state = updated(state, log + (at % PENDING) * (V_HEADS * size), i, j, some_k, some_v, K_DIM, V_DIM)
+            state = updated(state, log + (at % PENDING) * each, i, j, some_k, some_v, K_DIM, V_DIM)
         tl.debug_barrier()  # several threads may have loaded what one of them writes
         tl.store(spot, state, mask=inside & keeps)
-        tl.store(reached, position.to(tl.int32), mask=some_v & keeps)
-        r = row + tl.arange(0, TOGETHER)
-        together = tl.load(slots + r, mask=r < tl.num_programs(1), other=-1) == place
-        count = tl.where(keeps, tl.sum(together.to(tl.int32), 0), 1)
-        wait_for_ahead()
-        for before in range(count):
-            read, k, moved, decay = _correct(
-                state, qkvz, rates, taps, decays, decay_bias, columns, row + before, before, place, position + before,
-                head, stride, keeps, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL, RING, PENDING, K, V,
-            )  # fmt: skip
-            state = state * tl.exp(decay) + k[:, None] * moved[None, :]
-            _leave(
-                read, qkvz, norm, out, out_scales, row + before, rows, head, stride, eps, channels, V_HEADS, V_DIM, V,
-                QUANTISED, LARGEST,
-            )  # fmt: skip
-            entry = log + ((position + before) % PENDING) * (V_HEADS * size)
-            tl.store(entry + i, k, mask=some_k & keeps)
-            tl.store(entry + K_DIM + j, moved, mask=some_v & keeps)
-            tl.store(entry + K_DIM + V_DIM, decay, mask=keeps)
+        tl.store(reached + j, position, mask=some_v & keeps)
+        begins = position
+    if TOGETHER == 1 and PARTS == 1:
+        keys, moves, left, rest = _pending_updates(log, begins, position, i, j, PENDING, WIDE, each, K_DIM, V_DIM)
+    wait_for_ahead()
+    known = t < count
+    q, k, v = _vectors(
+        qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps, scale, K_HEADS, V_HEADS, K_DIM,
+        V_DIM, KERNEL, RING, TOGETHER, K, V,
+    )  # fmt: skip
+    decay, beta = rates_of(rates, decays, decay_bias, row + t, head, known, V_HEADS)
+    if TOGETHER == 1:
+        if PARTS > 1:  # where there are many programs, registers are worth more than an early start
+            keys, moves, left, rest = _pending_updates(log, begins, position, i, j, PENDING, WIDE, each, K_DIM, V_DIM)
+        read, moved = _read_along(state, keys, moves, left, rest, q, k, v, decay, beta)
     else:
-        wait_for_ahead()
-        read, k, moved, decay = _correct(
-            state, qkvz, rates, taps, decays, decay_bias, columns, row, 0, place, position, head, stride, keeps, scale,
-            K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL, RING, PENDING, K, V,
-        )  # fmt: skip
-        tl.store(spot, state * tl.exp(decay) + k[:, None] * moved[None, :], mask=inside & keeps)
-        _leave(
-            read, qkvz, norm, out, out_scales, row, rows, head, stride, eps, channels, V_HEADS, V_DIM, V, QUANTISED,
-            LARGEST,
-        )  # fmt: skip
+        read, moved = _read_in_turn(state, count, q, k, v, decay, beta, t)
+    entry, kept = log + ((position + t) % PENDING) * each, known & keeps
+    tl.store(entry[:, None] + i[None, :], k, mask=kept[:, None] & some_k[None, :] & (part == 0))
+    tl.store(entry[:, None] + K_DIM + j[None, :], moved, mask=kept[:, None] & some_v[None, :])
+    tl.store(entry + K_DIM + V_DIM, decay, mask=kept & (part == 0))
+    seen = known[:, None] & some_v[None, :]
+    if PARTS == 1:
+        gates = tl.load(qkvz + (row + t)[:, None] * stride + channels + head * V_DIM + j[None, :], mask=seen, other=0.0)
+        gate_and_store(
+            read, gates, norm, out, out_scales, row + t, known, rows, head, eps, V_HEADS, V_DIM, QUANTISED, LARGEST
+        )
+    else:
+        spots = out + ((row + t) * V_HEADS + head)[:, None] * V_DIM + j[None, :]
+        tl.store(spots, read.to(out.dtype.element_ty), mask=seen)
+
+
+def _columns_of(net: DeltaWeights, rows: int, together: int) -> int:
+    """That a program takes of a state."""
+    whole = triton.next_power_of_2(net.v_dim)
+    if together > 1:
+        return min(whole, FEWER_COLUMNS)
+    return whole if net.v_heads * rows <= AT_ONCE else min(whole, FEW_COLUMNS)
 
 
 def _step(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates | None,
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates,
     decode: DecodeRows, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
-    updates, since = pending or (None, None)
-    most = pending.tokens if pending else 0
-    _decode[(net.v_heads, len(decode.positions))](
-        qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, updates, since,
-        decode.slots, decode.positions, values, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps,
+    rows, together = len(decode.positions), triton.next_power_of_2(pending.most)
+    width = _columns_of(net, rows, together)
+    parts = triton.cdiv(net.v_dim, width)
+    read = values if parts == 1 else qkvz.new_empty(rows, net.v_heads * net.v_dim)
+    _decode[(net.v_heads * parts, rows)](
+        qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, pending.updates, pending.since,
+        decode.slots, decode.positions, read, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps,
         net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
-        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=most, TOGETHER=triton.next_power_of_2(most),
-        K=triton.next_power_of_2(net.k_dim), V=triton.next_power_of_2(net.v_dim),
-        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=WARPS,
-        launch_pdl=starts_early(),
+        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens,
+        WIDE=triton.next_power_of_2(pending.tokens), MOST=pending.most, TOGETHER=together,
+        K=triton.next_power_of_2(net.k_dim), V=width, PARTS=parts, QUANTISED=scales is not None, LARGEST=LARGEST,
+        num_warps=WARPS, launch_pdl=starts_early(),
     )  # fmt: skip
+    if parts > 1:
+        gate_rows(read, qkvz, net, None, out)
 
 
 def delta_net(
@@ -194,8 +246,8 @@ def delta_net(
     columns: Tensor,
     decode: DecodeRows | None,
     tiles: PrefillTiles | None,
+    pending: PendingUpdates,
     quantised: bool = False,
-    pending: PendingUpdates | None = None,
 ) -> Tensor | Quantised:
     """Rows of one token come first. In a graph those that fill up reach into the prompts, which overwrite them."""
     width = net.v_heads * net.v_dim

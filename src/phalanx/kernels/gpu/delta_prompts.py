@@ -14,25 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
-from phalanx.kernels.fp8 import LARGEST, Quantised
-from phalanx.kernels.gpu.delta_parts import gate_and_store, length_factor, rates_of, silu, updated
+from phalanx.kernels.fp8 import Quantised
+from phalanx.kernels.gpu.delta_parts import ROWS_AT_ONCE, gate_rows, length_factor, rates_of, silu, tile_at, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.shared_memory import is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
 
 CHANNELS_AT_ONCE = 128
-ROWS_AT_ONCE = 32
 VALUES_AT_ONCE = 32
 """Columns of a state that a program takes along a sequence."""
 SMALL_BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def _tile(tiles, number):
-    """Place, first row, rows, first position, and where this step began the sequence."""
-    tile = tiles + number * 5
-    place, first, begins = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64), tl.load(tile + 4)
-    return place, first, tl.load(tile + 2), tl.load(tile + 3), begins
 
 
 @triton.jit
@@ -47,7 +38,7 @@ def _convolve(
     channel = tl.program_id(0) * WIDE + tl.arange(0, WIDE)[None, :]
     r = (part * ROWS + tl.arange(0, ROWS))[:, None]
     wait_for_ahead()
-    place, first, count, start, begins = _tile(tiles, tl.program_id(1) // PARTS)
+    place, first, count, start, begins = tile_at(tiles, tl.program_id(1) // PARTS)
     if part * ROWS >= count:
         return
     known = (r < count) & (channel < CHANNELS)
@@ -125,7 +116,7 @@ def _solve(
     narrow: tl.constexpr = mixed.dtype.element_ty
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     wait_for_ahead()
-    _, first, count, _, _ = _tile(tiles, tl.program_id(1) // PARTS)
+    _, first, count, _, _ = tile_at(tiles, tl.program_id(1) // PARTS)
     if part * CHUNK >= count:
         return
     i, d = tl.arange(0, CHUNK), tl.arange(0, K)
@@ -183,8 +174,8 @@ def _go_along(
     key, c, d, v = head // shared, tl.arange(0, CHUNK), tl.arange(0, K), part * VALUES + tl.arange(0, VALUES)
     some_k, some_v = d < K_DIM, v < V_DIM
     wait_for_ahead()
-    place, first, count, start, begins = _tile(tiles, number)
-    before, _, _, after, _ = _tile(tiles, tl.maximum(number, 1) - 1)
+    place, first, count, start, begins = tile_at(tiles, number)
+    before, _, _, after, _ = tile_at(tiles, tl.maximum(number, 1) - 1)
     goes_on = (number > 0) & (before == place) & (after == start + count)
     if goes_on | (count == 0):
         return
@@ -192,15 +183,14 @@ def _go_along(
     inside = some_k[:, None] & some_v[None, :]
     spot = states + (place * V_HEADS + head) * (K_DIM * V_DIM) + d[:, None] * V_DIM + v[None, :]
     state = tl.load(spot, mask=inside & (begins > 0), other=0.0)
-    if PENDING:
-        size: tl.constexpr = K_DIM + V_DIM + 1
-        log = updates + (place * (PENDING * V_HEADS) + head) * size
-        reached = state_since + (place * V_HEADS + head) * V_DIM + v
-        made = tl.maximum(tl.max(tl.load(reached, mask=some_v, other=0), 0), begins - PENDING)
-        for at in range(made, begins):
-            state = updated(state, log + (at % PENDING) * (V_HEADS * size), d, v, some_k, some_v, K_DIM, V_DIM)
-        tl.debug_barrier()  # several threads may have loaded what one of them writes
-        tl.store(reached, end, mask=some_v)
+    size: tl.constexpr = K_DIM + V_DIM + 1
+    log = updates + (place * (PENDING * V_HEADS) + head) * size
+    reached = state_since + (place * V_HEADS + head) * V_DIM + v
+    made = tl.maximum(tl.max(tl.load(reached, mask=some_v, other=0), 0), begins - PENDING)
+    for at in range(made, begins):
+        state = updated(state, log + (at % PENDING) * (V_HEADS * size), d, v, some_k, some_v, K_DIM, V_DIM)
+    tl.debug_barrier()  # several threads may have loaded what one of them writes
+    tl.store(reached, end, mask=some_v)
     for at in range(begins, end, CHUNK):
         known = at + c < end
         row = row_of_zero + at + c
@@ -239,37 +229,13 @@ def _go_along(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _gate(
-    read, qkvz, norm, tiles, out, out_scales, tokens, stride, eps, CHANNELS: tl.constexpr, V_HEADS: tl.constexpr,
-    V_DIM: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, QUANTISED: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Some rows of a tile, of one value head."""
-    let_next_start()
-    head, part = tl.program_id(0), tl.program_id(1) % PARTS
-    r, j = part * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
-    wait_for_ahead()
-    _, first, count, _, _ = _tile(tiles, tl.program_id(1) // PARTS)
-    if part * ROWS >= count:
-        return
-    row, known = first + r, r < count
-    mask = known[:, None] & (j < V_DIM)[None, :]
-    values = tl.load(read + (row * V_HEADS + head)[:, None] * V_DIM + j[None, :], mask=mask, other=0.0)
-    gates = tl.load(qkvz + row[:, None] * stride + CHANNELS + head * V_DIM + j[None, :], mask=mask, other=0.0)
-    gate_and_store(
-        values, gates, norm, out, out_scales, row, known, tokens, head, eps, V_HEADS, V_DIM, QUANTISED, LARGEST
-    )
-
-
 def go_on(
-    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates | None,
+    qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates,
     cut: PrefillTiles, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """The rows of prompts, into theirs of `out`. Nothing here asks the host."""
     tokens, count, channels = len(qkvz), len(cut.tiles), sum(net.widths)
     convolution = {"KERNEL": net.taps.shape[1], "RING": columns.shape[1]}
-    updates, since = pending or (None, None)
     wide: dict[str, Any] = {"dtype": torch.float32, "device": qkvz.device}
     chunk = CHUNK if qkvz.element_size() < 4 or is_roomy() else CHUNK // 2
     mixed, read = (qkvz.new_empty(tokens, width) for width in (channels, net.widths[2]))
@@ -289,13 +255,8 @@ def go_on(
     )  # fmt: skip
     values = min(v, VALUES_AT_ONCE)
     _go_along[(net.v_heads * (v // values), count)](
-        qkvz, mixed, corrections, weights, facts, cut.tiles, states, columns, updates, since, read, tokens,
-        qkvz.stride(0), **heads, **convolution, PENDING=pending.tokens if pending else 0, K=k, VALUES=values,
+        qkvz, mixed, corrections, weights, facts, cut.tiles, states, columns, pending.updates,
+        pending.since, read, tokens, qkvz.stride(0), **heads, **convolution, PENDING=pending.tokens, K=k, VALUES=values,
         PARTS=v // values, CHUNK=chunk, num_warps=4, num_stages=1, launch_pdl=early,
     )  # fmt: skip
-    given, scales = out if isinstance(out, Quantised) else (out, None)
-    _gate[(net.v_heads, count * parts)](
-        read, qkvz, net.norm, cut.tiles, given, scales, tokens, qkvz.stride(0), net.eps, CHANNELS=channels,
-        V_HEADS=net.v_heads, V_DIM=net.v_dim, V=v, PARTS=parts, ROWS=ROWS_AT_ONCE, QUANTISED=scales is not None,
-        LARGEST=LARGEST, num_warps=4, launch_pdl=early,
-    )  # fmt: skip
+    gate_rows(read, qkvz, net, cut.tiles, out)

@@ -18,7 +18,7 @@ from phalanx.kernels.gpu.shared_memory import stages_here
 VECTOR_TILE = (4, 2048)
 """Outputs and inputs that one program of a matrix-vector product takes at once."""
 
-WIDE_TILES = {8: (4, 2, 2048), 64: (16, 4, 512)}
+WIDE_TILES = {8: (4, 2, 2048), 128: (16, 4, 512)}
 """For up to so many rows, the rows, outputs and inputs that one program of a product in float32 takes at once. Of few
 rows the weight decides: nothing hides the time until a block of it is there. More of them are read again and again.
 """

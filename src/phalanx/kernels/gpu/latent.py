@@ -87,18 +87,19 @@ def _attend_latents(
     total = tl.zeros([COLUMNS], tl.float32)
     acc = tl.zeros([RANK_WIDE, COLUMNS], tl.float32)
     for at in range(begin, stop, TOKENS):
-        position = at + tl.arange(0, TOKENS)
-        seen = position < stop
+        seen = at + tl.arange(0, TOKENS) < stop
+        position = tl.minimum(at + tl.arange(0, TOKENS), stop - 1)
         if TOP:
-            position = tl.load(chosen + row * TOP + position, mask=seen, other=0)
-        page = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
+            position = tl.load(chosen + row * TOP + position)
+        position = position.to(tl.uint32)  # never below zero, which divides more quickly
+        page = tl.load(table + position // PAGE).to(tl.int64)
         entry = cache + ((page * PAGE + position % PAGE) * (RANK + ROPE))[:, None]
-        latents = tl.load(entry + d, mask=seen[:, None] & (d < RANK), other=0.0)
-        keys = tl.load(entry + RANK + r, mask=seen[:, None] & (r < ROPE), other=0.0)
+        latents = tl.load(entry + d, mask=d[None, :] < RANK, other=0.0)
+        keys = tl.load(entry + RANK + r, mask=r[None, :] < ROPE, other=0.0)
         scores = tl.dot(latents, low, input_precision="ieee")
         scores = tl.dot(keys, high, scores, input_precision="ieee") * scale
         if TILED:
-            scores = tl.where((position[:, None] <= asked[None, :]) & seen[:, None], scores, -1.0e30)
+            scores = tl.where((position.to(tl.int32)[:, None] <= asked[None, :]) & seen[:, None], scores, -1.0e30)
         else:
             scores = tl.where(seen[:, None], scores, -1.0e30)
         top = tl.maximum(peak, tl.max(scores, 0))

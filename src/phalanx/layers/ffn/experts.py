@@ -18,7 +18,7 @@ from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.ffn import Moe
 
-JOINED_ROWS = 64
+JOINED_ROWS = 128
 """Up to these a shared expert goes with the routed ones where it can: what counts there is the number of kernels."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates, updates_beside
 from phalanx.kernels.fp8 import GROUP, Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
@@ -22,8 +22,8 @@ from phalanx.spec.delta import DeltaNet
 class DeltaMixer:
     """Of a sequence it keeps a state and the convolution's last columns, whatever its length, in the sequence's place.
 
-    A sequence that begins finds zeros, whatever is in its place. Where there may be drafts, what the last tokens do to
-    the state is kept beside it.
+    A sequence that begins finds zeros, whatever is in its place. On a GPU, and where there may be drafts, what the last
+    tokens do to the state is kept beside it.
     """
 
     in_graphs = True
@@ -47,11 +47,12 @@ class DeltaMixer:
         self.columns = place.empty(0, record.ring, sum(self.widths))
         self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
         self.pending: PendingUpdates | None = None
-        if record.pending:
-            update = record.k_dim + record.v_dim + 1
+        most = max(1, record.pending)
+        if kept := updates_beside(most) if place.device.type == "cuda" else record.pending:
             self.pending = PendingUpdates(
-                torch.empty(0, record.pending, self.v_heads, update, device=place.device),
+                torch.empty(0, kept, self.v_heads, record.k_dim + record.v_dim + 1, device=place.device),
                 torch.empty(0, self.v_heads, record.v_dim, dtype=torch.int32, device=place.device),
+                most,
             )
 
     @property
@@ -91,17 +92,21 @@ class DeltaMixer:
         return 4 * (tokens * (5 * channels + read) + rows * read * self.record.k_dim)
 
     def states(self) -> list[Tensor]:
-        return [self.memory, self.columns, *(self.pending or ())]
+        pending = [] if self.pending is None else [self.pending.updates, self.pending.since]
+        return [self.memory, self.columns, *pending]
 
     def allocate_states(self, places: int) -> None:
         self.memory, self.columns, *pending = (zeros(state, places, *state.shape[1:]) for state in self.states())
-        self.pending = PendingUpdates(*pending) if pending else None
+        if self.pending is not None:
+            updates, since = pending
+            self.pending = PendingUpdates(updates, since, self.pending.most)
 
     def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what the net adds to these rows, all by default."""
         quantised = rows is None and self.output.product.takes_fp8 and self.record.v_dim == GROUP
         adapters = step.adapters_of(None)
-        qkvz, rates = self.qkvz(x, adapters), self.rates(x, adapters)
+        rates = self.rates(x, adapters)  # short: the first weights of the other are on their way meanwhile
+        qkvz = self.qkvz(x, adapters)
         mixed = delta_net(qkvz, rates, self.weights, self.memory, self.columns, step.batch, quantised, self.pending)
         if rows is not None:
             assert isinstance(mixed, Tensor)
