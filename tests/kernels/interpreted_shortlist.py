@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels.candidates import stretch_of
+from phalanx.kernels import shortlist
 from phalanx.kernels.gpu import shortlist as gpu
 from phalanx.kernels.gpu.gemm import counters
 from phalanx.kernels.shortlist import best_of_ranks_torch, look_again_torch
@@ -59,13 +59,14 @@ def check_ranks(rows: int, ranks: int) -> None:
 if __name__ == "__main__":
     make_ready()
     torch.manual_seed(0)
-    assert [stretch_of(width) for width in (1, 300, 8192, 8193, 16160, 248320)] == [16, 16, 16, 32, 32, 512]
-    check_size(3, 7, 24, torch.float32)
+    check_size(1, 2600, 24, torch.float32)
+    gpu.COMBS = shortlist.COMBS = 64
+    check_size(3, 7, 33, torch.float32)
+    check_size(2, 64, 33, torch.float32)
     check_size(2, 257, 96, torch.float16)
-    check_size(1, 4100, 33, torch.float32)
+    gpu.SCORES = 128
     with backwards():
         check_size(2, 1500, 64, torch.float32)
-    check_size(1, 8193, 64, torch.float32)
     check_broken_scores()
     check_ranks(5, 3)
     check_ranks(2, 8)

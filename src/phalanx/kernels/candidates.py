@@ -7,7 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 CANDIDATES = 16
-MOST_STRETCHES, LEAST_STRETCH = 512, 16
+COMBS = 512
+"""Columns that are so far apart make up a comb, of which one is a candidate. Neighbours are in different ones: tokens
+that are alike, or frequent, have numbers close to each other."""
 
 
 class Found(NamedTuple):
@@ -17,8 +19,3 @@ class Found(NamedTuple):
 
     tokens: Tensor
     scored: Tensor
-
-
-def stretch_of(width: int) -> int:
-    """Columns of which one at most is looked at again: a power of two."""
-    return max(LEAST_STRETCH, (1 << (width - 1).bit_length()) // MOST_STRETCHES)

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.candidates import CANDIDATES, Found, stretch_of
+from phalanx.kernels.candidates import CANDIDATES, COMBS, Found
 from phalanx.kernels.sampling_table import TOKEN
 
 
 def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -> Found:
-    """The best of each stretch of a row's scores, and of these the best 16, are scored again as hidden @ weight.T, in
+    """The best of each comb of a row's scores, and of these the best 16, are scored again as hidden @ weight.T, in
     place. The best of those is found, the first of equals; the first column is this token. What is not a number is
     never the best, if there is anything else.
     """
@@ -33,10 +33,11 @@ def look_again_torch(scores: Tensor, hidden: Tensor, weight: Tensor, first: int 
 
 
 def _candidates(scores: Tensor) -> Tensor:
-    width, stretch = scores.shape[1], stretch_of(scores.shape[1])
-    padded = F.pad(_known(scores), (0, -width % stretch), value=float("-inf")).unflatten(1, (-1, stretch))
-    best, column = _first_best(padded, torch.arange(padded[0].numel(), device=scores.device).view(padded.shape[1:]))
-    return column.gather(1, best.sort(dim=1, descending=True, stable=True).indices[:, :CANDIDATES])
+    width = scores.shape[1]
+    combs = F.pad(_known(scores), (0, -width % COMBS), value=float("-inf")).unflatten(1, (-1, COMBS)).transpose(1, 2)
+    column = torch.arange(combs[0].numel(), device=scores.device).view(-1, COMBS).t()
+    best, column = _first_best(combs, column)
+    return column.gather(1, best.sort(dim=1, descending=True, stable=True).indices[:, : min(CANDIDATES, width)])
 
 
 def _known(scores: Tensor) -> Tensor:

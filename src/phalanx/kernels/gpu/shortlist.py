@@ -1,4 +1,4 @@
-"""`kernels.shortlist` on a GPU: one launch finds the best of every stretch, one looks at the best of these again."""
+"""`kernels.shortlist` on a GPU: one launch finds the best of every comb, one looks at the best of these again."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.candidates import CANDIDATES, Found, stretch_of
+from phalanx.kernels.candidates import CANDIDATES, COMBS, Found
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import counters
 from phalanx.kernels.gpu.sampling import first_best, scores_of
 from phalanx.kernels.sampling_table import TOKEN
 
-COLUMNS = 4096
-"""That one program looks through."""
+SCORES = 8192
+"""That one program looks through, or fewer: of at least so many combs that it reads whole sectors of memory."""
+LEAST_COMBS = 16
 
 
 @triton.jit
-def _best_of_stretches(scores, best, where, width, stretches, STRETCH: tl.constexpr, EACH: tl.constexpr):
+def _best_of_combs(
+    scores, best, where, width, combs, COMBS: tl.constexpr, LENGTH: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
     let_next_start()
-    row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH + tl.arange(0, EACH)
-    column = stretch[:, None] * STRETCH + tl.arange(0, STRETCH)[None, :]
+    row, comb = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH + tl.arange(0, EACH)
+    column = tl.arange(0, LENGTH)[:, None] * COMBS + comb[None, :]
     wait_for_ahead()
     value = scores_of(scores, row, width, column)
-    top = tl.max(value, 1)
-    first = tl.min(tl.where(value == top[:, None], column, width), 1)
-    tl.store(best + row * stretches + stretch, top, mask=stretch < stretches)
-    tl.store(where + row * stretches + stretch, first, mask=stretch < stretches)
+    top = tl.max(value, 0)
+    first = tl.min(tl.where(value == top[None, :], column, width), 0)
+    tl.store(best + row * combs + comb, top, mask=comb < combs)
+    tl.store(where + row * combs + comb, first, mask=comb < combs)
 
 
 @triton.jit
 def _look_again(
-    scores, best, where, hidden, weight, again, columns, counter, tokens, scored, width, inputs, stretches, first,
-    CANDIDATES: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr,
+    scores, best, where, hidden, weight, again, columns, counter, tokens, scored, width, inputs, combs, first,
+    CANDIDATES: tl.constexpr, COMBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One stretch, whose best is scored again if fewer than so many others are better. Who does so last compares."""
+    """One comb, whose best is scored again if fewer than so many others are better. Who does so last compares."""
     let_next_start()
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stretch, column = tl.arange(0, STRETCHES), tl.arange(0, BLOCK)
+    comb, column = tl.arange(0, COMBS), tl.arange(0, BLOCK)
     wait_for_ahead()
-    value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
-    mine = tl.load(best + row * stretches + own)
-    ahead = (value > mine) | ((value == mine) & (stretch < own))
-    rank = tl.sum(ahead.to(tl.int32), 0)
+    value = tl.load(best + row * combs + comb, mask=comb < combs, other=float("-inf"))
+    mine = tl.load(best + row * combs + own)
+    rank = tl.sum(((value > mine) | ((value == mine) & (comb < own))).to(tl.int32), 0)
     if rank < CANDIDATES:
-        output = tl.load(where + row * stretches + own)
+        output = tl.load(where + row * combs + own)
         taken = tl.load(weight + output.to(tl.int64) * inputs + column, mask=column < inputs, other=0.0)
         x = tl.load(hidden + row * inputs + column, mask=column < inputs, other=0.0)
         score = tl.sum(x.to(tl.float32) * taken.to(tl.float32), 0).to(scores.dtype.element_ty)
@@ -53,7 +55,7 @@ def _look_again(
         tl.store(again + row * CANDIDATES + rank, score.to(tl.float32))
         tl.store(columns + row * CANDIDATES + rank, output)
         tl.debug_barrier()
-        candidates = tl.minimum(stretches, CANDIDATES)
+        candidates = tl.minimum(combs, CANDIDATES)
         if tl.atomic_add(counter + row, 1, sem="acq_rel") == candidates - 1:
             place = tl.arange(0, CANDIDATES)
             at, known = row * CANDIDATES + place, place < candidates
@@ -68,20 +70,21 @@ def _look_again(
 
 def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int) -> Found:
     (rows, width), inputs, device = scores.shape, weight.shape[1], scores.device
-    stretch = stretch_of(width)
-    stretches, each = triton.cdiv(width, stretch), max(1, COLUMNS // stretch)
+    combs, length = min(COMBS, width), triton.next_power_of_2(triton.cdiv(width, COMBS))
+    each = min(COMBS, max(LEAST_COMBS, SCORES // length))
     best, again, scored = (
-        torch.empty(rows, size, dtype=torch.float32, device=device) for size in (stretches, CANDIDATES, 2)
+        torch.empty(rows, size, dtype=torch.float32, device=device) for size in (combs, CANDIDATES, 2)
     )
-    where, columns = (torch.empty(rows, size, dtype=torch.int32, device=device) for size in (stretches, CANDIDATES))
+    where, columns = (torch.empty(rows, size, dtype=torch.int32, device=device) for size in (combs, CANDIDATES))
     tokens = torch.empty(rows, dtype=TOKEN, device=device)
-    _best_of_stretches[(rows, triton.cdiv(stretches, each))](
-        scores, best, where, width, stretches, STRETCH=stretch, EACH=each, launch_pdl=starts_early()
-    )
-    _look_again[(rows, stretches)](
+    _best_of_combs[(rows, triton.cdiv(combs, each))](
+        scores, best, where, width, combs, COMBS=COMBS, LENGTH=length, EACH=each, num_warps=8,
+        launch_pdl=starts_early(),
+    )  # fmt: skip
+    _look_again[(rows, combs)](
         scores, best, where, hidden.contiguous(), weight, again, columns, counters(device), tokens, scored, width,
-        inputs, stretches, first, CANDIDATES=CANDIDATES, STRETCHES=triton.next_power_of_2(stretches),
-        BLOCK=triton.next_power_of_2(inputs), launch_pdl=starts_early(),
+        inputs, combs, first, CANDIDATES=CANDIDATES, COMBS=COMBS, BLOCK=triton.next_power_of_2(inputs),
+        launch_pdl=starts_early(),
     )  # fmt: skip
     return Found(tokens, scored)
 
