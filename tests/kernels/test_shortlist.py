@@ -13,6 +13,8 @@ from phalanx.kernels.shortlist import best_of_ranks, look_again, look_again_torc
 from tests.kernels.apart import run_apart
 
 NAN = float("nan")
+LAST_BITS = 0.1
+"""Of scores up to 16 in bfloat16, some of which are the sum in another order."""
 
 
 def test_the_kernels_find_what_the_definition_finds() -> None:
@@ -85,9 +87,8 @@ def test_a_look_again_on_a_gpu(width: int, inputs: int) -> None:
         near = product(hidden)
         scores, expected = near.clone(), near.clone()
         found, wanted = look_again(scores, hidden, weight, 9), look_again_torch(expected, hidden, weight, 9)
-        assert torch.equal(scores != near, expected != near) or (scores - expected).abs().max() < 0.05
-        off = (found.tokens != wanted.tokens).nonzero()[:, 0]
-        assert (found.scored - wanted.scored)[off, 0].abs().max() < 0.05 if len(off) else True
+        assert (scores - expected).abs().max() < LAST_BITS
+        assert (found.scored - wanted.scored)[:, 0].abs().max() < LAST_BITS
         assert torch.equal(found.tokens.float(), found.scored[:, 1])
-        best = (hidden @ weight.T).float().max(1)
-        assert (best.values - found.scored[:, 0] < 0.05).float().mean() > 0.95
+        best = (hidden @ weight.T).float().amax(1)
+        assert (best - found.scored[:, 0] < LAST_BITS).float().mean() > 0.95
