@@ -54,6 +54,7 @@ from phalanx.kernels.gpu import (
     rows,
     sampling,
     shared_memory,
+    shortlist,
     stamps,
     states,
     stream,
@@ -400,6 +401,10 @@ def choosing() -> Iterator[Case]:
     yield lambda: lookup.take_in(tables, table, kept, at, torch.arange(8), range(1, 5))
     yield lambda: lookup.tokens_at(kept, tables[0], torch.arange(3), torch.arange(3), 16)
     yield from guessing(Cache(kept, tables, 16))
+    for width, inputs in ((248320, 2048), (16160, 7168)):
+        scores, hidden, weight = some(3, width), some(3, inputs), some(1, inputs)
+        yield lambda s=scores, h=hidden, w=weight: shortlist.look_again(s, h, w, 0)
+    yield lambda: shortlist.best_of_ranks(some(3, 16, dtype=torch.float32))
     yield lambda: states.copy_states(whole(2, 2, dtype=torch.int64), 20000, torch.arange(3), torch.arange(3))
 
 

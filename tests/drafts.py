@@ -11,7 +11,7 @@ from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Scheduler
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.runtime.drafting import Computed, Guesser
+from phalanx.runtime.drafting import Computed, Drawing, Guesser
 from tests.threaded_ranks import ThreadedEngine
 
 NEW_TOKENS = 16
@@ -72,8 +72,8 @@ class Knowing:
     def take_in(self, step: Computed) -> None:
         self._guesser.take_in(step)
 
-    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        scores = self._guesser.guess(tokens, positions, attention)
+    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, drawing: Drawing | None) -> Tensor:
+        guessed = self._guesser.guess(tokens, positions, attention, drawing)
         assert attention.decode is not None
         by_slot = {request.slot: request for request in self._scheduler.running}
         for row, (slot, position) in enumerate(zip(attention.decode.slots.tolist(), positions.tolist(), strict=True)):
@@ -83,6 +83,5 @@ class Knowing:
             answer = self._answers[tuple(request.tokens[: request.prompt_length])]
             index = position + 2 - self.ahead - request.prompt_length
             if 0 <= index < len(answer):
-                scores[row] = -100.0
-                scores[row, answer[index]] = 100.0
-        return scores
+                guessed[row] = answer[index]
+        return guessed

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.kernels.four_bit import FourBitWeight, Numbers, pack, unpack
+from phalanx.kernels.four_bit import ROWS_AT_ONCE, FourBitWeight, Numbers, pack, round_int4, unpack, widen
 from phalanx.kernels.gemm import FourBitGemm, four_bit_product_torch
 from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch
 from phalanx.quant import at_work
 from phalanx.quant.base import Pieces
 from phalanx.spec.ffn import Activation
+from phalanx.spec.layout import FOUR_BIT_HEAD
 from phalanx.spec.schemes import DEFAULTS, Scheme, awq, packed_int4
 from tests.kernels.apart import run_apart
 
@@ -51,6 +52,17 @@ def test_scales_beyond_what_kernels_have_room_for_are_refused() -> None:
     scales[0, 1] = 161
     with pytest.raises(CheckpointError, match=r"2\^34"):
         scheme.fill(target, pieces, (slice(0, 2), slice(0, 64)), None)
+
+
+def test_a_plain_matrix_is_rounded_piece_by_piece() -> None:
+    """As it would be at once, with as many bytes as a layout counts."""
+    matrix = torch.randn(ROWS_AT_ONCE + 77, 512, generator=torch.Generator().manual_seed(0)) ** 3
+    found = FourBitWeight.of(matrix)
+    assert torch.equal(found.dequantised(torch.float32), widen(round_int4(matrix, 128, True, torch.float16), "int4"))
+    groups = matrix.unflatten(1, (-1, 128))
+    steps = (groups.amax(-1) - groups.amin(-1)) / 15
+    assert ((found.dequantised(torch.float32) - matrix).unflatten(1, (-1, 128)).abs() < 0.51 * steps[..., None]).all()
+    assert found.nbytes == FOUR_BIT_HEAD.bytes(*matrix.shape)
 
 
 def made(scheme: Scheme, *shape: int) -> FourBitWeight:

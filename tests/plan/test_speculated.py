@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isclose
 
 import pytest
@@ -15,7 +16,7 @@ from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
 from phalanx.plan.recipes.launch import command
 from phalanx.plan.record import launch_of
-from phalanx.plan.speculated import SpeculativePrice, drafting_part, tokens_of_row
+from phalanx.plan.speculated import SpeculativePrice, drafting_part, drafting_work, tokens_of_row
 from phalanx.spec import Layout
 from phalanx.spec.machine import Machine
 
@@ -77,23 +78,52 @@ def test_a_plan_prices_the_head() -> None:
     assert isclose(hopeless.prediction.tpot.mid, plain.prediction.tpot.mid, rel_tol=1e-6)
 
 
+QWEN = catalog.model("Qwen3.5-35B-A3B")
+IN_FOUR_BITS, IN_FP8 = 248_320 * (2_048 // 2 + 16 * 3), 248_320 * 2_048 + 1_940 * 16 * 4
+"""248,320 x 2,048 numbers: half a byte each, and for each 128 of a row a scale and a zero point; or a byte each, and a
+scale for 128 x 128."""
+
+
 @pytest.mark.parametrize(
-    ("card", "engine", "copied"), [("H200", "phalanx", True), ("A100", "phalanx", False), ("H200", "vllm", False)]
+    ("card", "engine", "copied"),
+    [
+        ("H200", "phalanx", IN_FOUR_BITS),
+        ("L40S", "phalanx", IN_FP8),
+        ("A100", "phalanx", 0),
+        ("H200", "vllm", 0),
+    ],
 )
-def test_a_plan_counts_the_copy_of_a_head_that_drafts_read(card: str, engine: str, copied: bool) -> None:
-    """248,320 x 2,048 numbers, of which a GPU that multiplies FP8 has a byte each, and a scale for 128 x 128."""
-    spec, machine = catalog.model("Qwen3.5-35B-A3B"), Machine.parse(card)
+def test_a_plan_counts_the_copy_of_a_head_that_drafts_read(card: str, engine: str, copied: int) -> None:
     lines = [
-        {line.what: line.bytes for line in fit(each, machine, 1, ENGINES[engine]).ranks[0].lines}
-        for each in (spec, spec.with_drafts())
+        {line.what: line.bytes for line in fit(each, Machine.parse(card), 1, ENGINES[engine]).ranks[0].lines}
+        for each in (QWEN, QWEN.with_drafts())
     ]
     assert "a head for drafts" not in lines[0]
-    assert lines[1].get("a head for drafts", 0) == (-(248_320 * 2_048 + 1_940 * 16 * 4) if copied else 0)
+    assert lines[1].get("a head for drafts", 0) == -copied
 
 
 def test_a_small_share_of_a_head_is_not_copied() -> None:
-    spec = catalog.model("Qwen3.5-35B-A3B").with_drafts()
-    assert [bool(Layout(spec, tp).narrow_head_bytes(0)) for tp in (1, 8, 16)] == [True, True, False]
+    spec = QWEN.with_drafts()
+    assert [bool(Layout(spec, tp).narrow_head_bytes(0, "9.0")) for tp in (1, 8, 16)] == [True, True, False]
+
+
+def test_all_ranks_copy_the_head_or_none_does() -> None:
+    """Shares differ by one unit of rows: here the first ones alone would be large enough."""
+    spec = replace(QWEN.with_drafts(), vocab=3 * 16_384 - 16)
+    layout = Layout(spec, 3)
+    assert [len(shard.vocab) for shard in layout.shards] == [16_384, 16_384, 16_368]
+    assert not any(layout.narrow_head_bytes(rank, "9.0") for rank in range(3))
+
+
+def test_a_draft_is_priced_by_the_copy_it_reads() -> None:
+    spec = QWEN.with_drafts()
+    read = {
+        capability: work.head_bytes
+        for capability in ("9.0", "8.9", "8.0", "")
+        if (work := drafting_work(spec, 1, "fp8", "bf16", capability))
+    }
+    assert read == {"9.0": IN_FOUR_BITS, "8.9": IN_FP8, "8.0": 2 * 248_320 * 2_048, "": 2 * 248_320 * 2_048}
+    assert drafting_work(QWEN, 1, "fp8", "bf16", "9.0") is None
 
 
 def test_a_recipe_asks_for_the_head() -> None:

@@ -22,6 +22,10 @@ STEP = 256
 MIDDLE = 8
 """The zero of whole numbers that have no zero points."""
 
+ROUNDED_GROUP = 128
+ROWS_AT_ONCE = 1024
+"""Of a matrix that is rounded: what that takes beside it stays small."""
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Numbers = Literal["int4", "e2m1"]
@@ -157,6 +161,23 @@ class FourBitWeight:
             memory(torch.uint8, steps, rows, each) if zeros else None,
             memory(torch.float32, rows) if factors else None,
         )
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> FourBitWeight:
+        """The whole numbers nearest to one that is in plain numbers, by groups of 128 with zero points."""
+        found = cls.empty(
+            *matrix.shape,
+            numbers="int4",
+            group=ROUNDED_GROUP,
+            scale_dtype=torch.float16,
+            zeros=True,
+            factors=False,
+            device=matrix.device,
+        )
+        pieces = matrix.split(ROWS_AT_ONCE)
+        for part, rows in zip(found.split([len(rows) for rows in pieces]), pieces, strict=True):
+            part.fill(round_int4(rows, ROUNDED_GROUP, True, torch.float16))
+        return found
 
     @property
     def _held(self) -> list[Tensor]:

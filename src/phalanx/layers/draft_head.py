@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from phalanx.engine.whereabouts import HEAD
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.drafts import side_by_side
-from phalanx.kernels.fp8 import Activations, Form, converts_e4m3, plain
+from phalanx.kernels.fp8 import Activations, Form, Quantised, plain
 from phalanx.layers.hyper import HyperEnds, HyperStream
 from phalanx.layers.layer import DecoderLayer
 from phalanx.layers.linear import ColumnParallelLinear, given
@@ -19,7 +20,7 @@ from phalanx.layers.place import Part, Place
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.step import StepContext
 from phalanx.layers.stream import Ends, Stream
-from phalanx.layers.vocabulary import Embedding, Head
+from phalanx.layers.vocabulary import Embedding, Head, ShortlistHead
 from phalanx.spec.draft_head import DraftHead
 
 
@@ -31,7 +32,8 @@ class DraftHeadPart:
 
     def __init__(self, place: Place, record: DraftHead, embedding: Embedding, head: Head, rotary: Rotary) -> None:
         names, hyper = record.names, place.spec.hyper
-        self.place, self.embedding, self.head, self.rotary = place, embedding, head, rotary
+        self.place, self.embedding, self.rotary = place, embedding, rotary
+        self.head: Head | ShortlistHead = head
         self.embedded_norm = RmsNorm(place, record.prefix + names.embedded_norm)
         self.hidden_norm = RmsNorm(place, record.prefix + names.hidden_norm)
         self.joins = [ColumnParallelLinear(place, [record.prefix + name]) for name in names.joins]
@@ -44,13 +46,16 @@ class DraftHeadPart:
         return chain.from_iterable(part.parts() for part in own)
 
     def narrow_head(self) -> None:
-        """Score by a copy of the head in FP8, on GPUs that multiply it: what is guessed may be a little off, and the
-        head is most of what a draft reads. The weights have to be there.
+        """Score by a copy of the head in fewer bits: the head is most of what a draft reads, and what is guessed may be
+        a little off. The weights have to be there.
         """
-        place = self.place
-        on_gpu = place.device.type == "cuda" and converts_e4m3(place.device)
-        if on_gpu and place.dtype.itemsize == 2 and place.layout.narrow_head_bytes(place.group.rank):
-            self.head = self.head.narrowed()
+        head, place = self.head, self.place
+        assert isinstance(head, Head)
+        major, minor = torch.cuda.get_device_capability(place.device)
+        narrow = place.layout.narrow_head(f"{major}.{minor}")
+        if narrow is None or place.dtype.itemsize != 2:
+            return
+        self.head = ShortlistHead(head) if narrow.bits == 4 else head.narrowed()
 
     def __call__(
         self,
@@ -94,7 +99,14 @@ class DraftHeadPart:
 
     def scores(self, handed: Activations) -> Tensor:
         """Logits of the token behind the one that a row was given."""
+        return self.head(self._before_head(handed))
+
+    def likeliest(self, handed: Activations) -> Tensor:
+        """The token with the largest of these."""
+        return self.head.likeliest(self._before_head(handed))
+
+    def _before_head(self, handed: Activations) -> Tensor | Quantised:
         self.place.group.where.at(HEAD)
         if not isinstance(self.ends, Ends):
             handed = self.norm.given_as(self._form, self.ends.join(plain(handed)))
-        return self.head(given(self.head.product, handed))
+        return given(self.head.product, handed)

@@ -9,10 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.candidates import Found
+from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised
-from phalanx.kernels.gemm import Fp8Gemm, Gemm, PanelGemm
+from phalanx.kernels.gemm import FourBitGemm, Fp8Gemm, Gemm, PanelGemm, Product
 from phalanx.kernels.panels import Panels
+from phalanx.kernels.sampling import likeliest
+from phalanx.kernels.shortlist import best_of_ranks, look_again
 from phalanx.layers.place import Part, Place
+
+MOST_SHORTLISTED = 64
+"""Rows. The product of more with four bits takes as long as with sixteen: it is bound by arithmetic."""
 
 
 class Embedding:
@@ -69,6 +76,7 @@ class Head:
     def __init__(self, place: Place, embedding: Embedding) -> None:
         self.group = place.group
         self.tied = embedding if place.spec.tied_embeddings else None
+        self.rows = place.shard.vocab
         self.product: Gemm | PanelGemm | Fp8Gemm = self._product(place)
         self.scale = place.spec.logit_scale
         self.widths = [len(shard.vocab) for shard in place.layout.shards]
@@ -102,5 +110,46 @@ class Head:
         return narrow
 
     def __call__(self, hidden: Tensor | Quantised) -> Tensor:
-        scores = self.group.all_gather_columns(self.product(hidden), self.widths)
-        return scores if self.scale == 1.0 else scores.mul_(self.scale)
+        return self.gathered(self.product(hidden))
+
+    def gathered(self, scores: Tensor) -> Tensor:
+        """Every rank's products side by side, scaled."""
+        whole = self.group.all_gather_columns(scores, self.widths)
+        return whole if self.scale == 1.0 else whole.mul_(self.scale)
+
+    def likeliest(self, hidden: Tensor | Quantised) -> Tensor:
+        """The token of each row's largest logit."""
+        return likeliest(self(hidden))
+
+
+class ShortlistHead:
+    """A head that reads a quarter of its weight: logits are those of a copy in four bits, but for the best of them,
+    which are made again by the weight itself. So the likeliest token is nearly always the right one.
+    """
+
+    def __init__(self, head: Head) -> None:
+        weight = head.product.weight
+        assert isinstance(weight, Tensor)
+        self.head, self.group, self.weight = head, head.group, weight
+        self.product: Product = FourBitGemm(FourBitWeight.of(weight), None, weight.dtype)
+
+    def __call__(self, hidden: Tensor | Quantised) -> Tensor:
+        assert isinstance(hidden, Tensor)
+        if len(hidden) > MOST_SHORTLISTED:
+            return self.head(hidden)
+        scores = self.product(hidden)
+        self._look_again(scores, hidden)
+        return self.head.gathered(scores)
+
+    def likeliest(self, hidden: Tensor | Quantised) -> Tensor:
+        """No rank needs the others' logits."""
+        assert isinstance(hidden, Tensor)
+        if len(hidden) > MOST_SHORTLISTED:
+            return self.head.likeliest(hidden)
+        found = self._look_again(self.product(hidden), hidden)
+        if self.group.size == 1:
+            return found.tokens
+        return best_of_ranks(self.group.all_gather_columns(found.scored, [2] * self.group.size))
+
+    def _look_again(self, scores: Tensor, hidden: Tensor) -> Found:
+        return look_again(scores, hidden, self.weight, self.head.rows.start)

@@ -214,9 +214,10 @@ def _rank_fit(
         )
     if engine.has_cache_groups and layout.spec.has_states:
         lines.append(Line("a spare state", -_state_bytes(layout, rank), "for rows that only fill up a batch"))
-    narrow = layout.narrow_head_bytes(rank) if engine.has_cache_groups and "fp8" in gpu.peaks else 0
+    narrow = layout.narrow_head(gpu.capability) if engine.has_cache_groups else None
     if narrow:
-        lines.append(Line("a head for drafts", -narrow, "the model's own once more, in FP8"))
+        size = layout.narrow_head_bytes(rank, gpu.capability)
+        lines.append(Line("a head for drafts", -size, f"the model's own once more, in {narrow.bits} bits"))
     if engine.budget == "share_of_free":
         free = sum(line.bytes for line in lines) - GRAPH_BYTES
         lines.append(Line("CUDA graphs", -GRAPH_BYTES, "captured before the KV cache is sized"))

@@ -20,7 +20,7 @@ from phalanx.engine.step_sums import StepSums
 from phalanx.plan.flow import Flow
 from phalanx.plan.scheduled import Room
 from phalanx.plan.simulate import StepPrice, Times, Trace, WaitingPrice, simulate
-from phalanx.plan.speculated import SpeculativePrice, drafting_part
+from phalanx.plan.speculated import SpeculativePrice, drafting_work
 from phalanx.plan.steady import SteadyWatch
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
@@ -160,8 +160,8 @@ def predictor(
         between,
         habits_of(found, spec.has_states),
     )
-    drafting = drafting_part(spec)
-    made_by = replace(limits, work=count_work(drafting, tp, weights, kv)) if drafting else None
+    drafting = drafting_work(spec, tp, weights, kv, slowest.capability if engine == "phalanx" else "")
+    made_by = replace(limits, work=drafting) if drafting else None
     return Predictor(limits, traits, fitted_for(engine, slowest.name), made_by, stages * attention_ranks)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
+from phalanx.cost.work import RankWork, count_work
 from phalanx.engine.step_sums import StepSums
 from phalanx.plan.simulate import StepPrice
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 
@@ -18,6 +20,17 @@ def drafting_part(spec: ModelSpec) -> ModelSpec | None:
     """What makes one draft, as a model: the layer of the head between embedding and head. None: drafts cost nothing."""
     head = spec.draft_head
     return None if head is None else dataclasses.replace(spec, layers=(head.layer,), head=None, drafts=False)
+
+
+@lru_cache(maxsize=512)
+def drafting_work(spec: ModelSpec, tp: int, weights: str, kv: str, capability: str) -> RankWork | None:
+    """What a rank does for one draft. On GPUs of this compute capability it reads a copy of the head in fewer bits."""
+    part = drafting_part(spec)
+    if part is None:
+        return None
+    work = count_work(part, tp, weights, kv)
+    narrow = Layout(spec.in_format(weights), tp).narrow_head_bytes(0, capability)
+    return dataclasses.replace(work, head_bytes=narrow) if narrow else work
 
 
 def published_acceptance(model_type: str) -> tuple[float, str]:

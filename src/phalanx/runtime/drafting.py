@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,14 @@ class Computed:
     last: Tensor
 
 
+class Drawing(NamedTuple):
+    """What tokens are drawn by: a table of parameters, the row of it that each sequence has, and positions."""
+
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
 class Guesser(Protocol):
     """Takes in every step, and guesses on: the first time `ahead` positions past the last row that stands."""
 
@@ -56,8 +64,8 @@ class Guesser(Protocol):
 
     def take_in(self, step: Computed) -> None: ...
 
-    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        """Scores of the token behind these, each the last of its sequence."""
+    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, drawing: Drawing | None) -> Tensor:
+        """The token behind each of these, the last of their sequences: drawn, or the likeliest."""
         ...
 
 
@@ -77,12 +85,14 @@ class HeadGuesser:
         self._handed = self._head(step.following, handed, inputs.positions, inputs.attention, size, step.last)
         self._is_new = True
 
-    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, drawing: Drawing | None) -> Tensor:
         assert self._handed is not None
         if not self._is_new:
             self._handed = self._head(tokens, self._handed, positions, attention, self._model.block_size)
         self._is_new = False
-        return self._head.scores(self._handed)
+        if drawing is None:
+            return self._head.likeliest(self._handed)
+        return draw(self._head.scores(self._handed), *drawing)
 
 
 class ModelGuesser:
@@ -98,9 +108,9 @@ class ModelGuesser:
         inputs = step.inputs
         self._model(inputs.tokens.clamp(max=self._most), inputs.positions, inputs.attention, step.last[:1])
 
-    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        scores = self._model.scores(self._model(tokens.clamp(max=self._most), positions, attention))
-        return scores[:, : self._vocab]
+    def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, drawing: Drawing | None) -> Tensor:
+        scores = self._model.scores(self._model(tokens.clamp(max=self._most), positions, attention))[:, : self._vocab]
+        return likeliest(scores) if drawing is None else draw(scores, *drawing)
 
 
 class RankDrafts:
@@ -161,9 +171,8 @@ class RankDrafts:
         drafts = torch.empty(len(proven.last), ahead, dtype=TOKEN, device=sampled.device)
         tokens, guess = proven.tokens, proven.guess
         for number in range(ahead):
-            scores = self._guesser.guess(tokens, guess.positions, self._batch.guess_inputs(guess, longest))
-            drawing = (scores, self._batch.sampling, sequences.slots, guess.after)
-            tokens = draw(*drawing) if drawn else likeliest(scores)
+            drawing = Drawing(self._batch.sampling, sequences.slots, guess.after) if drawn else None
+            tokens = self._guesser.guess(tokens, guess.positions, self._batch.guess_inputs(guess, longest), drawing)
             guess = keep_draft(places, sequences, proven, drafts, tokens, number, offset)
         return Drafts(drafts, proven.counts)
 

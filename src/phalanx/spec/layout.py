@@ -9,7 +9,7 @@ from math import gcd, lcm
 
 from phalanx.errors import LayoutError
 from phalanx.spec.cache import CacheKind, LayerCache
-from phalanx.spec.formats import FORMATS
+from phalanx.spec.formats import FORMATS, NumberFormat
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensors import Split, Tensor
 
@@ -17,6 +17,9 @@ ALIGNED_UNITS = (64, 32, 16)
 
 NARROWED_FROM = 64 * 2**20
 """Bytes of a head that drafts had better not read whole: an H200 reads so many in 16 us."""
+HOPPER, MULTIPLIES_FP8 = 9, (8, 9)
+FOUR_BIT_HEAD = NumberFormat("int4", 4, (1, 128), 3)
+"""With zero points of a byte. On other GPUs than Hoppers, products with four bits are no faster than with FP8."""
 
 
 def deal(units: int, ranks: int) -> list[range]:
@@ -206,13 +209,24 @@ class Layout:
             for tensor, count in self.spec.tensor_kinds
         )
 
-    def narrow_head_bytes(self, rank: int) -> int:
-        """Of a copy in FP8 of a rank's share of the head, by which drafts are scored; 0 where there is none: the head
-        is not in half precision, or so small that it saves next to nothing to read half of it.
+    def narrow_head(self, capability: str) -> NumberFormat | None:
+        """What a copy of the head is in by which drafts are scored, on GPUs of this compute capability. None: there is
+        none, for no GPU of the kind multiplies less than half precision, the head is in another one, or some rank's
+        share is so small that it saves next to nothing to read a part of it.
         """
-        rows, spec = len(self.shards[rank].vocab), self.spec
-        in_half, large = FORMATS[spec.dtype].bits == 16, 2 * rows * spec.hidden >= NARROWED_FROM
-        return FORMATS["fp8"].bytes(rows, spec.hidden) if spec.draft_head and in_half and large else 0
+        spec, least = self.spec, min(len(shard.vocab) for shard in self.shards)
+        large = 2 * least * spec.hidden >= NARROWED_FROM
+        if not spec.draft_head or not capability or FORMATS[spec.dtype].bits != 16 or not large:
+            return None
+        major, minor = map(int, capability.split("."))
+        if major == HOPPER:
+            return FOUR_BIT_HEAD
+        return FORMATS["fp8"] if (major, minor) >= MULTIPLIES_FP8 else None
+
+    def narrow_head_bytes(self, rank: int, capability: str) -> int:
+        """Of this rank's share of that copy, or 0."""
+        narrow = self.narrow_head(capability)
+        return 0 if narrow is None else narrow.bytes(len(self.shards[rank].vocab), self.spec.hidden)
 
     def kv_bytes_per_token(self, rank: int, number_format: str = "bf16") -> int:
         """Bytes of keys and values this rank keeps of one token."""

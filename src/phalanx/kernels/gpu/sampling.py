@@ -29,7 +29,7 @@ SLACK = tl.constexpr(1e-5)
 
 
 @triton.jit
-def _scores(scores, row, width, column):
+def scores_of(scores, row, width, column):
     """In float32; what is not a number, or lies beyond the row, cannot be drawn."""
     value = tl.load(scores + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
     return tl.where(value > float("-inf"), value, float("-inf"))
@@ -59,7 +59,7 @@ def _asked(table, slots, row, PARAMETERS: tl.constexpr):
 
 
 @triton.jit
-def _first_best(value, column, width):
+def first_best(value, column, width):
     """The largest value, and the first of the columns that have it."""
     top = tl.max(value, 0)
     return top, tl.min(tl.where(value == top, column, width), 0)
@@ -71,7 +71,7 @@ def _best_of_stretch(scores, best, where, width, stretches, STRETCH: tl.constexp
     row, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = stretch * STRETCH + tl.arange(0, STRETCH)
     wait_for_ahead()
-    top, first = _first_best(_scores(scores, row, width, column), column, width)
+    top, first = first_best(scores_of(scores, row, width, column), column, width)
     tl.store(best + row * stretches + stretch, top)
     tl.store(where + row * stretches + stretch, first)
 
@@ -83,7 +83,7 @@ def _best_of_all(best, where, out, stretches, width, BLOCK: tl.constexpr):
     wait_for_ahead()
     value = tl.load(best + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
     column = tl.load(where + row * stretches + stretch, mask=stretch < stretches, other=width)
-    tl.store(out + row, _first_best(value, column, width)[1])
+    tl.store(out + row, first_best(value, column, width)[1])
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ def _survey(
     at = row * stretches + stretch
     wait_for_ahead()
     temperature, top_k, top_p, _ = _asked(table, slots, row, PARAMETERS)
-    value = _scores(scores, row, width, column)
-    top, first = _first_best(value, column, width)
+    value = scores_of(scores, row, width, column)
+    top, first = first_best(value, column, width)
     tl.store(best + at, top)
     tl.store(where + at, first)
     if stretch == 0:
@@ -214,7 +214,7 @@ def _bracket(
             if floor > float("-inf"):
                 high, low = 0.0, floor
             column = stretch * STRETCH + tl.arange(0, STRETCH)
-            depth = (_scores(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
+            depth = (scores_of(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
             size = tl.where(depth >= floor, tl.exp(depth), 0.0)
             for index in tl.static_range(EDGES):
                 edge = floor if index == EDGES - 1 else high + (low - high) * (index / (EDGES - 2))
@@ -256,7 +256,7 @@ def _gather(
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (floor > float("-inf"))):
         top = _outline(best, weights, row, stretches, tl.arange(0, STRETCHES), temperature)[0]
         low, high = _span(edges, above, row, stretches, top_k, top_p, EDGES, STRETCHES)
-        depth = (_scores(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
+        depth = (scores_of(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
         weight = tl.where(depth >= floor, _weight(depth), 0)
         place = sure + (row * stretches + stretch) * 2
         tl.store(place, tl.sum(tl.where(depth >= high, weight, 0), 0))
@@ -290,7 +290,7 @@ def _tally(row_of, candidates, before, until, CANDIDATES: tl.constexpr, BLOCK: t
             weight += tl.where(chosen, _weight(-amount.to(tl.float32, bitcast=True)), 0)
     else:
         for start in range(0, tl.minimum(width, until), BLOCK):
-            depth = (_scores(scores, row, width, start + index) - top) * tl.div_rn(1.0, temperature)
+            depth = (scores_of(scores, row, width, start + index) - top) * tl.div_rn(1.0, temperature)
             chosen = (depth >= low) & (depth < high) & (_amount(depth) < before) & (start + index < until)
             number += chosen.to(tl.int32)
             weight += tl.where(chosen, _weight(depth), 0)
@@ -319,7 +319,7 @@ def _choose(
     wait_for_ahead()
     temperature, top_k, top_p, floor = _asked(table, slots, row, PARAMETERS)
     known = each < stretches
-    top, token = _first_best(
+    top, token = first_best(
         tl.load(best + row * stretches + each, mask=known, other=float("-inf")),
         tl.load(where + row * stretches + each, mask=known, other=width),
         width,
@@ -365,7 +365,7 @@ def _choose(
             passed = tl.where(later, before, passed)
             stretch, last = tl.where(later, middle, stretch), tl.where(later, last, middle - 1)
         column = stretch * STRETCH + tl.arange(0, STRETCH)
-        depth = (_scores(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
+        depth = (scores_of(scores, row, width, column) - top) * tl.div_rn(1.0, temperature)
         size = tl.where(_amount(depth) <= cut, _weight(depth), 0)
         token = tl.min(tl.where(tl.cumsum(size, 0) + passed > target, column, width), 0)
         token = tl.minimum(token, tl.max(tl.where(size > 0, column, 0), 0))
