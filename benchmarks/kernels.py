@@ -40,6 +40,7 @@ from phalanx.kernels.gpu import (
     early,
     four_bit,
     four_bit_stream,
+    four_bit_vector,
     gemm,
     hyper,
     indexer,
@@ -310,6 +311,10 @@ def streamed_four_bits() -> Iterator[Case]:
             yield lambda s=stack, m=count: four_bit_stream.grouped_product(
                 some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
             )
+        yield lambda w=weight: four_bit_vector.product(some(8, 4096), w, some(4096))
+        yield lambda s=stack: four_bit_vector.grouped_product(
+            some(25, 512), s, None, order, owner, 4, weights, pairs, four_bit_vector.MOST_GROUPED_ROWS
+        )
 
 
 def routes() -> Iterator[Case]:
@@ -517,7 +522,8 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        stream.multiprocessors = four_bit_stream.multiprocessors = lambda device: hopper
+        for streaming in (stream, four_bit_stream, four_bit_vector):
+            streaming.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
         setattr(JITFunction, "run", lambda *args, **options: self.build(*args, **options))  # noqa: B010
@@ -525,7 +531,8 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            stream.multiprocessors = four_bit_stream.multiprocessors = processors
+            for streaming in (stream, four_bit_stream, four_bit_vector):
+                streaming.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 
 
