@@ -320,11 +320,16 @@ def streamed_four_bits() -> Iterator[Case]:
 def routes() -> Iterator[Case]:
     logits, correction, gate = some(40, 128), some(128, dtype=torch.float32), some(40, 1)
     for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
-        yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None, False, None)
+        router = Router(128, 8, score, renormalise=True)
+        for tile_rows in (None, 16):
+            yield lambda r=router, t=tile_rows: route.route(logits, r, None, None, False, None, t)
     in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
-    yield lambda: route.route(logits, in_groups, correction, None, True, None)
-    yield lambda: route.route(logits.float(), in_groups, correction, None, True, gate)
-    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64), False, None)
+    for count in (1, 8, 32, 40):
+        some_of = logits[:count]
+        yield lambda x=some_of: route.route(x, in_groups, correction, None, True, None, 16)
+        yield lambda x=some_of: route.route(x.float(), in_groups, correction, None, True, gate, 64)
+    told = whole(len(logits), 8, dtype=torch.int64)
+    yield lambda: route.route(logits, in_groups, correction, told, False, None, 128)
 
 
 def experts(forms: list[Any]) -> Iterator[Case]:
@@ -343,9 +348,8 @@ def _experts(form: Any, count: int) -> None:
     else:
         gate_up, down = (held(*form, *shape) for shape in shapes)
     chosen = (torch.arange(count * top) % number).view(count, top).int()
-    moe.expert_pairs(
-        some(count, hidden), (gate_up, None), (down, None), some(count, top, dtype=torch.float32), chosen, SILU, False
-    )
+    weights = some(count, top, dtype=torch.float32)
+    moe.expert_pairs(some(count, hidden), (gate_up, None), (down, None), weights, chosen, None, SILU, False)
 
 
 def sums(quantised: bool) -> Iterator[Case]:

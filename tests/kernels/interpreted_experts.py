@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from phalanx.kernels.gpu import gemm, moe, route
+from phalanx.kernels.gpu import gemm, route, sort
 from phalanx.kernels.moe import route_torch
+from phalanx.kernels.pairs import ByExpert
 from phalanx.spec.ffn import Router
-from tests.kernels.interpreter import make_ready
+from tests.kernels.interpreter import backwards, make_ready
 
+CPU = torch.device("cpu")
 ROUTERS = (
     Router(60, 4),
     Router(128, 8, renormalise=True),
@@ -21,17 +24,31 @@ ROUTERS = (
 )
 
 
-def check_route(router: Router, joined: bool, gated: bool) -> None:
-    logits, gate = (torch.randn(9, router.experts + 1) * 3).split([router.experts, 1], -1)
-    correction = torch.randn(router.experts) if router.correction else None
-    told = torch.stack([torch.randperm(router.experts)[: router.experts_per_token] for _ in logits])
-    told = told if router.hashed else None
+def check_route(
+    router: Router, rows: int, joined: bool, gated: bool, tile_rows: int | None, device: torch.device = CPU
+) -> None:
+    """Of scores that lie apart, so that rounding does not decide between them, and that are negative if corrected."""
+    scores = torch.rand(rows, router.experts, device=device).argsort(1) / router.experts * 8 - 3.7
+    logits, gate = torch.cat([scores, torch.randn(rows, 1, device=device)], 1).split([router.experts, 1], -1)
+    correction = torch.randint(-40, -24, (router.experts,), device=device) / 8 if router.correction else None
+    told = torch.rand(logits.shape, device=device).topk(router.experts_per_token).indices if router.hashed else None
     gate = gate if gated else None
     assert route.routes(router, correction)
-    weights, chosen = route.route(logits, router, correction, told, joined, gate)
+    weights, chosen, by_expert = route.route(logits, router, correction, told, joined, gate, tile_rows)
     wanted, best = route_torch(logits, router, correction, told, joined, gate)
     torch.testing.assert_close(chosen.long(), best)
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
+    assert (by_expert is not None) == (tile_rows is not None and rows > 1 and chosen.numel() <= sort.FEW_PAIRS)
+    if by_expert is not None and tile_rows is not None:
+        check_sorted(by_expert, chosen, router.experts + joined, tile_rows)
+
+
+def check_the_first_of_equals() -> None:
+    """Also of a zero and a negative one."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0], [-0.0, 0.0, -1.0, -0.0, 0.0]])
+    for tile_rows in (None, 16):
+        _, chosen, _ = route.route(logits, Router(5, 3, "chosen_softmax"), None, None, False, None, tile_rows)
+        assert chosen.tolist() == [[1, 2, 0], [0, 1, 3]]
 
 
 def check_wide(rows: int, outputs: int, inputs: int) -> None:
@@ -43,15 +60,26 @@ def check_wide(rows: int, outputs: int, inputs: int) -> None:
 
 
 def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
-    """Every pair lies once in a tile of its expert, whichever way is taken; tiles without one are nobody's."""
+    """Whichever way is taken. The experts of a token may be the same."""
     chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
-    order, owner = moe.sort_by_expert(chosen, experts, tile)
+    check_sorted(sort.sort_by_expert(chosen, experts, tile), chosen, experts, tile)
+    if tokens > 1:
+        chosen[0] = chosen[0, 0]
+        check_sorted(sort.sort_by_expert(chosen, experts, tile), chosen, experts, tile)
+
+
+def check_sorted(by_expert: ByExpert, chosen: Tensor, experts: int, tile: int) -> None:
+    """Every pair lies once in a tile of its expert, which are no more than it needs; tiles without one are nobody's."""
+    order, owner = by_expert
     rows = order.view(-1, tile)
     pairs = [(pair, expert) for row, expert in zip(rows.tolist(), owner.tolist(), strict=True) for pair in row]
-    assert sorted((pair, expert) for pair, expert in pairs if pair < chosen.numel()) == list(
+    assert sorted((pair, expert) for pair, expert in pairs if pair != chosen.numel()) == list(
         enumerate(chosen.flatten().tolist())
     )
-    assert owner[(rows >= chosen.numel()).all(1)].eq(-1).all()
+    assert owner[(rows == chosen.numel()).all(1)].eq(-1).all()
+    needed = -(-chosen.flatten().bincount(minlength=experts) // tile)
+    assert torch.equal(owner[owner >= 0].bincount(minlength=experts), needed)
+    assert not gemm.counters(chosen.device).any()
 
 
 def main() -> None:
@@ -59,12 +87,22 @@ def main() -> None:
     torch.manual_seed(0)
     for router in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
-            check_route(router, joined, gated)
+            check_route(router, 9, joined, gated, None)
+            check_route(router, 9, joined, gated, 16)
+    for rows in (1, 2, 8, 32):
+        check_route(ROUTERS[0], rows, True, True, 16)
+    for rows, tile in ((33, 16), (41, 32)):
+        check_route(ROUTERS[1], rows, True, True, tile)
+        with backwards():
+            check_route(ROUTERS[0], rows, False, False, tile)
+    sort.FEW_PAIRS = route.FEW_PAIRS = 100
+    check_route(ROUTERS[0], 26, False, False, 16)
+    check_the_first_of_equals()
     for rows in (1, 2, 5, 9, 33):
         check_wide(rows, 6, 700)
         check_wide(rows, 3, 5000)
-    for few in (moe.FEW_PAIRS, 0):
-        moe.FEW_PAIRS = few
+    for few in (4096, 0):
+        sort.FEW_PAIRS = few
         check_sort(33, 4, 60, 16)
         check_sort(70, 2, 5, 16)
     for tokens in (1, 2, 4):

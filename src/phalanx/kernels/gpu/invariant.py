@@ -14,9 +14,9 @@ from torch import Tensor
 from phalanx.kernels.gpu.attention import join_splits
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import Tile
-from phalanx.kernels.gpu.moe import sort_by_expert
 from phalanx.kernels.gpu.rows import gate_and_mul
 from phalanx.kernels.gpu.shared_memory import stages_here
+from phalanx.kernels.gpu.sort import sort_by_expert
 from phalanx.kernels.tiling import DecodeRows
 from phalanx.spec.ffn import Activation
 

@@ -131,13 +131,15 @@ class Experts:
         told = self.table[step.tokens].long() if self.table is not None else None
         logits, gate = self._scored(given)
         joined = self.joins and len(given) <= JOINED_ROWS
-        weights, experts = route(logits, record.router, self.correction, told, joined, gate)
+        chosen_by = (logits, record.router, self.correction, told, joined, gate)
         if self.units is not None:
+            weights, experts, _ = route(*chosen_by)
             beside = self._beside(given, gate)
             return invariant_experts(
                 given, self.held, weights, experts, record.activation, self.units, not self.alone, beside
             )
-        asked = (x, self.held, weights, experts, record.activation, record.router.weighs_input)
+        routed = route(*chosen_by, self.held.tile_rows(given, record.router.experts_per_token + joined))
+        asked = (x, self.held, routed, record.activation, record.router.weighs_input)
         if self.shared is None or joined:
             return expert_pairs(*asked) if self.alone else fused_experts(*asked)
         out, shared = fused_experts(*asked), self.shared(x, step)
