@@ -21,11 +21,11 @@ more steps, and have too few registers for all that they keep.
 """
 
 AT_ONCE = 256
-"""Heads of sequences, up to which a program takes all columns of a state: it can norm and gate what they read."""
+"""Programs that run on a large GPU at once."""
 
-FEW_COLUMNS, FEWER_COLUMNS = 64, 32
-"""Columns for one of more programs, and for one that takes several rows of a sequence: so many as leave registers for
-other programs, or for all that is kept of these rows. A second kernel norms and gates.
+COLUMNS_TOGETHER = {2: 64, 4: 64, 16: 32}
+"""For up to so many rows of a sequence, the columns of a state that a program takes: so many as leave registers for all
+that is kept of these rows. A second kernel norms and gates.
 """
 
 
@@ -57,11 +57,11 @@ def _convolved(
 
 @triton.jit
 def _vectors(
-    qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps, scale,
+    qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KERNEL: tl.constexpr,
     RING: tl.constexpr, TOGETHER: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Query, key and value of the tokens of a sequence, each [tokens, width].
+    """Of the tokens of a sequence: query and key, [2, tokens, width], of any length yet, and value, [tokens, width].
 
     Query and key are made as one: where either alone has fewer numbers than there are threads, the compiler lets each
     thread load all that it needs of it later on.
@@ -81,31 +81,45 @@ def _vectors(
         2 * K_HEADS * K_DIM + head * V_DIM + some_v, known[:, None] & (j < V_DIM), stride, keeps, channels, KERNEL,
         RING, TOGETHER,
     )  # fmt: skip
-    q, k = tl.split(tl.permute(both * length_factor(both, 2)[:, :, None], (1, 2, 0)))
-    return q * scale, k, v
+    return both, v
 
 
 @triton.jit
-def _pending_updates(
-    log, begins, position, i, j, PENDING: tl.constexpr, WIDE: tl.constexpr, EACH: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
+def _caught_up(
+    state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PENDING: tl.constexpr, EACH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the tokens whose updates are not made yet, what they move, and what is left of these and of the state."""
-    e = tl.arange(0, WIDE)
-    at = begins + (e + PENDING - begins % PENDING) % PENDING
-    known = (e < PENDING) & (at < position)
-    entry = (log + e * EACH)[:, None]
-    keys = tl.load(entry + i[None, :], mask=known[:, None] & (i < K_DIM)[None, :], other=0.0)
-    moves = tl.load(entry + K_DIM + j[None, :], mask=known[:, None] & (j < V_DIM)[None, :], other=0.0)
-    decay = tl.load(log + e * EACH + K_DIM + V_DIM, mask=known, other=0.0)
-    later = at[None, :] > at[:, None]
-    left = tl.where(known, tl.exp(tl.sum(tl.where(later, decay[None, :], 0.0), 1)), 0.0)
-    return keys, moves, left, tl.exp(tl.sum(decay, 0))
+    """A state, and the position before which it is what it is: where there is no room for more updates, they are made
+    and it is written.
+    """
+    if (position == 0) | (position + 2 * MOST > begins + PENDING):
+        for at in range(begins, position):
+            state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
+        tl.debug_barrier()  # several threads may have loaded what one of them writes
+        tl.store(spot, state, mask=some_k[:, None] & some_v[None, :] & keeps)
+        tl.store(reached + j, position, mask=some_v & keeps)
+        begins = position
+    return state, begins
 
 
 @triton.jit
-def _read_along(state, keys, moves, left, rest, q, k, v, decay, beta):
+def _log_of(log, e, i, j, some_k, some_v, EACH: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Keys of the last tokens, what they move, and what they leave: all of them, whether they stand or not."""
+    entry = (log + e * EACH)[:, None]
+    keys = tl.load(entry + i[None, :], mask=some_k[None, :], other=0.0)
+    moves = tl.load(entry + K_DIM + j[None, :], mask=some_v[None, :], other=0.0)
+    return keys, moves, tl.load(log + e * EACH + K_DIM + V_DIM)
+
+
+@triton.jit
+def _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING: tl.constexpr):
     """What one token reads of a state along with the updates that are pending, and what it moves, each [1, columns]."""
+    at = begins + (e + PENDING - begins % PENDING) % PENDING
+    stands = at < position
+    keys, moves = tl.where(stands[:, None], keys, 0.0), tl.where(stands[:, None], moves, 0.0)
+    left_by = tl.where(stands, left_by, 0.0)
+    later = at[None, :] > at[:, None]
+    left, rest = tl.exp(tl.sum(tl.where(later, left_by[None, :], 0.0), 1)), tl.exp(tl.sum(left_by, 0))
     one_q, one_k = tl.reshape(q, (q.shape[1],)), tl.reshape(k, (k.shape[1],))
     by_key = tl.sum(state * one_k[:, None], 0) * rest + tl.sum(moves * (tl.sum(keys * k, 1) * left)[:, None], 0)
     by_query = tl.sum(state * one_q[:, None], 0) * rest + tl.sum(moves * (tl.sum(keys * q, 1) * left)[:, None], 0)
@@ -134,16 +148,17 @@ def _read_in_turn(state, count, q_rows, k_rows, v_rows, decays, betas, t):
 def _decode(
     qkvz, rates, taps, decays, decay_bias, norm, states, columns, updates, since, slots, positions, out, out_scales,
     rows, stride, spare, eps, scale, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, WIDE: tl.constexpr,
-    MOST: tl.constexpr, TOGETHER: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, MOST: tl.constexpr,
+    TOGETHER: tl.constexpr, EARLY: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
     QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head of a sequence, or all. Its state is read once, and written when there is no room
     for more updates.
 
     It was written a step ago at the latest, and slots and positions were before this one: none of them waits for the
-    kernel ahead. Value heads that share a key head all make its column, and the first of them keeps it. Of the spare
-    slot nothing is kept; each of its rows is on its own.
+    kernel ahead where all programs run at once. Others first ask for all they need, and then wait for it once. Value
+    heads that share a key head all make its column, and the first of them keeps it. Of the spare slot nothing is kept;
+    each of its rows is on its own.
 
     A sequence may have several rows, up to `MOST`, which lie together: the program of its first one takes them all. The
     others wait for the kernel ahead like all, which the next kernel relies on, and do nothing else. There is no room
@@ -156,6 +171,8 @@ def _decode(
     i, j, t = tl.arange(0, K), part * V + tl.arange(0, V), tl.arange(0, TOGETHER)
     some_k, some_v = i < K_DIM, j < V_DIM
     place, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
+    if not EARLY:
+        wait_for_ahead()
     keeps, count = place != spare, 1
     if TOGETHER > 1:
         last = tl.load(slots + row - 1, mask=row > 0, other=-1)
@@ -168,51 +185,45 @@ def _decode(
     log = updates + place * (PENDING * each) + head * (K_DIM + V_DIM + 1)
     reached = since + (place * V_HEADS + head) * V_DIM
     begins = tl.minimum(tl.maximum(tl.load(reached + part * V), position - PENDING), position)
-    inside = some_k[:, None] & some_v[None, :]
-    state = tl.load(spot, mask=inside & (position > 0), other=0.0)
-    if (position == 0) | (position + 2 * MOST > begins + PENDING):
-        for at in range(begins, position):
-            state = updated(state, log + (at % PENDING) * each, i, j, some_k, some_v, K_DIM, V_DIM)
-        tl.debug_barrier()  # several threads may have loaded what one of them writes
-        tl.store(spot, state, mask=inside & keeps)
-        tl.store(reached + j, position, mask=some_v & keeps)
-        begins = position
-    if TOGETHER == 1 and PARTS == 1:
-        keys, moves, left, rest = _pending_updates(log, begins, position, i, j, PENDING, WIDE, each, K_DIM, V_DIM)
-    wait_for_ahead()
+    state = tl.load(spot, mask=some_k[:, None] & some_v[None, :] & (position > 0), other=0.0)
+    if TOGETHER == 1:
+        e = tl.arange(0, PENDING)
+        keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, each, K_DIM, V_DIM)
+    else:
+        state, begins = _caught_up(
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, MOST
+        )
+    if EARLY:
+        wait_for_ahead()
     known = t < count
-    q, k, v = _vectors(
-        qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps, scale, K_HEADS, V_HEADS, K_DIM,
-        V_DIM, KERNEL, RING, TOGETHER, K, V,
+    seen = known[:, None] & some_v[None, :]
+    both, v = _vectors(
+        qkvz, taps, columns, row, t, known, place, position, head, part, stride, keeps, K_HEADS, V_HEADS, K_DIM, V_DIM,
+        KERNEL, RING, TOGETHER, K, V,
     )  # fmt: skip
     decay, beta = rates_of(rates, decays, decay_bias, row + t, head, known, V_HEADS)
+    if PARTS == 1:
+        gates = tl.load(qkvz + (row + t)[:, None] * stride + channels + head * V_DIM + j[None, :], mask=seen, other=0.0)
+    q, k = tl.split(tl.permute(both * length_factor(both, 2)[:, :, None], (1, 2, 0)))
+    q *= scale
     if TOGETHER == 1:
-        if PARTS > 1:  # where there are many programs, registers are worth more than an early start
-            keys, moves, left, rest = _pending_updates(log, begins, position, i, j, PENDING, WIDE, each, K_DIM, V_DIM)
-        read, moved = _read_along(state, keys, moves, left, rest, q, k, v, decay, beta)
+        state, begins = _caught_up(
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, MOST
+        )
+        read, moved = _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING)
     else:
         read, moved = _read_in_turn(state, count, q, k, v, decay, beta, t)
     entry, kept = log + ((position + t) % PENDING) * each, known & keeps
     tl.store(entry[:, None] + i[None, :], k, mask=kept[:, None] & some_k[None, :] & (part == 0))
     tl.store(entry[:, None] + K_DIM + j[None, :], moved, mask=kept[:, None] & some_v[None, :])
     tl.store(entry + K_DIM + V_DIM, decay, mask=kept & (part == 0))
-    seen = known[:, None] & some_v[None, :]
     if PARTS == 1:
-        gates = tl.load(qkvz + (row + t)[:, None] * stride + channels + head * V_DIM + j[None, :], mask=seen, other=0.0)
         gate_and_store(
             read, gates, norm, out, out_scales, row + t, known, rows, head, eps, V_HEADS, V_DIM, QUANTISED, LARGEST
         )
     else:
         spots = out + ((row + t) * V_HEADS + head)[:, None] * V_DIM + j[None, :]
         tl.store(spots, read.to(out.dtype.element_ty), mask=seen)
-
-
-def _columns_of(net: DeltaWeights, rows: int, together: int) -> int:
-    """That a program takes of a state."""
-    whole = triton.next_power_of_2(net.v_dim)
-    if together > 1:
-        return min(whole, FEWER_COLUMNS)
-    return whole if net.v_heads * rows <= AT_ONCE else min(whole, FEW_COLUMNS)
 
 
 def _step(
@@ -222,17 +233,18 @@ def _step(
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, together = len(decode.positions), triton.next_power_of_2(pending.most)
-    width = _columns_of(net, rows, together)
+    width = triton.next_power_of_2(net.v_dim)
+    if together > 1:
+        width = min(width, next(columns for most, columns in COLUMNS_TOGETHER.items() if together <= most))
     parts = triton.cdiv(net.v_dim, width)
     read = values if parts == 1 else qkvz.new_empty(rows, net.v_heads * net.v_dim)
     _decode[(net.v_heads * parts, rows)](
         qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, pending.updates, pending.since,
         decode.slots, decode.positions, read, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps,
         net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
-        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens,
-        WIDE=triton.next_power_of_2(pending.tokens), MOST=pending.most, TOGETHER=together,
-        K=triton.next_power_of_2(net.k_dim), V=width, PARTS=parts, QUANTISED=scales is not None, LARGEST=LARGEST,
-        num_warps=WARPS, launch_pdl=starts_early(),
+        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens, MOST=pending.most, TOGETHER=together,
+        EARLY=together > 1 or net.v_heads * rows <= AT_ONCE, K=triton.next_power_of_2(net.k_dim), V=width, PARTS=parts,
+        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=WARPS, launch_pdl=starts_early(),
     )  # fmt: skip
     if parts > 1:
         gate_rows(read, qkvz, net, None, out)
