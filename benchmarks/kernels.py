@@ -26,7 +26,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates, updates_beside
 from phalanx.kernels.draft_rows import Cache, Sequences, StepRows
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
@@ -223,16 +223,18 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
         net = DeltaWeights(
             k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
         )
-        decode = DecodeRows(whole(3, 4), torch.arange(2), torch.arange(2))
         tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
-        qkvz = some(9, channels + v_heads * dim, dtype=dtype)
-        states = some(3, v_heads, dim, dim, dtype=torch.float32)
-        updates = PendingUpdates(some(3, 4, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim))
-        for pending, ring in ((None, 4), (updates, 7)):
-            columns = some(3, ring, channels, dtype=dtype)
-            yield lambda n=net, d=decode, t=tiles, x=qkvz, s=states, c=columns, p=pending: delta.delta_net(
-                x, some(9, 2 * n.v_heads, dtype=dtype), n, s, c, d, t, quantised and n.v_dim == 128, p
+        states, since = some(3, v_heads, dim, dim, dtype=torch.float32), whole(3, v_heads, dim)
+        for most, count in ((1, 2), (1, 2 * delta.FEW_PROGRAMS // v_heads), (4, 2), (9, 2)):
+            decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
+            qkvz, columns = (
+                some(count, channels + v_heads * dim, dtype=dtype),
+                some(3, 3 + most, channels, dtype=dtype),
             )
+            updates = some(3, updates_beside(most), v_heads, 2 * dim + 1, dtype=torch.float32)
+            given = qkvz, some(count, 2 * v_heads, dtype=dtype), net, states, columns, decode, tiles
+            pending = PendingUpdates(updates, since, most)
+            yield lambda g=given, p=pending, q=quantised and dim == 128: delta.delta_net(*g, p, q)
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -320,16 +322,11 @@ def streamed_four_bits() -> Iterator[Case]:
 def routes() -> Iterator[Case]:
     logits, correction, gate = some(40, 128), some(128, dtype=torch.float32), some(40, 1)
     for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
-        router = Router(128, 8, score, renormalise=True)
-        for tile_rows in (None, 16):
-            yield lambda r=router, t=tile_rows: route.route(logits, r, None, None, False, None, t)
+        yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None, False, None)
     in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
-    for count in (1, 8, 32, 40):
-        some_of = logits[:count]
-        yield lambda x=some_of: route.route(x, in_groups, correction, None, True, None, 16)
-        yield lambda x=some_of: route.route(x.float(), in_groups, correction, None, True, gate, 64)
-    told = whole(len(logits), 8, dtype=torch.int64)
-    yield lambda: route.route(logits, in_groups, correction, told, False, None, 128)
+    yield lambda: route.route(logits, in_groups, correction, None, True, None)
+    yield lambda: route.route(logits.float(), in_groups, correction, None, True, gate)
+    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64), False, None)
 
 
 def experts(forms: list[Any]) -> Iterator[Case]:
@@ -349,7 +346,7 @@ def _experts(form: Any, count: int) -> None:
         gate_up, down = (held(*form, *shape) for shape in shapes)
     chosen = (torch.arange(count * top) % number).view(count, top).int()
     weights = some(count, top, dtype=torch.float32)
-    moe.expert_pairs(some(count, hidden), (gate_up, None), (down, None), weights, chosen, None, SILU, False)
+    moe.expert_pairs(some(count, hidden), (gate_up, None), (down, None), weights, chosen, SILU, False)
 
 
 def sums(quantised: bool) -> Iterator[Case]:

@@ -15,7 +15,7 @@ def main() -> None:
     torch.manual_seed(0)
     delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
     delta_parts.ROWS_AT_ONCE = 64
-    delta.AT_ONCE, delta.COLUMNS_TOGETHER = 4, {4: 16, 16: 8}
+    delta.FEW_PROGRAMS, delta.COLUMNS_TOGETHER = 4, {4: 16, 16: 8}
     shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)
     shared.check([(3, 0, 1), (shared.spare, 0, 1), (1, 0, 63), (0, 0, 64), (4, 0, 65)], 1e-5)
     shared.check([(3, 1, 1), (1, 63, 1), (0, 64, 2), (4, 65, 130)], 1e-5)

@@ -9,7 +9,7 @@ from phalanx.kernels.gpu import gemm, route, sort
 from phalanx.kernels.moe import route_torch
 from phalanx.kernels.pairs import ByExpert
 from phalanx.spec.ffn import Router
-from tests.kernels.interpreter import backwards, make_ready
+from tests.kernels.interpreter import make_ready
 
 CPU = torch.device("cpu")
 ROUTERS = (
@@ -24,9 +24,7 @@ ROUTERS = (
 )
 
 
-def check_route(
-    router: Router, rows: int, joined: bool, gated: bool, tile_rows: int | None, device: torch.device = CPU
-) -> None:
+def check_route(router: Router, rows: int, joined: bool, gated: bool, device: torch.device = CPU) -> None:
     """Of scores that lie apart, so that rounding does not decide between them, and that are negative if corrected."""
     scores = torch.rand(rows, router.experts, device=device).argsort(1) / router.experts * 8 - 3.7
     logits, gate = torch.cat([scores, torch.randn(rows, 1, device=device)], 1).split([router.experts, 1], -1)
@@ -34,21 +32,19 @@ def check_route(
     told = torch.rand(logits.shape, device=device).topk(router.experts_per_token).indices if router.hashed else None
     gate = gate if gated else None
     assert route.routes(router, correction)
-    weights, chosen, by_expert = route.route(logits, router, correction, told, joined, gate, tile_rows)
+    weights, chosen = route.route(logits, router, correction, told, joined, gate)
     wanted, best = route_torch(logits, router, correction, told, joined, gate)
     torch.testing.assert_close(chosen.long(), best)
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
-    assert (by_expert is not None) == (tile_rows is not None and rows > 1 and chosen.numel() <= sort.FEW_PAIRS)
-    if by_expert is not None and tile_rows is not None:
-        check_sorted(by_expert, chosen, router.experts + joined, tile_rows)
+    for tile in (16, 64):
+        check_sorted(sort.sort_by_expert(chosen, router.experts + joined, tile), chosen, router.experts + joined, tile)
 
 
 def check_the_first_of_equals() -> None:
     """Also of a zero and a negative one."""
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0], [-0.0, 0.0, -1.0, -0.0, 0.0]])
-    for tile_rows in (None, 16):
-        _, chosen, _ = route.route(logits, Router(5, 3, "chosen_softmax"), None, None, False, None, tile_rows)
-        assert chosen.tolist() == [[1, 2, 0], [0, 1, 3]]
+    _, chosen = route.route(logits, Router(5, 3, "chosen_softmax"), None, None, False, None)
+    assert chosen.tolist() == [[1, 2, 0], [0, 1, 3]]
 
 
 def check_wide(rows: int, outputs: int, inputs: int) -> None:
@@ -87,16 +83,9 @@ def main() -> None:
     torch.manual_seed(0)
     for router in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
-            check_route(router, 9, joined, gated, None)
-            check_route(router, 9, joined, gated, 16)
-    for rows in (1, 2, 8, 32):
-        check_route(ROUTERS[0], rows, True, True, 16)
-    for rows, tile in ((33, 16), (41, 32)):
-        check_route(ROUTERS[1], rows, True, True, tile)
-        with backwards():
-            check_route(ROUTERS[0], rows, False, False, tile)
-    sort.FEW_PAIRS = route.FEW_PAIRS = 100
-    check_route(ROUTERS[0], 26, False, False, 16)
+            check_route(router, 9, joined, gated)
+    for rows in (1, 2, 33):
+        check_route(ROUTERS[0], rows, True, True)
     check_the_first_of_equals()
     for rows in (1, 2, 5, 9, 33):
         check_wide(rows, 6, 700)

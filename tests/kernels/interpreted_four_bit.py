@@ -71,7 +71,7 @@ def check_experts(scheme: Scheme, inner: int, activation: Activation, biased: bo
     wanted = fused_experts_torch(x.float(), wide, weights, chosen, activation, weighs_input)
     for experts_format in ((gate_up, down), (wide.gate_up.half(), wide.down.half())):  # type: ignore[union-attr]
         given = zip(experts_format, biases, strict=True)
-        close(sum_pairs(moe.expert_pairs(x, *given, weights, chosen.int(), None, activation, weighs_input)), wanted)
+        close(sum_pairs(moe.expert_pairs(x, *given, weights, chosen.int(), activation, weighs_input)), wanted)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def check_experts(tokens: int, hidden: int, inner: int) -> None:
     gate_up.scales.mul_(0.1)
     weights, chosen = torch.rand(tokens, 2), torch.rand(tokens, 3).argsort(1)[:, :2].int()
     x = torch.randn(tokens, hidden)
-    found = rows.sum_pairs(moe.expert_pairs(x, (gate_up, None), (down, None), weights, chosen, None, SILU, False))
+    found = rows.sum_pairs(moe.expert_pairs(x, (gate_up, None), (down, None), weights, chosen, SILU, False))
     held = ExpertWeights(gate_up.dequantised(torch.float32), down.dequantised(torch.float32))
     wanted = fused_experts_torch(x, held, weights, chosen, SILU, False)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)

@@ -18,7 +18,7 @@ def test_the_kernels_choose_and_sort_as_defined() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 32, 33, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 33, 300])
 def test_a_gpu_chooses_and_sorts_as_defined(rows: int) -> None:
     """Again and again: what counts programs and rows is as it was after each time."""
     from tests.kernels.interpreted_experts import ROUTERS, check_route
@@ -26,5 +26,4 @@ def test_a_gpu_chooses_and_sorts_as_defined(rows: int) -> None:
     torch.manual_seed(rows)
     for router in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
-            for tile_rows in (None, 16, 64):
-                check_route(router, rows, joined, gated, tile_rows, torch.device("cuda"))
+            check_route(router, rows, joined, gated, torch.device("cuda"))

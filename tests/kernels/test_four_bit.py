@@ -8,7 +8,7 @@ import torch
 from phalanx.errors import CheckpointError
 from phalanx.kernels.four_bit import ROWS_AT_ONCE, FourBitWeight, Numbers, pack, round_int4, unpack, widen
 from phalanx.kernels.gemm import FourBitGemm, four_bit_product_torch
-from phalanx.kernels.moe import ExpertWeights, Routed, fused_experts, fused_experts_torch
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch
 from phalanx.quant import at_work
 from phalanx.quant.base import Pieces
 from phalanx.spec.ffn import Activation
@@ -111,5 +111,5 @@ def test_experts_on_a_gpu(name: str, tokens: int, weighs_input: bool) -> None:
     wide = ExpertWeights(gate_up, down, *biases).widened(torch.float32)
     wanted = fused_experts_torch(x, wide, weights, chosen, activation, weighs_input)
     held = ExpertWeights(gate_up, down, *(bias.bfloat16() for bias in biases))
-    found = fused_experts(x.bfloat16(), held, Routed(weights, chosen), activation, weighs_input)
+    found = fused_experts(x.bfloat16(), held, weights, chosen, activation, weighs_input)
     assert (found.double() - wanted.double()).norm() < 2e-2 * wanted.double().norm()

@@ -124,10 +124,10 @@ def test_experts_in_fp8_are_the_widened_ones_on_a_cpu() -> None:
             part.fill(*quantise_blocks(torch.randn(inner, hidden)))
         down[expert].fill(*quantise_blocks(torch.randn(hidden, inner)))
     x = torch.randn(6, hidden)
-    routed = route(torch.randn(6, experts), Router(experts, 2, renormalise=True))
+    weights, chosen = route(torch.randn(6, experts), Router(experts, 2, renormalise=True))
     wide = gate_up.dequantised(torch.float32), down.dequantised(torch.float32)
-    wanted = fused_experts_torch(x, ExpertWeights(*wide), routed.weights, routed.experts, SILU, False)
-    assert torch.equal(fused_experts(x, ExpertWeights(gate_up, down), routed), wanted)
+    wanted = fused_experts_torch(x, ExpertWeights(*wide), weights, chosen, SILU, False)
+    assert torch.equal(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted)
     assert wide[0].shape == (experts, 2 * inner, hidden)
 
 

@@ -37,7 +37,7 @@ from phalanx.kernels.fp8 import (
     row_block_of,
 )
 from phalanx.kernels.gemm import Fp8Gemm, Gemm, fp8_product_torch
-from phalanx.kernels.moe import ExpertWeights, Routed, fused_experts, fused_experts_torch, route, route_torch, summed
+from phalanx.kernels.moe import ExpertWeights, fused_experts, fused_experts_torch, route, route_torch, summed
 from phalanx.kernels.norm import (
     add_rms_norm,
     add_rms_norm_both,
@@ -386,11 +386,10 @@ def test_fp8_weights_are_widened_in_the_product(
         gate_up[expert].fill(*quantise_blocks(torch.randn(512, 256, device="cuda") / 8))
         down[expert].fill(*quantise_blocks(torch.randn(256, 256, device="cuda") / 8))
     x, held = randn(rows, 256), ExpertWeights(gate_up, down)
-    routed = route(randn(rows, 4), Router(4, 2, renormalise=True), tile_rows=held.tile_rows(x, 2))
+    weights, chosen = route(randn(rows, 4), Router(4, 2, renormalise=True))
     on_cpu = ExpertWeights(*(each.dequantised(torch.float32).cpu() for each in (gate_up, down)))
-    weights, chosen = routed.weights.cpu(), routed.experts.cpu()
-    wanted = fused_experts_torch(x.float().cpu(), on_cpu, weights, chosen, SILU, False)
-    close(fused_experts(x, held, routed).cpu(), wanted)
+    wanted = fused_experts_torch(x.float().cpu(), on_cpu, weights.float().cpu(), chosen.cpu(), SILU, False)
+    close(fused_experts(x, held, weights, chosen).cpu(), wanted)
 
 
 @DTYPES
@@ -407,7 +406,7 @@ def test_likeliest(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_route(experts: int, top: int, renormalise: bool, dtype: torch.dtype) -> None:
     logits = torch.stack([torch.randperm(experts, device="cuda") for _ in range(33)]).to(dtype) / experts * 4
-    weights, chosen, _ = route(logits, Router(experts, top, renormalise=renormalise))
+    weights, chosen = route(logits, Router(experts, top, renormalise=renormalise))
     wanted, best = route_torch(logits.double(), Router(experts, top, renormalise=renormalise))
     assert chosen.tolist() == best.tolist()
     close(weights, wanted)
@@ -421,14 +420,11 @@ def test_route(experts: int, top: int, renormalise: bool, dtype: torch.dtype) ->
 def test_fused_experts(rows: int, experts: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     x = randn(rows, hidden, dtype=dtype)
     gate_up, down = randn(experts, 2 * inner, hidden, dtype=dtype) / 8, randn(experts, hidden, inner, dtype=dtype) / 8
-    held, router = ExpertWeights(gate_up, down), Router(experts, top, renormalise=True)
-    logits = randn(rows, experts, dtype=dtype)
-    weights, chosen, _ = route(logits, router)
+    weights, chosen = route(randn(rows, experts, dtype=dtype), Router(experts, top, renormalise=True))
     wanted = fused_experts_torch(
         x.double(), ExpertWeights(gate_up.double(), down.double()), weights.double(), chosen.long(), SILU, False
     )
-    for routed in (Routed(weights, chosen), route(logits, router, tile_rows=held.tile_rows(x, top))):
-        close(fused_experts(x, held, routed), wanted)
+    close(fused_experts(x, ExpertWeights(gate_up, down), weights, chosen), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 128, 700])
@@ -448,18 +444,17 @@ def test_fused_experts_in_fp8(rows: int, experts: int, top: int, hidden: int, in
             part.fill(*quantise_blocks(torch.randn(inner, hidden, device="cuda") / 8))
         down[expert].fill(*quantise_blocks(torch.randn(hidden, inner, device="cuda") / 8))
     x = randn(rows, hidden, dtype=torch.bfloat16)
-    held, logits = ExpertWeights(gate_up, down), randn(rows, experts, dtype=torch.bfloat16)
-    routed = route(logits, Router(experts, top, renormalise=True), tile_rows=held.tile_rows(x, top))
-    weights, chosen, _ = routed
+    weights, chosen = route(randn(rows, experts, dtype=torch.bfloat16), Router(experts, top, renormalise=True))
     wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
     for expert in range(experts):
         entered = fp8_product_torch(quantise(x), gate_up[expert], None, torch.float64).bfloat16()
         left = fp8_product_torch(silu_and_mul_quantised(entered), down[expert], None, torch.float64)
         wanted += left * (weights * (chosen == expert)).sum(-1, keepdim=True)
+    held = ExpertWeights(gate_up, down)
     assert held.takes_fp8(torch.bfloat16)
-    found = fused_experts(x, held, routed)
+    found = fused_experts(x, held, weights, chosen)
     close(found, wanted, tolerance=3e-2)
-    assert torch.equal(fused_experts(InBoth(x, quantise(x)), held, routed), found)
+    assert torch.equal(fused_experts(InBoth(x, quantise(x)), held, weights, chosen), found)
 
 
 def test_a_cache_of_more_than_two_billion_elements() -> None:

@@ -12,7 +12,7 @@ COMBS = 512
 that are alike, or frequent, have numbers close to each other."""
 
 
-class Found(NamedTuple):
+class BestTokens(NamedTuple):
     """The best token of each row; and beside each other its score and the token itself, in float32 [rows, 2], for other
     ranks to see.
     """

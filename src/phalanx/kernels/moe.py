@@ -13,18 +13,10 @@ from phalanx.kernels.activation import gate_and_mul
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
-from phalanx.kernels.pairs import ByExpert, Unsummed, summed_torch
+from phalanx.kernels.pairs import Unsummed, summed_torch
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.panels import product as panel_product
 from phalanx.spec.ffn import SILU, Activation, Router
-
-
-class Routed(NamedTuple):
-    """Each token's experts and what they weigh, [tokens, experts of a token]; maybe sorted by expert already."""
-
-    weights: Tensor
-    experts: Tensor
-    by_expert: ByExpert | None = None
 
 
 def route(
@@ -34,19 +26,17 @@ def route(
     told: Tensor | None = None,
     joined: bool = False,
     gate: Tensor | None = None,
-    tile_rows: int | None = None,
-) -> Routed:
+) -> tuple[Tensor, Tensor]:
     """Weights and numbers of each token's experts, which may be `told`.
 
-    With `joined` the expert behind the others is everyone's last, by the sigmoid of its gate or by one. With
-    `tile_rows` a GPU sorts few of them in the same go, for products with `ExpertWeights` that have such tiles.
+    With `joined` the expert behind the others is everyone's last, by the sigmoid of its gate or by one.
     """
     if logits.is_cuda:
         from phalanx.kernels.gpu import route as gpu
 
         if gpu.routes(router, correction):
-            return Routed(*gpu.route(logits, router, correction, told, joined, gate, tile_rows))
-    return Routed(*route_torch(logits, router, correction, told, joined, gate))
+            return gpu.route(logits, router, correction, told, joined, gate)
+    return route_torch(logits, router, correction, told, joined, gate)
 
 
 def route_torch(
@@ -118,22 +108,6 @@ class ExpertWeights(NamedTuple):
             return False
         return dtype != torch.float32 and converts_e4m3(weight.values.device)
 
-    def tile_rows(self, x: Tensor, experts_per_token: int) -> int | None:
-        """Of the tiles in which a GPU multiplies rows like these, where it multiplies what is held."""
-        if not x.is_cuda or not self.gate_up.numel() or not self.multiplied(x):
-            return None
-        from phalanx.kernels.gpu import moe as gpu
-
-        return gpu.tile_rows(self.gate_up, self.down, x.dtype, len(x) * experts_per_token)
-
-    def multiplied(self, x: Tensor) -> bool:
-        """Whether the GPU's kernels read these numbers."""
-        matrices = (self.gate_up, self.down)
-        if all(isinstance(each, Tensor) for each in matrices):
-            return True
-        has_e4m3 = any(isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices)
-        return x.dtype != torch.float32 and (not has_e4m3 or converts_e4m3(x.device))
-
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
         """All but what lies in panels."""
         gate_up, down = (
@@ -176,26 +150,37 @@ class PanelStack(NamedTuple):
 
 
 def fused_experts(
-    x: Activations, held: ExpertWeights, routed: Routed, activation: Activation = SILU, weighs_input: bool = False
+    x: Activations,
+    held: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    activation: Activation = SILU,
+    weighs_input: bool = False,
 ) -> Tensor:
     """sum over a token's experts of weight * down(gate(x) * up(x)), or, where that is meant, the same of weight * x.
 
     x is [tokens, hidden]; the result is a partial sum over ranks.
     """
-    return summed(expert_pairs(x, held, routed, activation, weighs_input))
+    return summed(expert_pairs(x, held, weights, experts, activation, weighs_input))
 
 
 def expert_pairs(
-    x: Activations, held: ExpertWeights, routed: Routed, activation: Activation = SILU, weighs_input: bool = False
+    x: Activations,
+    held: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    activation: Activation = SILU,
+    weighs_input: bool = False,
 ) -> Tensor | Unsummed:
     """The same, which on a GPU the next norm may sum up."""
-    given, (weights, experts, by_expert) = plain(x), routed
+    given = plain(x)
     if given.is_cuda and held.gate_up.numel():
         from phalanx.kernels.gpu import moe as gpu
 
-        taken = held if held.multiplied(given) else held.widened(given.dtype)
+        dtype = given.dtype
+        taken = held if dtype != torch.float32 and _multiplied(held, given.device) else held.widened(dtype)
         gate_up, down = (taken.gate_up, taken.gate_up_bias), (taken.down, taken.down_bias)
-        return gpu.expert_pairs(x, gate_up, down, weights.float(), experts.int(), by_expert, activation, weighs_input)
+        return gpu.expert_pairs(x, gate_up, down, weights.float(), experts.int(), activation, weighs_input)
     return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
 
 
@@ -208,6 +193,13 @@ def summed(given: Tensor | Unsummed) -> Tensor:
 
         return gpu.sum_pairs(given)
     return summed_torch(given)
+
+
+def _multiplied(held: ExpertWeights, device: torch.device) -> bool:
+    """Whether the GPU's kernels read these numbers."""
+    matrices = (held.gate_up, held.down)
+    has_e4m3 = any(isinstance(each, FourBitWeight) and each.scales.dtype == E4M3 for each in matrices)
+    return not has_e4m3 or converts_e4m3(device)
 
 
 def fused_experts_torch(

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.candidates import CANDIDATES, COMBS, Found
+from phalanx.kernels.candidates import CANDIDATES, COMBS, BestTokens
 from phalanx.kernels.sampling_table import TOKEN
 
 
-def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -> Found:
+def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -> BestTokens:
     """The best of each comb of a row's scores, and of these the best 16, are scored again as hidden @ weight.T, in
     place. The best of those is found, the first of equals; the first column is this token. What is not a number is
     never the best, if there is anything else.
@@ -22,14 +22,14 @@ def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -
     return look_again_torch(scores, hidden, weight, first)
 
 
-def look_again_torch(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -> Found:
+def look_again_torch(scores: Tensor, hidden: Tensor, weight: Tensor, first: int = 0) -> BestTokens:
     """The definition."""
     columns = _candidates(scores)
     again = torch.einsum("rch,rh->rc", weight[columns].float(), hidden.float()).to(scores.dtype)
     scores.scatter_(1, columns, again)
     best, column = _first_best(_known(again), columns)
     token = first + column
-    return Found(token.to(TOKEN), torch.stack((best, token.float()), 1))
+    return BestTokens(token.to(TOKEN), torch.stack((best, token.float()), 1))
 
 
 def _candidates(scores: Tensor) -> Tensor:

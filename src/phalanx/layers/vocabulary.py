@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.candidates import Found
+from phalanx.kernels.candidates import BestTokens
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Fp8Weight, Quantised
 from phalanx.kernels.gemm import FourBitGemm, Fp8Gemm, Gemm, PanelGemm, Product
@@ -151,5 +151,5 @@ class ShortlistHead:
             return found.tokens
         return best_of_ranks(self.group.all_gather_columns(found.scored, [2] * self.group.size))
 
-    def _look_again(self, scores: Tensor, hidden: Tensor) -> Found:
+    def _look_again(self, scores: Tensor, hidden: Tensor) -> BestTokens:
         return look_again(scores, hidden, self.weight, self.head.rows.start)

@@ -17,6 +17,8 @@ ALIGNED_UNITS = (64, 32, 16)
 
 NARROWED_FROM = 64 * 2**20
 """Bytes of a head that drafts had better not read whole: an H200 reads so many in 16 us."""
+FOUR_BITS_FROM = 512 * 2**20
+"""Bytes of a head from which on four bits and a second look are faster than FP8, whose look is one alone."""
 HOPPER, MULTIPLIES_FP8 = 9, (8, 9)
 FOUR_BIT_HEAD = NumberFormat("int4", 4, (1, 128), 3)
 """With zero points of a byte. On other GPUs than Hoppers, products with four bits are no faster than with FP8."""
@@ -219,7 +221,7 @@ class Layout:
         if not spec.draft_head or not capability or FORMATS[spec.dtype].bits != 16 or not large:
             return None
         major, minor = map(int, capability.split("."))
-        if major == HOPPER:
+        if major == HOPPER and 2 * least * spec.hidden >= FOUR_BITS_FROM:
             return FOUR_BIT_HEAD
         return FORMATS["fp8"] if (major, minor) >= MULTIPLIES_FP8 else None
 

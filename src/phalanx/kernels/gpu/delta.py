@@ -20,8 +20,8 @@ WARPS = 4
 more steps, and have too few registers for all that they keep.
 """
 
-AT_ONCE = 256
-"""Programs that run on a large GPU at once."""
+FEW_PROGRAMS = 1024
+"""Up to these it is worth more to ask for states before the kernel ahead has ended than to ask for all at once."""
 
 COLUMNS_TOGETHER = {2: 64, 4: 64, 16: 32}
 """For up to so many rows of a sequence, the columns of a state that a program takes: so many as leave registers for all
@@ -156,7 +156,7 @@ def _decode(
     for more updates.
 
     It was written a step ago at the latest, and slots and positions were before this one: none of them waits for the
-    kernel ahead where all programs run at once. Others first ask for all they need, and then wait for it once. Value
+    kernel ahead where programs are few. Others first ask for all they need, and then wait for it once. Value
     heads that share a key head all make its column, and the first of them keeps it. Of the spare slot nothing is kept;
     each of its rows is on its own.
 
@@ -243,8 +243,8 @@ def _step(
         decode.slots, decode.positions, read, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps,
         net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
         KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens, MOST=pending.most, TOGETHER=together,
-        EARLY=together > 1 or net.v_heads * rows <= AT_ONCE, K=triton.next_power_of_2(net.k_dim), V=width, PARTS=parts,
-        QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=WARPS, launch_pdl=starts_early(),
+        EARLY=together > 1 or net.v_heads * rows <= FEW_PROGRAMS, K=triton.next_power_of_2(net.k_dim), V=width,
+        PARTS=parts, QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=WARPS, launch_pdl=starts_early(),
     )  # fmt: skip
     if parts > 1:
         gate_rows(read, qkvz, net, None, out)

@@ -134,7 +134,7 @@ def _scale_of_halves(pair, kind: gl.constexpr, HALF: gl.constexpr):
 def _offset(pair, dtype: gl.constexpr, ZEROS: gl.constexpr, HALF: gl.constexpr):
     """In both halves of a word: what takes off the large number that codes are or-ed into, and the zero point."""
     large: gl.constexpr = 128 if dtype == gl.bfloat16 else 1024
-    middle = gl.full(pair.shape, 8, gl.int32, pair.type.layout)
+    middle = pair * 0 + 8
     zero = (pair.to(gl.int32) >> (8 * HALF)) & 255 if ZEROS else middle
     bits = (-large - zero).to(gl.float32).to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
@@ -158,6 +158,13 @@ def _wide_half(row, selector, HALF: gl.constexpr, dtype: gl.constexpr, E2M1: gl.
 
 
 @gluon.jit
+def _no_sums(like):
+    """Of a tile, by whole numbers that lie as its sums do."""
+    zero = (like * 0).to(gl.float32)
+    return ((zero, zero, zero, zero),)
+
+
+@gluon.jit
 def _sums(sums, upper, lower, x, dtype: gl.constexpr):
     """sums + weight @ x.T of 128 inputs."""
     for word in gl.static_range(0, 4, 2):
@@ -178,8 +185,7 @@ def _tile_sums(
     if E2M1:
         new = _sums(acc, wide_upper, wide_lower, x, dtype)
     else:
-        none = gl.zeros(acc[0].shape, gl.float32, acc[0].type.layout)
-        sums = _sums((none, none, none, none), wide_upper, wide_lower, x, dtype)
+        sums = _sums(_no_sums(x[0])[0], wide_upper, wide_lower, x, dtype)
         upper_scale, lower_scale = _scale_of_halves(upper[1], SCALE, HALF), _scale_of_halves(lower[1], SCALE, HALF)
         new = (
             acc[0] + sums[0] * upper_scale,
@@ -213,12 +219,6 @@ def _x_row(x, order, row, quarter, rows, pairs_a_row, inputs, GROUPED: gl.conste
     taken = gl.load(order + row) if GROUPED else row
     taken = gl.where(taken < rows, taken, 0) // pairs_a_row
     return (x + taken.to(gl.int64) * inputs + quarter * 32,)
-
-
-@gluon.jit
-def _no_sums(like):
-    zero = gl.zeros(like.shape, gl.float32, like.type.layout)
-    return ((zero, zero, zero, zero),)
 
 
 @gluon.jit

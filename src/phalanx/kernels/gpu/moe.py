@@ -19,7 +19,7 @@ from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
 from phalanx.kernels.gpu.sort import sort_by_expert
-from phalanx.kernels.pairs import ByExpert, Unsummed
+from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
@@ -68,19 +68,15 @@ Experts = tuple[Any, Tensor | None]
 
 
 def expert_pairs(
-    x: Activations, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, by_expert: ByExpert | None,
-    activation: Activation, weighs_input: bool,
+    x: Activations, gate_up: Experts, down: Experts, weights: Tensor, chosen: Tensor, activation: Activation,
+    weighs_input: bool,
 ) -> Unsummed:  # fmt: skip
-    """Where weights multiply what experts take, every pair has a row of its own there too.
-
-    Pairs that are sorted already are so in tiles of `tile_rows`.
-    """
+    """Where weights multiply what experts take, every pair has a row of its own there too."""
     given = plain(x)
     rows, top, experts = len(given), chosen.shape[1], gate_up[0].shape[0]
     way = _way(gate_up[0], down[0], given.dtype)
     tile = way.tile(rows * top, experts)
-    in_tiles = by_expert or sort_by_expert(chosen, experts, tile.rows)
-    pairs = ExpertPairs(*in_tiles, rows * top, tile, given.dtype)
+    pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, given.dtype)
     taken: Tensor | Quantised
     if weighs_input:
         taken, pairs_a_row = (given[:, None] * weights[..., None].to(given.dtype)).flatten(0, 1), 1
@@ -89,11 +85,6 @@ def expert_pairs(
     pair_weights = None if weighs_input else weights
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
     return Unsummed(way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights), top)
-
-
-def tile_rows(gate_up: Any, down: Any, dtype: torch.dtype, pairs: int) -> int:
-    """Of the tiles in which so many pairs are multiplied."""
-    return _way(gate_up, down, dtype).tile(pairs, gate_up.shape[0]).rows
 
 
 class ExpertPairs(NamedTuple):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.candidates import CANDIDATES, COMBS, Found
+from phalanx.kernels.candidates import CANDIDATES, COMBS, BestTokens
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import counters
 from phalanx.kernels.gpu.sampling import first_best, scores_of
@@ -68,7 +68,7 @@ def _look_again(
             tl.store(counter + row, 0)
 
 
-def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int) -> Found:
+def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int) -> BestTokens:
     (rows, width), inputs, device = scores.shape, weight.shape[1], scores.device
     combs, length = min(COMBS, width), triton.next_power_of_2(triton.cdiv(width, COMBS))
     each = min(COMBS, max(LEAST_COMBS, SCORES // length))
@@ -86,7 +86,7 @@ def look_again(scores: Tensor, hidden: Tensor, weight: Tensor, first: int) -> Fo
         inputs, combs, first, CANDIDATES=CANDIDATES, COMBS=COMBS, BLOCK=triton.next_power_of_2(inputs),
         launch_pdl=starts_early(),
     )  # fmt: skip
-    return Found(tokens, scored)
+    return BestTokens(tokens, scored)
 
 
 @triton.jit

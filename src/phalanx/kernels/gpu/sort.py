@@ -19,22 +19,11 @@ CHUNK = 64
 FEW_PAIRS = 4096
 """Up to these, one program that sorts them all is faster than several kernels that share the work."""
 
-CLEARED = tl.constexpr(1024)
+CLEARED = 1024
 """Numbers that a program clears at once."""
 
-WARPS = 8
-"""Of a program that sorts."""
-
-
-def room_for(pairs: int) -> int:
-    """What a program that sorts takes at once: at least a pair a thread, or threads would have to share them."""
-    return max(32 * WARPS, triton.next_power_of_2(pairs))
-
-
-def empty_by_expert(pairs: int, experts: int, tile: int, device: torch.device) -> ByExpert:
-    """The owners behind the order, so that both are cleared in one go."""
-    tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
-    return ByExpert(*torch.empty(tiles * (tile + 1), dtype=torch.int32, device=device).split([tiles * tile, tiles]))
+LANES, WARPS = 32, 8
+"""Threads of a warp, and warps of a program that sorts: of fewer pairs than threads, threads would have to share."""
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
@@ -83,45 +72,33 @@ def _place(
         tl.store(owner + tile, tl.where(tile < tl.max(end, 0), finished, -1), mask=tile < tiles)
 
 
-@triton.jit
-def clear(order, pairs, tiles, TILE: tl.constexpr):
-    """All tiles are padding and nobody's. Every program clears its share."""
-    lane = tl.arange(0, CLEARED)
-    for first in range(tl.program_id(0) * CLEARED, tiles * (TILE + 1), tl.num_programs(0) * CLEARED):
-        at = first + lane
-        tl.store(order + at, tl.where(at < tiles * TILE, pairs, -1), mask=at < tiles * (TILE + 1))
-
-
-@triton.jit
-def place(mine, pair, known, order, owner, counter, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write all pairs where the rows of their experts, `mine`, lie, in one program, and whose each tile is.
+@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "order", "counter"])
+def _sort_few(
+    chosen, order, owner, counter, pairs, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    CLEARED: tl.constexpr,
+):  # fmt: skip
+    """The whole sort in one program: first all tiles are padding and nobody's.
 
     `counter` has a zero for every expert and counts their pairs, the first of which gets the first row: that is left
     to chance, and no result depends on it.
     """
+    let_next_start()
+    pair, expert, lane = tl.arange(0, PAIRS), tl.arange(0, BLOCK), tl.arange(0, CLEARED)
+    known = pair < pairs
+    wait_for_ahead()
+    mine = tl.load(chosen + pair, mask=known, other=0)
+    for first in range(0, tiles * (TILE + 1), CLEARED):
+        at = first + lane
+        tl.store(order + at, tl.where(at < tiles * TILE, pairs, -1), mask=at < tiles * (TILE + 1))
     row = tl.atomic_add(counter + mine, 1, mask=known, sem="relaxed")
     tl.debug_barrier()
-    expert = tl.arange(0, BLOCK)
-    tiles = (tl.load(counter + expert, cache_modifier=".cg") + TILE - 1) // TILE
-    start = tl.cumsum(tiles, 0) - tiles
-    for tile in range(0, tl.max(tiles, 0)):
-        tl.store(owner + start + tile, expert, mask=tile < tiles)
+    tiles_needed = (tl.load(counter + expert, cache_modifier=".cg") + TILE - 1) // TILE
+    start = tl.cumsum(tiles_needed, 0) - tiles_needed
+    for tile in range(0, tl.max(tiles_needed, 0)):
+        tl.store(owner + start + tile, expert, mask=tile < tiles_needed)
     tl.store(order + tl.gather(start, mine, 0) * TILE + row, pair, mask=known)
     tl.debug_barrier()
     tl.store(counter + expert, 0)
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "order", "counter"])
-def _sort_few(
-    chosen, order, owner, counter, pairs, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr
-):
-    """The whole sort in one program."""
-    let_next_start()
-    pair = tl.arange(0, PAIRS)
-    wait_for_ahead()
-    mine = tl.load(chosen + pair, mask=pair < pairs, other=0)
-    clear(order, pairs, tiles, TILE)
-    place(mine, pair, pair < pairs, order, owner, counter, TILE, BLOCK)
 
 
 @cache
@@ -136,18 +113,20 @@ def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> ByExpert:
     if len(chosen) == 1:
         return ByExpert(_one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0])
     pairs, block = chosen.numel(), triton.next_power_of_2(experts)
-    order, owner = by_expert = empty_by_expert(pairs, experts, tile, chosen.device)
-    if pairs <= FEW_PAIRS:
+    tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
+    order, owner = torch.empty(tiles * (tile + 1), dtype=torch.int32, device=chosen.device).split([tiles * tile, tiles])
+    if pairs <= FEW_PAIRS:  # which clears both in one go
         _sort_few[(1,)](
-            chosen, order, owner, counters(chosen.device), pairs, len(owner), TILE=tile, BLOCK=block,
-            PAIRS=room_for(pairs), num_warps=WARPS, launch_pdl=starts_early(),
+            chosen, order, owner, counters(chosen.device), pairs, tiles, TILE=tile, BLOCK=block,
+            PAIRS=max(LANES * WARPS, triton.next_power_of_2(pairs)), CLEARED=CLEARED, num_warps=WARPS,
+            launch_pdl=starts_early(),
         )  # fmt: skip
-        return by_expert
+        return ByExpert(order, owner)
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(experts, chunks, dtype=torch.int32, device=chosen.device)
     _count[(chunks,)](chosen, counts, pairs, experts, chunks, BLOCK=block, CHUNK=CHUNK, launch_pdl=starts_early())
     _place[(chunks,)](
         chosen, counts, counts.cumsum(1, dtype=torch.int32), order.fill_(pairs), owner, pairs, experts, chunks,
-        len(owner), TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=starts_early(),
+        tiles, TILE=tile, BLOCK=block, CHUNK=CHUNK, launch_pdl=starts_early(),
     )  # fmt: skip
-    return by_expert
+    return ByExpert(order, owner)

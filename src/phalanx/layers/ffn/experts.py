@@ -131,15 +131,13 @@ class Experts:
         told = self.table[step.tokens].long() if self.table is not None else None
         logits, gate = self._scored(given)
         joined = self.joins and len(given) <= JOINED_ROWS
-        chosen_by = (logits, record.router, self.correction, told, joined, gate)
+        weights, experts = route(logits, record.router, self.correction, told, joined, gate)
         if self.units is not None:
-            weights, experts, _ = route(*chosen_by)
             beside = self._beside(given, gate)
             return invariant_experts(
                 given, self.held, weights, experts, record.activation, self.units, not self.alone, beside
             )
-        routed = route(*chosen_by, self.held.tile_rows(given, record.router.experts_per_token + joined))
-        asked = (x, self.held, routed, record.activation, record.router.weighs_input)
+        asked = (x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None or joined:
             return expert_pairs(*asked) if self.alone else fused_experts(*asked)
         out, shared = fused_experts(*asked), self.shared(x, step)
