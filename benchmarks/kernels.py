@@ -40,7 +40,6 @@ from phalanx.kernels.gpu import (
     early,
     four_bit,
     four_bit_stream,
-    four_bit_vector,
     gemm,
     hyper,
     indexer,
@@ -313,10 +312,6 @@ def streamed_four_bits() -> Iterator[Case]:
             yield lambda s=stack, m=count: four_bit_stream.grouped_product(
                 some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
             )
-        yield lambda w=weight: four_bit_vector.product(some(8, 4096), w, some(4096))
-        yield lambda s=stack: four_bit_vector.grouped_product(
-            some(25, 512), s, None, order, owner, 4, weights, pairs, four_bit_vector.MOST_GROUPED_ROWS
-        )
 
 
 def routes() -> Iterator[Case]:
@@ -523,8 +518,7 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        for streaming in (stream, four_bit_stream, four_bit_vector):
-            streaming.multiprocessors = lambda device: hopper
+        stream.multiprocessors = four_bit_stream.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
         setattr(JITFunction, "run", lambda *args, **options: self.build(*args, **options))  # noqa: B010
@@ -532,8 +526,7 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            for streaming in (stream, four_bit_stream, four_bit_vector):
-                streaming.multiprocessors = processors
+            stream.multiprocessors = four_bit_stream.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 
 

@@ -20,7 +20,6 @@ from phalanx.kernels.gpu.four_bit_stream import (
     cut_of,
     stream_four_bit,
 )
-from phalanx.kernels.gpu.four_bit_vector import share_of, vector_four_bit
 from phalanx.kernels.gpu.gemm import HAS_GLUON
 
 SCALES = {"awq": "*fp16", "mxfp4": "*u8", "nvfp4": "*fp8e4nv"}
@@ -95,32 +94,6 @@ def build_stream(kind: str, rows: int, grouped: bool, tiles: int) -> tuple[TileC
     return shape, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def build_vector(kind: str, inputs: int, grouped: bool) -> triton.compiler.CompiledKernel:
-    share = share_of(inputs)
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("order", "owner"), "*i32")
-    types |= {"values": "*u8", "scales": "*i32" if kind == "awq" else "*i64", "zeros": "*i16", "pair_weights": "*fp32"}
-    fixed = {
-        "E2M1": kind != "awq",
-        "ZEROS": kind == "awq",
-        "SCALE": gl.float16,
-        "HAS_BIAS": True,
-        "GROUPED": grouped,
-        "WEIGHED": grouped,
-        "WHOLE": inputs % (STEP * share.warps * share.held) == 0,
-        "TILES": 1,
-        "WARPS": share.warps,
-        "HELD": share.held,
-    } | ({} if kind == "awq" else {"zeros": None})
-    names = vector_four_bit.arg_names
-    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
-    aligned |= {(names.index(name),): [["tt.divisibility", 16]] for name in ("inputs", "outputs")}
-    constants = {(names.index(name),): value for name, value in fixed.items()}
-    source = GluonASTSource(vector_four_bit, signature, constants, aligned)
-    options = {"num_warps": share.warps, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
 def main() -> None:
     for kind in SCALES:
         for rows, grouped in ((16, False), (128, True)):
@@ -135,10 +108,6 @@ def main() -> None:
         assert (shape.splits > 1) == (experts < 32), "few programs share their tiles with others"
         assert (kernel.metadata.shared + 1024) * together <= 228 * 1024, (kind, rows, shape)
         assert "shfl" not in kernel.asm["ptx"].split("wgmma.mma_async")[1], "weights go from thread to thread"
-    for kind, inputs, grouped in (("awq", 8192, False), ("mxfp4", 2880, True)):
-        weights, sums = build_vector(kind, inputs, grouped).asm["ptx"].rsplit("mma.sync", 1)
-        assert not any(word in weights for word in ("bar.sync", "shfl", "st.local")), "warps wait for each other"
-        assert "bar.sync" in sums
 
 
 if __name__ == "__main__":

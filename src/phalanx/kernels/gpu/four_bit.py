@@ -15,7 +15,7 @@ from phalanx.kernels.gpu.gemm import HAS_GLUON, LEAST_ROUNDS, Tile, counters, pi
 from phalanx.kernels.gpu.shared_memory import stages_here
 
 if HAS_GLUON:
-    from phalanx.kernels.gpu import four_bit_stream, four_bit_vector
+    from phalanx.kernels.gpu import four_bit_stream
 
 STEP = 128
 TILES = {
@@ -215,8 +215,6 @@ def _assembled(weight: FourBitWeight, dtype: torch.dtype) -> bool:
 def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
     if x.shape[0] > MOST_ROWS:
         return F.linear(x, widen(weight, x.dtype), bias)
-    if HAS_GLUON and x.shape[0] <= four_bit_vector.MOST_ROWS and four_bit_vector.takes(x.dtype, weight):
-        return four_bit_vector.product(x, weight, bias)
     if HAS_GLUON and four_bit_stream.streams(x.dtype, weight):
         return four_bit_stream.product(x, weight, bias, counters(x.device))
     return run_tiles(x, weight, bias, pick_tile(TILES, x.shape[0]))
@@ -289,10 +287,6 @@ def grouped_product(
 ) -> Tensor:  # fmt: skip
     _, outputs, inputs = weight.shape
     if tile in STREAMED_TILES.values():
-        if tile.rows <= four_bit_vector.MOST_GROUPED_ROWS and four_bit_vector.takes(x.dtype, weight):
-            return four_bit_vector.grouped_product(
-                x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows
-            )
         return four_bit_stream.grouped_product(
             x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device)
         )
