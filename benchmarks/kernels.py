@@ -26,7 +26,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from phalanx.kernels.cache import HeadNorms
-from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates, updates_beside
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.draft_rows import Cache, Sequences, StepRows
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
@@ -62,6 +62,7 @@ from phalanx.kernels.gpu import (
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
+from phalanx.spec.delta import updates_beside
 from phalanx.spec.ffn import SILU, Router
 from phalanx.spec.hyper import Hyper
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
-from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates, updates_beside
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import Quantised, dequantise
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from phalanx.spec.delta import updates_beside
 
 Span = tuple[int, int, int]
 """Place, first position, tokens."""

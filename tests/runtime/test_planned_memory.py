@@ -9,11 +9,13 @@ import torch
 
 from phalanx.fabric.emulated import EmulatedGroup
 from phalanx.layers.decoder import Decoder
+from phalanx.layers.mixers import delta
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.fit import fit
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import Sizes, cache_layout, load_model, make_runner
 from phalanx.runtime.speculate import open_checkpoint
+from phalanx.spec.delta import updates_beside
 from phalanx.spec.machine import Machine
 from tests.conftest import Reference
 from tests.heads import HeadReference
@@ -44,8 +46,10 @@ def test_a_rank_allocates_what_the_plan_counts(
     tp: int,
     references: Callable[[str], Reference],
     heads: Callable[[str], HeadReference],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In bf16, which plans are made in, on rank 0 of `tp`."""
+    """In bf16, which plans are made in, on rank 0 of `tp`, and what a GPU keeps beside states."""
+    monkeypatch.setattr(delta, "_updates_kept", lambda record, device: updates_beside(max(1, record.pending)))
     folder = heads(name).folder if speculate == "mtp" else references(name).folder
     config = EngineConfig(dtype="bf16", max_num_seqs=5, max_model_len=LONGEST, speculate=speculate, load_format="dummy")
     group = EmulatedGroup(tp, lambda size: 0.0, torch.device("cpu"))

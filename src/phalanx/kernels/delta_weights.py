@@ -48,12 +48,3 @@ class PendingUpdates(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.updates.shape[1]
-
-
-def updates_beside(most: int) -> int:
-    """That a GPU keeps beside a state, with so many tokens of a sequence in a step.
-
-    To write a state takes as long as to read it, which once in a while is no matter. The updates of several tokens are
-    made with each step: to read it along with those of steps before takes longer.
-    """
-    return 8 if most == 1 else 2 * most

@@ -94,8 +94,10 @@ class Fit:
     def request_bytes(self) -> dict[CacheKind, int]:
         """What the tightest rank keeps of a request of `context` tokens, by kind of layer."""
         kept = self.layout.cache_bytes(self.tightest.rank, self.context, self.kv_format)
-        for cache, layers in self.spec.cache_kinds:
-            kept[cache.kind] += (self._state_places - 1) * layers * self.layout.state_bytes(cache, self.tightest.rank)
+        for cache, layers in self.spec.cache_kinds if self.engine.has_cache_groups else ():
+            own = self.layout.state_bytes(cache, self.tightest.rank)
+            counted = self.layout.state_bytes(replace(cache, beside_bytes=0), self.tightest.rank)
+            kept[cache.kind] += layers * (self._state_places * own - counted)
         return kept
 
     @property

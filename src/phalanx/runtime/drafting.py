@@ -109,7 +109,8 @@ class ModelGuesser:
         self._model(inputs.tokens.clamp(max=self._most), inputs.positions, inputs.attention, step.last[:1])
 
     def guess(self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, drawing: Drawing | None) -> Tensor:
-        scores = self._model.scores(self._model(tokens.clamp(max=self._most), positions, attention))[:, : self._vocab]
+        scores = self._model.scores(self._model(tokens.clamp(max=self._most), positions, attention))
+        scores = scores[:, : self._vocab].contiguous()  # as a GPU's kernels take it
         return likeliest(scores) if drawing is None else draw(scores, *drawing)
 
 

@@ -25,8 +25,8 @@ class LayerCache:
     """What a layer keeps of a sequence, over all ranks.
 
     `heads * width` numbers for every `ratio` tokens, of the last `reach` tokens at most, and `state_bytes` whatever the
-    length. A latent has one head, which every rank keeps. `goes_back`: a sequence may go on before the last tokens that
-    what it keeps whatever its length has seen.
+    length; beside these, Phalanx keeps `beside_bytes` on a GPU. A latent has one head, which every rank keeps.
+    `goes_back`: a sequence may go on before the last tokens that what it keeps whatever its length has seen.
     """
 
     kind: CacheKind
@@ -34,6 +34,7 @@ class LayerCache:
     width: int = 0
     reach: int | None = None
     state_bytes: int = 0
+    beside_bytes: int = 0
     ratio: int = 1
     goes_back: bool = False
 

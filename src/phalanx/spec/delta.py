@@ -9,13 +9,23 @@ from phalanx.spec.cache import LayerCache
 from phalanx.spec.tensors import Run, Stored, Tensor
 
 
+def updates_beside(most: int) -> int:
+    """That a GPU keeps beside a state, with so many tokens of a sequence in a step.
+
+    To write a state takes as long as to read it, which once in a while is no matter. The updates of several tokens are
+    made with each step: to read it along with those of steps before takes longer.
+    """
+    return 8 if most == 1 else 2 * most
+
+
 @dataclass(frozen=True)
 class DeltaNet:
     """Dealt by key heads, each with the value heads that share it.
 
     `grouped`: checkpoints keep all projections of a key head together, in two tensors; otherwise queries, keys and
     values one after the other, and the rest on its own. Of the last tokens, `pending` at most, what they do to a state
-    is kept beside it: it can go on before any of them, since drafts may be wrong. With 0 it cannot.
+    is kept beside it: it can go on before any of them, since drafts may be wrong. With 0 it cannot. A GPU keeps more of
+    them, for its own sake.
     """
 
     k_heads: int
@@ -56,15 +66,20 @@ class DeltaNet:
 
     @property
     def state_bytes(self) -> int:
-        """The recurrent state in float32 and in bf16 the last columns; what is pending, and since which position."""
-        kept = 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.ring
-        if not self.pending:
-            return kept
-        return kept + 4 * self.v_heads * (self.pending * (self.k_dim + self.v_dim + 1) + self.v_dim)
+        """The recurrent state in float32 and in bf16 the last columns."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.ring
+
+    @property
+    def beside_bytes(self) -> int:
+        """What tokens do to it that is pending, and since which position."""
+        updates = updates_beside(max(1, self.pending))
+        return 4 * self.v_heads * (updates * (self.k_dim + self.v_dim + 1) + self.v_dim)
 
     @property
     def cache(self) -> LayerCache:
-        return LayerCache("state", state_bytes=self.state_bytes, goes_back=self.pending > 0)
+        return LayerCache(
+            "state", state_bytes=self.state_bytes, beside_bytes=self.beside_bytes, goes_back=self.pending > 0
+        )
 
     def tensors(self, prefix: str, hidden: int) -> Iterator[Tensor]:
         path = f"{prefix}{self.module}."

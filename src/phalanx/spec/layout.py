@@ -254,8 +254,8 @@ class Layout:
         return kept
 
     def state_bytes(self, cache: LayerCache, rank: int) -> int:
-        """Bytes this rank keeps of a sequence in such a layer whatever the length."""
-        return int(cache.state_bytes * self._share(cache, rank))
+        """Bytes that a rank of Phalanx's keeps of a sequence in such a layer whatever the length."""
+        return int((cache.state_bytes + cache.beside_bytes) * self._share(cache, rank))
 
     def _share(self, cache: LayerCache, rank: int) -> float:
         shard, spec = self.shards[rank], self.spec

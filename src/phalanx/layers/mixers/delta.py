@@ -10,13 +10,18 @@ from torch import Tensor
 
 from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
-from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates, updates_beside
+from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import GROUP, Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
-from phalanx.spec.delta import DeltaNet
+from phalanx.spec.delta import DeltaNet, updates_beside
+
+
+def _updates_kept(record: DeltaNet, device: torch.device) -> int:
+    """A CPU keeps those that may be wrong."""
+    return updates_beside(max(1, record.pending)) if device.type == "cuda" else record.pending
 
 
 class DeltaMixer:
@@ -47,12 +52,11 @@ class DeltaMixer:
         self.columns = place.empty(0, record.ring, sum(self.widths))
         self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
         self.pending: PendingUpdates | None = None
-        most = max(1, record.pending)
-        if kept := updates_beside(most) if place.device.type == "cuda" else record.pending:
+        if kept := _updates_kept(record, place.device):
             self.pending = PendingUpdates(
                 torch.empty(0, kept, self.v_heads, record.k_dim + record.v_dim + 1, device=place.device),
                 torch.empty(0, self.v_heads, record.v_dim, dtype=torch.int32, device=place.device),
-                most,
+                max(1, record.pending),
             )
 
     @property
