@@ -225,7 +225,7 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
         )
         tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
         states, since = some(3, v_heads, dim, dim, dtype=torch.float32), whole(3, v_heads, dim)
-        for most, count in ((1, 2), (1, 2 * delta.FEW_PROGRAMS // v_heads), (4, 2), (9, 2)):
+        for most, count in ((1, 2), (1, 2 * delta.FEW_PROGRAMS // v_heads), (4, 2), (4, 9), (9, 2)):
             decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
             qkvz, columns = (
                 some(count, channels + v_heads * dim, dtype=dtype),

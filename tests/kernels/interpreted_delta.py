@@ -15,7 +15,7 @@ def main() -> None:
     torch.manual_seed(0)
     delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
     delta_parts.ROWS_AT_ONCE = 64
-    delta.FEW_PROGRAMS, delta.COLUMNS_TOGETHER = 4, {4: 16, 16: 8}
+    delta.FEW_PROGRAMS, delta.FEW_COLUMNS, delta.FEWER_COLUMNS = 4, 16, 8
     shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)
     shared.check([(3, 0, 1), (shared.spare, 0, 1), (1, 0, 63), (0, 0, 64), (4, 0, 65)], 1e-5)
     shared.check([(3, 1, 1), (1, 63, 1), (0, 64, 2), (4, 65, 130)], 1e-5)
@@ -30,6 +30,11 @@ def main() -> None:
     with backwards():
         drafts.check([(3, 4, 1), (1, 31, 2), (2, 14, 8), (4, 136, 1), filling, (0, 0, 5)], 1e-5)
         drafts.check([(3, 5, 3), filling, (1, 32, 1), (2, 21, 9), (0, 2, 4)], 1e-5)
+    few = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 4, most=4)
+    few.check([(3, 0, 4)], 1e-5)
+    few.check([(3, 2, 3), (few.spare, 0, 1), (1, 0, 4), (0, 0, 9)], 1e-5)
+    few.check([(1, 3, 4)], 1e-5)
+    few.check([(1, 4, 1), (3, 5, 1), (0, 9, 1)], 1e-5)
     odd = Nets(random_net((2, 2), (12, 5), 3, torch.float32, "cpu"), 4)
     odd.check([(2, 0, 1), (0, 0, 129), (3, 0, 2)], 1e-5)
     odd.check([(2, 1, 1), (0, 129, 1), (3, 2, 17)], 1e-5)

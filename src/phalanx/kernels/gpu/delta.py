@@ -23,9 +23,11 @@ more steps, and have too few registers for all that they keep.
 FEW_PROGRAMS = 1024
 """Up to these it is worth more to ask for states before the kernel ahead has ended than to ask for all at once."""
 
-COLUMNS_TOGETHER = {2: 64, 4: 64, 16: 32}
-"""For up to so many rows of a sequence, the columns of a state that a program takes: so many as leave registers for all
-that is kept of these rows. A second kernel norms and gates.
+FEW_TOGETHER = 4
+FEW_COLUMNS, FEWER_COLUMNS = 64, 32
+"""Columns of a state that a program takes where a sequence with drafts is alone, whose few rows would be few programs;
+and, so that there are registers for all that is kept of them, of a sequence that may have more rows. A second kernel
+norms and gates.
 """
 
 
@@ -234,8 +236,10 @@ def _step(
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, together = len(decode.positions), triton.next_power_of_2(pending.most)
     width = triton.next_power_of_2(net.v_dim)
-    if together > 1:
-        width = min(width, next(columns for most, columns in COLUMNS_TOGETHER.items() if together <= most))
+    if together > FEW_TOGETHER:
+        width = min(width, FEWER_COLUMNS)
+    elif 1 < rows <= together:
+        width = min(width, FEW_COLUMNS)
     parts = triton.cdiv(net.v_dim, width)
     read = values if parts == 1 else qkvz.new_empty(rows, net.v_heads * net.v_dim)
     _decode[(net.v_heads * parts, rows)](
