@@ -7,7 +7,6 @@ from torch import Tensor
 
 from phalanx.kernels.gpu import gemm, route, sort
 from phalanx.kernels.moe import route_torch
-from phalanx.kernels.pairs import ByExpert
 from phalanx.spec.ffn import Router
 from tests.kernels.interpreter import make_ready
 
@@ -64,7 +63,7 @@ def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
         check_sorted(sort.sort_by_expert(chosen, experts, tile), chosen, experts, tile)
 
 
-def check_sorted(by_expert: ByExpert, chosen: Tensor, experts: int, tile: int) -> None:
+def check_sorted(by_expert: sort.ByExpert, chosen: Tensor, experts: int, tile: int) -> None:
     """Every pair lies once in a tile of its expert, which are no more than it needs; tiles without one are nobody's."""
     order, owner = by_expert
     rows = order.view(-1, tile)

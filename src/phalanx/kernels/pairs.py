@@ -1,20 +1,10 @@
-"""Pairs of token and expert: sorted by expert, and what experts give, before it is summed up."""
+"""What experts give, before it is summed up."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
-
-
-class ByExpert(NamedTuple):
-    """`order` lists pair numbers by expert, padded with the number of pairs to whole tiles of rows.
-
-    `owner` says whose a tile is, -1 being nobody's. Both have room for the worst case, so that nobody need be asked.
-    """
-
-    order: Tensor
-    owner: Tensor
 
 
 class Unsummed(NamedTuple):

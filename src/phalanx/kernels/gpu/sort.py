@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.gemm import counters
-from phalanx.kernels.pairs import ByExpert
 
 CHUNK = 64
 """Pairs that one program of the sort of many places."""
@@ -24,6 +24,16 @@ CLEARED = 1024
 
 LANES, WARPS = 32, 8
 """Threads of a warp, and warps of a program that sorts: of fewer pairs than threads, threads would have to share."""
+
+
+class ByExpert(NamedTuple):
+    """`order` lists pair numbers by expert, padded with the number of pairs to whole tiles of rows.
+
+    `owner` says whose a tile is, -1 being nobody's. Both have room for the worst case, so that nobody need be asked.
+    """
+
+    order: Tensor
+    owner: Tensor
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
