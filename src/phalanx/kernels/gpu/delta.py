@@ -1,4 +1,4 @@
-"""Gated delta nets: one token a sequence, or a few, from projections to what the last product takes, in one kernel."""
+"""Gated delta nets: one token a sequence, or a few, from projections to what the last product takes."""
 
 from __future__ import annotations
 
