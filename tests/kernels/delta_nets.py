@@ -68,7 +68,8 @@ class Nets:
         if singles:
             rows = [(place, start + at) for place, start, count in singles for at in range(count)]
             slots, positions = (torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))
-            decode = DecodeRows(empty.new_empty(self.spare + 1, 1), slots, positions)
+            apart = all(count == 1 for *_, count in singles)
+            decode = DecodeRows(empty.new_empty(self.spare + 1, 1), slots, positions, apart=apart)
         prompts, tiles, first = [], [], sum(count for _, _, count in singles)
         for place, start, count in spans[len(singles) :]:
             prompts.append(PrefillRow(first, count, start, empty, place))

@@ -30,11 +30,17 @@ def main() -> None:
     with backwards():
         drafts.check([(3, 4, 1), (1, 31, 2), (2, 14, 8), (4, 136, 1), filling, (0, 0, 5)], 1e-5)
         drafts.check([(3, 5, 3), filling, (1, 32, 1), (2, 21, 9), (0, 2, 4)], 1e-5)
+    for step in range(20):
+        drafts.check([(3, 7 + step, 1), filling, (2, 25 + step, 1), (1, 33 + step, 1)], 1e-5)
+    drafts.check([(3, 27, 9), (2, 45, 1), (1, 53, 2)], 1e-5)
     few = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 4, most=4)
     few.check([(3, 0, 4)], 1e-5)
     few.check([(3, 2, 3), (few.spare, 0, 1), (1, 0, 4), (0, 0, 9)], 1e-5)
     few.check([(1, 3, 4)], 1e-5)
-    few.check([(1, 4, 1), (3, 5, 1), (0, 9, 1)], 1e-5)
+    for step in range(9):
+        few.check([(1, 4 + step, 1), (3, 5 + step, 1), (few.spare, 0, 1), (0, 9 + step, 1)], 1e-5)
+    few.check([(1, 13, 4), (3, 14, 1), (0, 18, 2)], 1e-5)
+    few.check([(1, 15, 1), (3, 15, 1), (0, 19, 1)], 1e-5)
     odd = Nets(random_net((2, 2), (12, 5), 3, torch.float32, "cpu"), 4)
     odd.check([(2, 0, 1), (0, 0, 129), (3, 0, 2)], 1e-5)
     odd.check([(2, 1, 1), (0, 129, 1), (3, 2, 17)], 1e-5)

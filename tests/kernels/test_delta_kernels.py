@@ -63,3 +63,6 @@ def test_rows_of_drafts_of_nets_of_real_size_on_a_gpu(
     nets.check([(3, 4, 1), (1, 31, 2), (2, 14, 8), (4, 366, 1), filling, (0, 0, 5)], atol, quantised)
     for step in range(4):
         nets.check([(place, step * (1 + place % 4), 4 + (place + step) % 6) for place in range(32)], atol, quantised)
+    for step in range(19):
+        nets.check([(place, 3 * (1 + place % 4) + 1 + step, 1) for place in range(32)], atol, quantised)
+    nets.check([(place, 3 * (1 + place % 4) + 20, 1 + place % 9) for place in range(32)], atol, quantised)

@@ -211,7 +211,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         drawn = rng.random() < 0.5
         singles = plan_of([(rng.choice((3, 120)), 1)] * rng.randint(1, 6))
         assert decode.take(singles)
-        kind = decode._kind_for(singles.starts, drawn)
+        kind = decode._kind_for(singles, drawn)
         stand_in = decode._stand_in(kind)
         assert stand_in in decode._graphs
         assert stand_in is not None
@@ -238,6 +238,11 @@ def test_the_best_stand_in_is_the_one_for_such_lengths_and_then_the_smallest(qui
     decode.capture(GraphKind(4, drawn=False, uneven=True))
     assert decode._stand_in(GraphKind(4, drawn=False, uneven=True)) == GraphKind(4, drawn=False, uneven=True)
     assert decode._stand_in(GraphKind(4, drawn=True, uneven=True)) == GraphKind(4, drawn=True, uneven=True)
+    alone = GraphKind(2, drawn=True, uneven=True, apart=True)
+    assert decode._stand_in(alone) == GraphKind(2, drawn=True, uneven=True)
+    decode.capture(alone)
+    assert decode._stand_in(alone) == alone
+    assert decode._stand_in(GraphKind(2, drawn=True, uneven=True)) == GraphKind(2, drawn=True, uneven=True)
 
 
 def test_no_graph_is_larger_than_the_limits_need(quick: TorchRunner) -> None:

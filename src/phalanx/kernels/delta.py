@@ -190,7 +190,8 @@ def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pen
     """
     firsts, counts = decode.sequences
     slots, positions = decode.slots[firsts], decode.positions[firsts]
-    is_full = (positions + 2 * pending.most > pending.since[slots, 0, 0] + pending.tokens) | (positions == 0)
+    coming = pending.most + (1 if decode.apart else pending.most)
+    is_full = (positions + coming > pending.since[slots, 0, 0] + pending.tokens) | (positions == 0)
     state = _caught_up(_begun(states[slots], positions), pending, slots, positions)
     states[slots[is_full]] = state[is_full]
     pending.since[slots[is_full]] = positions[is_full].to(torch.int32)[:, None, None]

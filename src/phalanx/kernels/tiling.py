@@ -44,7 +44,8 @@ class DecodeRows:
     Several of one sequence lie together. Rows of the last slot fill up, and are each on their own.
 
     `tables` are the blocks of all slots, whatever their number; only `blocks` of each are looked at, where that is
-    known. `uneven` says that some are much longer than the others, which is known where they are planned.
+    known. `uneven` says that some are much longer than the others, `apart` that each is the only one of its sequence,
+    which is known where they are planned.
     """
 
     tables: Tensor
@@ -52,6 +53,7 @@ class DecodeRows:
     positions: Tensor
     uneven: bool = False
     blocks: int | None = None
+    apart: bool = False
 
     @cached_property
     def block_table(self) -> Tensor:

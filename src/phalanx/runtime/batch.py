@@ -158,11 +158,11 @@ class Batch:
         tokens, places = look_up(self.tokens, self._tables, slot_of, positions, self.block_size)
         on_gpu, alone = self.device.type == "cuda", sum(plan.counts[:singles])
         tiles = self._prefill_tiles(plan, singles) if on_gpu and singles < len(plan.counts) else None
-        longest = max(map(int.__add__, plan.starts[:singles], plan.counts), default=0)
+        blocks = -(-max(map(int.__add__, plan.starts[:singles], plan.counts), default=0) // self.block_size)
         attention = [
             AttentionBatch(
                 write_to=write_to,
-                decode=DecodeRows(tables, slot_of[:alone], positions[:alone], blocks=-(-longest // self.block_size))
+                decode=DecodeRows(tables, slot_of[:alone], positions[:alone], blocks=blocks, apart=alone == singles)
                 if alone
                 else None,
                 prefills=self._prefill_rows(tables, plan, singles) if self._whole_prompts else [],
@@ -242,11 +242,13 @@ class Batch:
         news.add(_TOKENS, islice(places, first % size, first % size + len(tokens)), tokens)
         news.add(_LATEST_AT, (slot,), (NOWHERE,))
 
-    def decode_inputs(self, slots: Tensor, positions: Tensor, uneven: bool) -> tuple[Tensor, AttentionBatch]:
+    def decode_inputs(
+        self, slots: Tensor, positions: Tensor, uneven: bool, apart: bool
+    ) -> tuple[Tensor, AttentionBatch]:
         """The tokens of these slots at these positions, looked up on the device alone, so that a graph can hold it."""
         tokens, places = look_up(self.tokens, self._tables, slots, positions, self.block_size)
         attention = [
-            AttentionBatch(write_to, DecodeRows(tables, slots, positions, uneven), prefills=[])
+            AttentionBatch(write_to, DecodeRows(tables, slots, positions, uneven, apart=apart), prefills=[])
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
         return tokens, _grouped(attention)

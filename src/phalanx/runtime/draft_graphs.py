@@ -171,7 +171,7 @@ class DraftGraphs:
     def _forward(self, kind: DraftKind) -> tuple[Tensor, ...]:
         slots, positions, yields, wanted = self._columns[:4, : kind.size]
         sequences = Sequences(*self._columns[4:, : kind.sequences])
-        tokens, attention = self._batch.decode_inputs(slots, positions, uneven=False)
+        tokens, attention = self._batch.decode_inputs(slots, positions, uneven=False, apart=False)
         inputs = StepInputs(tokens, slots, positions, attention, wanted)
         sampled, hidden = self._sampled[: kind.size], self._hidden[: kind.size]
         most = min(kind.size, self._most + 1)

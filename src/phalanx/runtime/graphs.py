@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -129,20 +130,24 @@ def score_and_keep(
 
 
 class GraphKind(NamedTuple):
-    """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven."""
+    """Which decode graph: how many rows, whether tokens are drawn or the likeliest, whether lengths are uneven, whether
+    each row is known to be the only one of its sequence.
+    """
 
     size: int
     drawn: bool
     uneven: bool
+    apart: bool = False
 
 
 class DecodeGraphs:
-    """One graph a batch size; a batch runs in the next larger one. Batches of uneven lengths have their own.
+    """One graph a batch size; a batch runs in the next larger one. Batches of uneven lengths have their own, and where
+    states can go back to before drafts, which takes time, those without drafts.
 
     With `on_demand`, a graph is captured when it is first needed. Otherwise no step waits for that: until a graph is
     captured, another one stands in for it. One that draws tokens serves greedy rows too, one for equal lengths uneven
-    ones, if slowly. All ranks must agree on the graph, for to capture one they talk: what a rank holds more than
-    another does not count.
+    ones and one for drafts those without, if slowly. All ranks must agree on the graph, for to capture one they talk:
+    what a rank holds more than another does not count.
 
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
     leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
@@ -159,7 +164,9 @@ class DecodeGraphs:
         self._sizes = graph_sizes(batch.spare_slot)
         self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
         self._positions = torch.zeros_like(self._slots)
-        self._kv_heads = -(-model.place.spec.kv_heads // model.place.group.size)
+        spec = model.place.spec
+        self._kv_heads = -(-spec.kv_heads // model.place.group.size)
+        self._ways_apart = (False, True) if spec.has_states and spec.goes_back else (False,)
         self._graphs: dict[GraphKind, Recorded] = {}
         self.on_demand = True
         self.recorder = Recorder(model.place.group)
@@ -172,13 +179,15 @@ class DecodeGraphs:
     @property
     def kinds(self) -> list[GraphKind]:
         """All that may be needed, the largest first: it can stand in for any other."""
-        ways = [(True, False), (True, True), (False, False), (False, True)]
-        return [GraphKind(size, drawn, uneven) for drawn, uneven in ways for size in reversed(self._sizes)]
+        ways = product((True, False), self._ways_apart, (False, True))
+        return [
+            GraphKind(size, drawn, uneven, apart) for drawn, apart, uneven in ways for size in reversed(self._sizes)
+        ]
 
     @property
     def first_kinds(self) -> list[GraphKind]:
         """Those that can stand in for all others: where tokens are drawn, the likeliest are for greedy rows."""
-        return [kind for kind in self.kinds if kind.drawn]
+        return [kind for kind in self.kinds if kind.drawn and not kind.apart]
 
     def take(self, plan: StepPlan) -> bool:
         """Whether all tokens of this step yield one, each on its own, and there is a graph for so many, or will be."""
@@ -186,21 +195,28 @@ class DecodeGraphs:
             return False
         return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def _kind_for(self, positions: list[int], drawn: bool) -> GraphKind:
-        rows = len(positions)
-        size = next(size for size in self._sizes if size >= rows)
-        return GraphKind(size, drawn, is_uneven(positions + [0] * (size - rows), self._kv_heads))
+    def _kind_for(self, plan: StepPlan, drawn: bool) -> GraphKind:
+        lengths = plan.yielded()[1]
+        size = next(size for size in self._sizes if size >= len(lengths))
+        apart = self._ways_apart[-1] and len(lengths) == len(plan.slots)
+        return GraphKind(size, drawn, is_uneven(lengths + [1] * (size - len(lengths)), self._kv_heads), apart)
 
     def _stand_in(self, kind: GraphKind) -> GraphKind | None:
         """The captured graph that does best what this kind would do."""
-        able = [other for other in self._graphs if other.size >= kind.size and other.drawn >= kind.drawn]
-        return min(able, key=lambda other: (other.uneven != kind.uneven, other.size, other.drawn), default=None)
+
+        def is_able(other: GraphKind) -> bool:
+            return other.size >= kind.size and other.drawn >= kind.drawn and other.apart <= kind.apart
+
+        def how_far(other: GraphKind) -> tuple[bool, int, bool, bool]:
+            return other.uneven != kind.uneven, other.size, other.apart != kind.apart, other.drawn
+
+        return min(filter(is_able, self._graphs), key=how_far, default=None)
 
     def run(self, plan: StepPlan, drawn: bool) -> Replayed:
         """Scores, tokens and hidden states of a plan that they take; the next run overwrites them."""
         slots, after = plan.yielded()
         positions = [position - 1 for position in after]
-        kind = self._kind_for(positions, drawn)
+        kind = self._kind_for(plan, drawn)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
@@ -232,6 +248,6 @@ class DecodeGraphs:
 
     def _forward(self, model: Decoder, kind: GraphKind) -> Replayed:
         slots, positions = self._slots[: kind.size], self._positions[: kind.size]
-        tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven)
+        tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven, kind.apart)
         hidden = model(tokens, positions, attention, cut=self.recorder.cut if self._in_parts else None)
         return score_and_keep(model, self._batch, hidden, slots, positions, kind.drawn)

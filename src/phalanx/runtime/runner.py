@@ -296,7 +296,7 @@ class TorchRunner:
         try:
             places = torch.arange(position + 1 - rows, position + 1)
             slots, positions = self.batch.send(torch.full_like(places, slot), places)
-            tokens, attention = self.batch.decode_inputs(slots, positions, uneven=False)
+            tokens, attention = self.batch.decode_inputs(slots, positions, uneven=False, apart=rows == 1)
             scores = self.model.scores(self.model(tokens, positions, attention))
         finally:
             self.model.watch = canary

@@ -30,7 +30,7 @@ class TracedGraphs(DecodeGraphs):
         self._gpu.stop()
 
     def run(self, plan: StepPlan, drawn: bool) -> Replayed:
-        kind = self._kind_for([position - 1 for position in plan.yielded()[1]], drawn)
+        kind = self._kind_for(plan, drawn)
         if kind not in self._graphs:
             self.capture(kind)
             self._tracer.leave_out(plan.step)

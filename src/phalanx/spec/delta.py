@@ -15,7 +15,7 @@ def updates_beside(most: int) -> int:
     To write a state takes as long as to read it, which once in a while is no matter. The updates of several tokens are
     made with each step: to read it along with those of steps before takes longer.
     """
-    return 8 if most == 1 else 2 * most
+    return max(8, 2 * most)
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,12 @@ def _vectors(
 @triton.jit
 def _caught_up(
     state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    PENDING: tl.constexpr, EACH: tl.constexpr, MOST: tl.constexpr,
+    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """A state, and the position before which it is what it is: where there is no room for more updates, they are made
-    and it is written.
+    and it is written. `NEXT` tokens are those of this step and of the next one.
     """
-    if (position == 0) | (position + 2 * MOST > begins + PENDING):
+    if (position == 0) | (position + NEXT > begins + PENDING):
         for at in range(begins, position):
             state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
         tl.debug_barrier()  # several threads may have loaded what one of them writes
@@ -105,19 +105,21 @@ def _caught_up(
 
 
 @triton.jit
-def _log_of(log, e, i, j, some_k, some_v, EACH: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
+def _log_of(
+    log, e, i, j, some_k, some_v, PENDING: tl.constexpr, EACH: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr
+):
     """Keys of the last tokens, what they move, and what they leave: all of them, whether they stand or not."""
-    entry = (log + e * EACH)[:, None]
-    keys = tl.load(entry + i[None, :], mask=some_k[None, :], other=0.0)
-    moves = tl.load(entry + K_DIM + j[None, :], mask=some_v[None, :], other=0.0)
-    return keys, moves, tl.load(log + e * EACH + K_DIM + V_DIM)
+    entry, exists = (log + e * EACH)[:, None], e < PENDING
+    keys = tl.load(entry + i[None, :], mask=exists[:, None] & some_k[None, :], other=0.0)
+    moves = tl.load(entry + K_DIM + j[None, :], mask=exists[:, None] & some_v[None, :], other=0.0)
+    return keys, moves, tl.load(log + e * EACH + K_DIM + V_DIM, mask=exists, other=0.0)
 
 
 @triton.jit
 def _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING: tl.constexpr):
     """What one token reads of a state along with the updates that are pending, and what it moves, each [1, columns]."""
     at = begins + (e + PENDING - begins % PENDING) % PENDING
-    stands = at < position
+    stands = (at < position) & (e < PENDING)
     keys, moves = tl.where(stands[:, None], keys, 0.0), tl.where(stands[:, None], moves, 0.0)
     left_by = tl.where(stands, left_by, 0.0)
     later = at[None, :] > at[:, None]
@@ -150,9 +152,9 @@ def _read_in_turn(state, count, q_rows, k_rows, v_rows, decays, betas, t):
 def _decode(
     qkvz, rates, taps, decays, decay_bias, norm, states, columns, updates, since, slots, positions, out, out_scales,
     rows, stride, spare, eps, scale, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, MOST: tl.constexpr,
-    TOGETHER: tl.constexpr, EARLY: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
-    QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
+    V_DIM: tl.constexpr, KERNEL: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, NEXT: tl.constexpr,
+    ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    PARTS: tl.constexpr, QUANTISED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head of a sequence, or all. Its state is read once, and written when there is no room
     for more updates.
@@ -162,7 +164,7 @@ def _decode(
     heads that share a key head all make its column, and the first of them keeps it. Of the spare slot nothing is kept;
     each of its rows is on its own.
 
-    A sequence may have several rows, up to `MOST`, which lie together: the program of its first one takes them all. The
+    A sequence may have several rows, up to `TOGETHER`, which lie together: that of its first one takes them all. The
     others wait for the kernel ahead like all, which the next kernel relies on, and do nothing else. There is no room
     for updates but those of two steps: they are made with each.
     """
@@ -189,11 +191,11 @@ def _decode(
     begins = tl.minimum(tl.maximum(tl.load(reached + part * V), position - PENDING), position)
     state = tl.load(spot, mask=some_k[:, None] & some_v[None, :] & (position > 0), other=0.0)
     if TOGETHER == 1:
-        e = tl.arange(0, PENDING)
-        keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, each, K_DIM, V_DIM)
+        e = tl.arange(0, ENTRIES)
+        keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, PENDING, each, K_DIM, V_DIM)
     else:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, MOST
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
         )
     if EARLY:
         wait_for_ahead()
@@ -210,7 +212,7 @@ def _decode(
     q *= scale
     if TOGETHER == 1:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, MOST
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
         )
         read, moved = _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING)
     else:
@@ -234,7 +236,8 @@ def _step(
 ) -> None:  # fmt: skip
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
-    rows, together = len(decode.positions), triton.next_power_of_2(pending.most)
+    rows, most = len(decode.positions), 1 if decode.apart else pending.most
+    together = triton.next_power_of_2(most)
     width = triton.next_power_of_2(net.v_dim)
     if together > FEW_TOGETHER:
         width = min(width, FEWER_COLUMNS)
@@ -246,7 +249,8 @@ def _step(
         qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, pending.updates, pending.since,
         decode.slots, decode.positions, read, scales, len(qkvz), qkvz.stride(0), len(decode.tables) - 1, net.eps,
         net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads, K_DIM=net.k_dim, V_DIM=net.v_dim,
-        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens, MOST=pending.most, TOGETHER=together,
+        KERNEL=net.taps.shape[1], RING=columns.shape[1], PENDING=pending.tokens, NEXT=most + pending.most,
+        ENTRIES=triton.next_power_of_2(pending.tokens), TOGETHER=together,
         EARLY=together > 1 or net.v_heads * rows <= FEW_PROGRAMS, K=triton.next_power_of_2(net.k_dim), V=width,
         PARTS=parts, QUANTISED=scales is not None, LARGEST=LARGEST, num_warps=WARPS, launch_pdl=starts_early(),
     )  # fmt: skip
