@@ -1,25 +1,28 @@
 """Gated delta nets alone on a GPU: `python benchmarks/delta.py`. Times of each kernel beside the bytes it has to move,
 and how far states are from those of the definition.
 
-Decode steps of 1 to 256 rows as graphs, prompts kernel by kernel. States of several layers take turns, so that none
-is still in the L2 cache when it comes round.
+Decode steps of 1 to 256 rows as graphs, with and without drafts, prompts kernel by kernel. States of several layers
+take turns, so that none is still in the L2 cache when it comes round.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from graph_timing import microseconds
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.kernels.attention import AttentionBatch, PrefillRow
 from phalanx.kernels.delta import delta_net_torch
-from phalanx.kernels.delta_weights import DeltaWeights
-from phalanx.kernels.gpu import delta, delta_prompts
+from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
+from phalanx.kernels.gpu import delta_prompts
 from phalanx.kernels.gpu.delta import delta_net
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
+from phalanx.spec.delta import updates_beside
 
 NETS = {"35b-a3b": (16, 32), "27b": (16, 48)}
 DIM, KERNEL, LAYERS = 128, 4, 4
@@ -28,16 +31,19 @@ GPU = torch.device("cuda")
 
 
 class Layer:
-    """A net with states for so many sequences."""
+    """A net with states for so many sequences, of which a step may have so many tokens as `most`."""
 
-    def __init__(self, k_heads: int, v_heads: int, places: int) -> None:
+    def __init__(self, k_heads: int, v_heads: int, places: int, most: int = 1) -> None:
         channels = (2 * k_heads + v_heads) * DIM
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": GPU}
         rates = torch.full((v_heads,), -3.0, device=GPU), torch.zeros(v_heads, device=GPU)
         taps, norm = torch.randn(channels, KERNEL, **half), torch.ones(DIM, **half)
         self.net = DeltaWeights(k_heads, v_heads, DIM, DIM, taps, *rates, norm, 1e-6)
         self.states = torch.zeros(places, v_heads, DIM, DIM, device=GPU)
-        self.columns = torch.zeros(places, KERNEL, channels, **half)
+        self.columns = torch.zeros(places, KERNEL - 1 + most, channels, **half)
+        updates = torch.zeros(places, updates_beside(most), v_heads, 2 * DIM + 1, device=GPU)
+        since = torch.full((places, v_heads, DIM), 100, dtype=torch.int32, device=GPU)
+        self.pending = PendingUpdates(updates, since, most)
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         width, v_heads = sum(self.net.widths) + self.net.widths[2], self.net.v_heads
@@ -48,10 +54,12 @@ class Layer:
 Batch = tuple[DecodeRows | None, PrefillTiles | None]
 
 
-def decode_batch(rows: int) -> Batch:
-    tables = torch.zeros(rows + 1, 1, dtype=torch.int32, device=GPU)
-    slots = torch.arange(rows, device=GPU)
-    return DecodeRows(tables, slots, torch.full_like(slots, 100)), None
+def decode_rows(sequences: int, tokens: int) -> DecodeRows:
+    """So many tokens of each sequence, which are not all where their states are written."""
+    tables = torch.zeros(sequences + 1, 1, dtype=torch.int32, device=GPU)
+    slots = torch.arange(sequences, device=GPU).repeat_interleave(tokens)
+    positions = 100 + slots % 8 + torch.arange(tokens, device=GPU).repeat(sequences)
+    return DecodeRows(tables, slots, positions, apart=tokens == 1)
 
 
 def prompt_batch(prompts: int, length: int) -> Batch:
@@ -73,27 +81,19 @@ def seconds(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / times
 
 
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+def time_decodes(name: str, sequences: int, tokens: int) -> None:
+    """Steps go on by what is accepted: with drafts, by a token fewer than there are."""
+    layers = [Layer(*NETS[name], sequences + 1, tokens) for _ in range(max(LAYERS, 128 // sequences))]
+    decode, (qkvz, rates) = decode_rows(sequences, tokens), layers[0].inputs(sequences * tokens)
 
+    def step(layer: Layer) -> None:
+        delta_net(qkvz, rates, layer.net, layer.states, layer.columns, decode, None, layer.pending, quantised=True)
 
-def time_decodes(name: str, rows: int) -> None:
-    k_heads, v_heads = NETS[name]
-    layers = [Layer(k_heads, v_heads, rows + 1) for _ in range(max(LAYERS, 128 // rows))]
-    batch, (qkvz, rates) = decode_batch(rows), layers[0].inputs(rows)
-
-    def run() -> None:
-        for layer in layers:
-            delta_net(qkvz, rates, layer.net, layer.states, layer.columns, *batch, quantised=True)
-
-    took = seconds(captured(run).replay) / len(layers)
-    moved = rows * (2 * 4 * v_heads * DIM * DIM + qkvz.nbytes // rows)
-    told(f"{name} decode {rows}", took, moved)
+    runs = [partial(step, layer) for layer in layers]
+    runs.append(lambda: decode.positions.add_(max(1, tokens - 1)))
+    took = microseconds(runs) * len(runs) / len(layers) * 1e-6
+    moved = 4 * layers[0].states[:-1].numel() + qkvz.nbytes
+    told(f"{name} decode {sequences}x{tokens}", took, moved)
 
 
 def time_prompts(name: str, prompts: int, length: int) -> None:
@@ -101,7 +101,7 @@ def time_prompts(name: str, prompts: int, length: int) -> None:
     batch, (qkvz, rates) = prompt_batch(prompts, length), layer.inputs(prompts * length)
 
     def run() -> None:
-        delta_net(qkvz, rates, layer.net, layer.states, layer.columns, *batch, quantised=True)
+        delta_net(qkvz, rates, layer.net, layer.states, layer.columns, *batch, layer.pending, quantised=True)
 
     took = seconds(run)
     told(f"{name} prompts {prompts}x{length}", took, qkvz.nbytes + qkvz.nbytes // 6)
@@ -117,7 +117,7 @@ def tell_error(name: str, tokens: int) -> None:
     ours, theirs = Layer(*NETS[name], 1), Layer(*NETS[name], 1)
     qkvz, rates = ours.inputs(tokens)
     batch = AttentionBatch(qkvz, None, [PrefillRow(0, tokens, 0, qkvz, 0)])
-    found = delta_net(qkvz, rates, ours.net, ours.states, ours.columns, *prompt_batch(1, tokens))
+    found = delta_net(qkvz, rates, ours.net, ours.states, ours.columns, *prompt_batch(1, tokens), ours.pending)
     wanted = delta_net_torch(qkvz, rates, ours.net, theirs.states, theirs.columns, batch)
     assert isinstance(found, torch.Tensor)
     pairs = {"state": (ours.states, theirs.states), "read": (found.float(), wanted.float())}
@@ -135,12 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", choices=list(NETS), default=list(NETS))
     parser.add_argument("--values", type=int, default=delta_prompts.VALUES_AT_ONCE, help="columns of a state at once")
-    parser.add_argument("--registers", type=int, default=delta.MOST_REGISTERS, help="of a thread that decodes")
     asked = parser.parse_args()
-    delta_prompts.VALUES_AT_ONCE, delta.MOST_REGISTERS = asked.values, asked.registers
+    delta_prompts.VALUES_AT_ONCE = asked.values
     for name in asked.nets:
-        for rows in (1, 8, 32, 128, 256):
-            time_decodes(name, rows)
+        for sequences, tokens in ((1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (1, 4), (8, 4), (32, 4)):
+            time_decodes(name, sequences, tokens)
         for prompts, length in ((1, 128), (1, 1024), (16, 1024), (1, 16384)):
             time_prompts(name, prompts, length)
         tell_error(name, 1000)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import NamedTuple
 
 import torch
+from graph_timing import microseconds
 from torch import Tensor
 
 from phalanx.bench.ceilings import measure_ceilings
@@ -41,26 +40,6 @@ SIZES = (Size("glm-4.7-flash", 20, 192, 256), Size("deepseek-v3-tp8-rank", 16, 1
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=HALF)
-
-
-def microseconds(runs: list[Callable[[], object]]) -> float:
-    """Of one of them, all in one graph."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    times = []
-    for _ in range(20):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) * 1e3 / len(runs))
-    return median(times)
 
 
 class Layer:

@@ -49,6 +49,8 @@ def main() -> None:
     check_product(3, 40, 520, 1, bias=True)
     moe.converts_e4m3 = lambda device: False
     check_experts(5, 140, 72)
+    moe.WIDENED_TILES = moe.FP8_TILES
+    check_experts(5, 530, 300)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,17 @@ from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, splits
 TILE_BYTES = 65536
 """Of the keys, or of the queries of a prompt, that a program takes at once; half of it where shared memory is short."""
 
-MANY_PROGRAMS = 512
-"""With more than these, short tiles and few warps keep more loads in flight; with fewer, long tiles do."""
+MANY_PROGRAMS, FEW_PROGRAMS = 512, 16
+"""From so many on, short tiles and few warps keep more loads in flight; with fewer, long tiles do. With few sequences,
+none of them long, most of the time goes by before the first tile is there: the shorter the better.
+"""
+
+WIDE_MANY = 128
+"""Above these, longer tiles of wide heads are better."""
 
 KEYS_AT_ONCE = 64
+JOINED_AT_ONCE = 2048
+"""Numbers of partial sums that a warp has registers for."""
 
 
 @triton.jit
@@ -146,6 +153,19 @@ def _tile_bytes() -> int:
     return TILE_BYTES if is_roomy() else TILE_BYTES // 2
 
 
+def _shape_of(programs: int, dim: int, uneven: bool) -> tuple[int, int, int]:
+    """Tokens at once, warps and stages. Measured on an H200, `benchmarks/attention.py`."""
+    if dim > 128:
+        if programs > WIDE_MANY:
+            return 64, 4, 2
+        return (16 if programs <= FEW_PROGRAMS and not uneven else 32), 4, 5
+    if programs >= MANY_PROGRAMS:
+        return 64, 2, 3
+    if uneven:
+        return 64, 2, 5
+    return (16, 4, 5) if programs <= FEW_PROGRAMS else (128, 4, 3)
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -161,8 +181,10 @@ def decode_attention(
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
     dim = max(16, triton.next_power_of_2(head_dim))
-    tokens, warps, stages = (64, 2, 4) if rows * kv_heads > MANY_PROGRAMS else (128, 4, 3)
+    tokens, warps, stages = _shape_of(rows * kv_heads, dim, decode.uneven)
     tokens = min(tokens, _tile_bytes() // (dim * q.element_size()))
+    if q.dtype == torch.float32:
+        stages = min(stages, 2 if dim > 128 else 3)
     partial = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(kv_heads, rows, splits)](
@@ -179,9 +201,10 @@ def decode_attention(
 def join_splits(partial: Tensor, peaks: Tensor, totals: Tensor, q: Tensor, out: Tensor | Quantised) -> None:
     """What the queries attend, of the partial sums, peaks and totals of all stretches of their sequences."""
     (rows, heads, head_dim), splits, (values, scales, out_rows) = q.shape, partial.shape[2], _places(out)
+    dim = max(16, triton.next_power_of_2(head_dim))
     _join_splits[(rows * heads,)](
-        partial, peaks, totals, q, values, scales, out_rows, HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits,
-        DIM=max(16, triton.next_power_of_2(head_dim)), LARGEST=LARGEST, num_warps=1, launch_pdl=starts_early(),
+        partial, peaks, totals, q, values, scales, out_rows, HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim,
+        LARGEST=LARGEST, num_warps=max(1, min(8, splits * dim // JOINED_AT_ONCE)), launch_pdl=starts_early(),
     )  # fmt: skip
 
 

@@ -25,9 +25,8 @@ FEW_PROGRAMS = 1024
 
 FEW_TOGETHER = 4
 FEW_COLUMNS, FEWER_COLUMNS = 64, 32
-"""Columns of a state that a program takes where a sequence with drafts is alone, whose few rows would be few programs;
-and, so that there are registers for all that is kept of them, of a sequence that may have more rows. A second kernel
-norms and gates.
+"""Columns of a state that a program takes of a sequence with up to so many rows, and with more: there are registers for
+all that is kept of them. A second kernel norms and gates.
 """
 
 
@@ -89,14 +88,20 @@ def _vectors(
 @triton.jit
 def _caught_up(
     state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr,
+    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """A state, and the position before which it is what it is: where there is no room for more updates, they are made
-    and it is written. `NEXT` tokens are those of this step and of the next one.
+    and it is written. `NEXT` tokens are those of this step and of the next one. Of few updates, `HELD` at most, all are
+    asked for at once.
     """
     if (position == 0) | (position + NEXT > begins + PENDING):
-        for at in range(begins, position):
-            state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
+        if HELD <= 4:
+            for number in tl.static_range(HELD):
+                at = begins + number
+                state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, at < position, K_DIM, V_DIM)
+        else:
+            for at in range(begins, position):
+                state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, True, K_DIM, V_DIM)
         tl.debug_barrier()  # several threads may have loaded what one of them writes
         tl.store(spot, state, mask=some_k[:, None] & some_v[None, :] & keeps)
         tl.store(reached + j, position, mask=some_v & keeps)
@@ -195,8 +200,9 @@ def _decode(
         keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, PENDING, each, K_DIM, V_DIM)
     else:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
-        )
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
+            PENDING - NEXT // 2,
+        )  # fmt: skip
     if EARLY:
         wait_for_ahead()
     known = t < count
@@ -212,8 +218,9 @@ def _decode(
     q *= scale
     if TOGETHER == 1:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
-        )
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
+            PENDING,
+        )  # fmt: skip
         read, moved = _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING)
     else:
         read, moved = _read_in_turn(state, count, q, k, v, decay, beta, t)
@@ -241,7 +248,7 @@ def _step(
     width = triton.next_power_of_2(net.v_dim)
     if together > FEW_TOGETHER:
         width = min(width, FEWER_COLUMNS)
-    elif 1 < rows <= together:
+    elif together > 1:
         width = min(width, FEW_COLUMNS)
     parts = triton.cdiv(net.v_dim, width)
     read = values if parts == 1 else qkvz.new_empty(rows, net.v_heads * net.v_dim)

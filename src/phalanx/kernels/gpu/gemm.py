@@ -184,9 +184,11 @@ def tile_product(
     """weight[output] @ x[row].T over the inputs from `first` to `stop`, in float32, [OUTPUTS, ROWS].
 
     The weight stands on the left, where the tensor cores want 64 rows; the few rows of x may be as few as 16. With FP8
-    x has scales and is e4m3 as well, or else the weight comes as bytes, which are widened.
+    x has scales and is e4m3 as well, or else the weight comes as bytes, which are widened. Scales are for 128 inputs:
+    of twice as many in a round, each half has its own.
     """
     WIDENED: tl.constexpr = FP8 and x_scales is None
+    WIDTH: tl.constexpr = 128 if FP8 else INPUTS
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     wanted = output[:, None] < outputs
     weight_row = weight + output[:, None].to(tl.int64) * inputs
@@ -197,21 +199,23 @@ def tile_product(
         if not WIDENED:
             by_row = tl.load(x_scales + tl.cast(first // 128, tl.int64) * rows + row, mask=known, other=0.0)
     for start in range(first, stop, INPUTS):
-        k = start + tl.arange(0, INPUTS)
-        w = tl.load(weight_row + k[None, :], mask=wanted & (k[None, :] < inputs), other=0.0)
-        a = tl.load(x_row + k[:, None], mask=known[None, :] & (k[:, None] < inputs), other=0.0)
-        if FP8:  # the scales of the next round are on their way while this one multiplies
-            group, more = start // 128 + 1, start + INPUTS < stop
-            next_by_output = tl.load(scale + group, mask=(output < outputs) & more, other=0.0)
-            if WIDENED:
-                acc += tl.dot(_widened_bytes(w, a.dtype), a) * by_output[:, None]
+        for half in tl.static_range(INPUTS // WIDTH):
+            k = start + half * WIDTH + tl.arange(0, WIDTH)
+            w = tl.load(weight_row + k[None, :], mask=wanted & (k[None, :] < inputs), other=0.0)
+            a = tl.load(x_row + k[:, None], mask=known[None, :] & (k[:, None] < inputs), other=0.0)
+            if FP8:  # the scales of the next inputs are on their way while these are multiplied
+                group, more = start // 128 + half + 1, start + (half + 1) * WIDTH < stop
+                next_by_output = tl.load(scale + group, mask=(output < outputs) & more, other=0.0)
+                if WIDENED:
+                    acc += tl.dot(_widened_bytes(w, a.dtype), a) * by_output[:, None]
+                else:
+                    next_place = x_scales + tl.cast(group, tl.int64) * rows + row
+                    next_by_row = tl.load(next_place, mask=known & more, other=0.0)
+                    acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
+                    by_row = next_by_row
+                by_output = next_by_output
             else:
-                next_by_row = tl.load(x_scales + tl.cast(group, tl.int64) * rows + row, mask=known & more, other=0.0)
-                acc += tl.dot(w, a) * (by_output[:, None] * by_row[None, :])
-                by_row = next_by_row
-            by_output = next_by_output
-        else:
-            acc = tl.dot(w, a, acc, input_precision="ieee")
+                acc = tl.dot(w, a, acc, input_precision="ieee")
     return acc
 
 

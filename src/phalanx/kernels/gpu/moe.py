@@ -23,14 +23,14 @@ from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
-FP8_TILES = {16: Tile(16, 64, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
+FP8_TILES = {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
 WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 """For FP8 weights on cards that do not convert them."""
 
-FEW_EXPERTS = {32: Tile(16, 64, 128, 4, 6), 128: Tile(16, 64, 128, 4, 4)}
-"""For so few pairs as leave some of a GPU idle: more of a weight is on its way at once."""
+BF16_FEW = {32: Tile(16, 64, 128, 4, 3)}
+"""For so few pairs."""
 
-SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 128, 128, 8, 3)
+SHORT_INPUTS, SHORT_TILE = 512, Tile(16, 128, 128, 8, 2)
 """Up to these inputs a program ends before much is on its way: fewer and wider ones are faster."""
 
 
@@ -115,11 +115,11 @@ class _Way(NamedTuple):
 def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
     if isinstance(gate_up, Fp8Weight):
         if converts_e4m3(gate_up.values.device):
-            return _Way(FP8_TILES, _grouped, True, FEW_EXPERTS)
+            return _Way(FP8_TILES, _grouped, True)
         return _Way(WIDENED_TILES, _grouped)
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
-    return _Way(BF16_TILES, _grouped)
+    return _Way(BF16_TILES, _grouped, few=BF16_FEW)
 
 
 def _four_bit_grouped(
