@@ -147,7 +147,13 @@ def _language() -> ModuleType:
         setattr(language, name, _without_layout(name))
     for name in ("float32", "int32", "int64", "uint8"):
         setattr(language, name, getattr(tl, name))
-    for name in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "DistributedLinearLayout"):
+    for name in (
+        "BlockedLayout",
+        "SliceLayout",
+        "SwizzledSharedLayout",
+        "NVMMASharedLayout",
+        "DistributedLinearLayout",
+    ):
         setattr(language, name, lambda *args, **options: None)
     language.constexpr = lambda value: value
     language.num_warps = lambda: WARPS

@@ -1,4 +1,4 @@
-"""Gated delta nets: one token of each of many sequences, for Hopper: states stream through shared memory by bulk copies.
+"""Gated delta nets: one token of each of many sequences, for Hopper: states stream through shared memory in bulk.
 
 A program stays and takes one head of a sequence after the other. What it has read of a state makes room for the next
 ones: memory does not idle while heads are computed. Small things are asked for one head ahead, and what is one number a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -92,11 +91,7 @@ def dealt_by_warp(warps: int) -> gl.DistributedLinearLayout:
 def _seen_as(memory, kind: gl.constexpr, shape: gl.constexpr):
     """Shared memory as so many vectors, which are indexed."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if HAS_REINTERPRET:
-        seen = memory.reinterpret(kind, shape, layout)
-    else:
-        seen = memory._reinterpret(kind, shape, layout)
-    return seen
+    return memory.reinterpret(kind, shape, layout) if HAS_REINTERPRET else memory._reinterpret(kind, shape, layout)
 
 
 @gluon.jit
@@ -114,6 +109,33 @@ def _ask_kept(taps, columns, place, position, channel, tiled, tap, CHANNELS: gl.
     second = gl.load(ring + (position + RING - 2) % RING * CHANNELS, mask=position >= 2, other=0.0)
     last = gl.load(ring + (position + RING - 1) % RING * CHANNELS, mask=position >= 1, other=0.0)
     return third, second, last, gl.load(taps + tiled[:, None] * 4 + tap[None, :])
+
+
+@gluon.jit
+def _ask_all_kept(
+    taps, columns, place, position, head, i, j, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr, RING: gl.constexpr
+):
+    """Of the query, the key and the value of a head."""
+    CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
+    to_all: gl.constexpr = dealt_to_all(gl.num_warps())
+    by_warp: gl.constexpr = dealt_by_warp(gl.num_warps())
+    tiled_i, tiled_j = gl.arange(0, _DIM, gl.SliceLayout(1, to_all)), gl.arange(0, _DIM, gl.SliceLayout(1, by_warp))
+    tap_i, tap_j = gl.arange(0, 4, gl.SliceLayout(0, to_all)), gl.arange(0, 4, gl.SliceLayout(0, by_warp))
+    key = head // (V_HEADS // K_HEADS)
+    q_at, k_at, v_at = key * _DIM, (K_HEADS + key) * _DIM, (2 * K_HEADS + head) * _DIM
+    q = _ask_kept(taps, columns, place, position, q_at + i, q_at + tiled_i, tap_i, CHANNELS, RING)
+    k = _ask_kept(taps, columns, place, position, k_at + i, k_at + tiled_i, tap_i, CHANNELS, RING)
+    v = _ask_kept(taps, columns, place, position, v_at + j, v_at + tiled_j, tap_j, CHANNELS, RING)
+    return q, k, v
+
+
+@gluon.jit
+def _ask_given(qkvz, row, stride, head, i, j, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr):
+    """Query, key, value and gate of a head, as they were projected."""
+    given, key = qkvz + row.to(gl.int64) * stride, head // (V_HEADS // K_HEADS)
+    q, k = gl.load(given + key * _DIM + i), gl.load(given + (K_HEADS + key) * _DIM + i)
+    v = gl.load(given + (2 * K_HEADS + head) * _DIM + j)
+    return q, k, v, gl.load(given + (2 * K_HEADS + V_HEADS + head) * _DIM + j)
 
 
 @gluon.jit
@@ -235,8 +257,6 @@ def stream_states(
     by_entry: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     everywhere: gl.constexpr = gl.SliceLayout(0, by_entry)
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    to_all: gl.constexpr = dealt_to_all(WARPS)
-    by_warp: gl.constexpr = dealt_by_warp(WARPS)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     cuda.gdc_launch_dependents()
     first, programs, units = gl.program_id(0), gl.num_programs(0), count * V_HEADS
@@ -277,54 +297,29 @@ def stream_states(
     all_threads()
 
     i, j = gl.arange(0, _DIM, everywhere), gl.arange(0, _DIM, by_column)
-    tiled_i, tiled_j = gl.arange(0, _DIM, gl.SliceLayout(1, to_all)), gl.arange(0, _DIM, gl.SliceLayout(1, by_warp))
-    tap_i, tap_j = gl.arange(0, 4, gl.SliceLayout(0, to_all)), gl.arange(0, 4, gl.SliceLayout(0, by_warp))
     e, w = gl.arange(0, E, flat), gl.arange(0, 2 * _DIM, flat)
     weight = gl.load(norm + j)
     row, head = first // V_HEADS, first % V_HEADS
-    q_at, k_at, v_at = head // SHARED * _DIM, (K_HEADS + head // SHARED) * _DIM, (2 * K_HEADS + head) * _DIM
     place, position = _number(places, 0), _number(at_positions, 0)
     left = _copy_entries(
         updates, entries, place, head, _number(begin_at, 0), position, 0, e, w, V_HEADS, PENDING, E
     )  # fmt: skip
-    q_kept = _ask_kept(taps, columns, place, position, q_at + i, q_at + tiled_i, tap_i, CHANNELS, RING)
-    k_kept = _ask_kept(taps, columns, place, position, k_at + i, k_at + tiled_i, tap_i, CHANNELS, RING)
-    v_kept = _ask_kept(taps, columns, place, position, v_at + j, v_at + tiled_j, tap_j, CHANNELS, RING)
+    q_kept, k_kept, v_kept = _ask_all_kept(taps, columns, place, position, head, i, j, K_HEADS, V_HEADS, RING)
     cuda.gdc_wait()
-    given = qkvz + row.to(gl.int64) * stride
-    q_new, k_new, v_new = gl.load(given + q_at + i), gl.load(given + k_at + i), gl.load(given + v_at + j)
-    gate = gl.load(given + CHANNELS + head * _DIM + j)
+    q_new, k_new, v_new, gate = _ask_given(qkvz, row, stride, head, i, j, K_HEADS, V_HEADS)
     decay_of, beta_of = _rates_of(rates, decays, decay_bias, row_of, head_of, known, V_HEADS)
     decays_of.store(decay_of)
     betas_of.store(beta_of)
 
     for number in range(own):
         async_copy.wait_group(0)
-        fades_of = met.index(2)
-        fades_of.store(gl.exp(left))
+        met.index(2).store(gl.exp(left))
         all_threads()
         buffer = number & 1
         place, position, begins = _number(places, number), _number(at_positions, number), _number(begin_at, number)
         decay, beta = _number(decay_by, number), _number(beta_by, number)
         row, head = (first + number * programs) // V_HEADS, (first + number * programs) % V_HEADS
         key = head // SHARED
-
-        following = gl.minimum(number + 1, own - 1)
-        next_unit = first + following * programs
-        next_row, next_head = next_unit // V_HEADS, next_unit % V_HEADS
-        q_at, k_at = next_head // SHARED * _DIM, (K_HEADS + next_head // SHARED) * _DIM
-        v_at = (2 * K_HEADS + next_head) * _DIM
-        next_place, next_position = _number(places, following), _number(at_positions, following)
-        given = qkvz + next_row.to(gl.int64) * stride
-        next_q, next_k, next_v = gl.load(given + q_at + i), gl.load(given + k_at + i), gl.load(given + v_at + j)
-        next_gate = gl.load(given + CHANNELS + next_head * _DIM + j)
-        next_q_kept = _ask_kept(taps, columns, next_place, next_position, q_at + i, q_at + tiled_i, tap_i, CHANNELS, RING)
-        next_k_kept = _ask_kept(taps, columns, next_place, next_position, k_at + i, k_at + tiled_i, tap_i, CHANNELS, RING)
-        next_v_kept = _ask_kept(taps, columns, next_place, next_position, v_at + j, v_at + tiled_j, tap_j, CHANNELS, RING)
-        left = _copy_entries(
-            updates, entries, next_place, next_head, _number(begin_at, following), next_position, 1 - buffer, e, w,
-            V_HEADS, PENDING, E,
-        )  # fmt: skip
 
         keeps = place != spare
         first_of_key = keeps & (head % SHARED == 0)
@@ -342,6 +337,19 @@ def stream_states(
         met.index(0).store(gl.sum(keys * k[None, :], 1))
         met.index(1).store(gl.sum(keys * q[None, :], 1))
         all_threads()
+
+        following = gl.minimum(number + 1, own - 1)
+        next_unit = first + following * programs
+        next_row, next_head = next_unit // V_HEADS, next_unit % V_HEADS
+        next_place, next_position = _number(places, following), _number(at_positions, following)
+        next_q_kept, next_k_kept, next_v_kept = _ask_all_kept(
+            taps, columns, next_place, next_position, next_head, i, j, K_HEADS, V_HEADS, RING
+        )
+        next_q, next_k, next_v, next_gate = _ask_given(qkvz, next_row, stride, next_head, i, j, K_HEADS, V_HEADS)
+        left = _copy_entries(
+            updates, entries, next_place, next_head, _number(begin_at, following), next_position, 1 - buffer, e, w,
+            V_HEADS, PENDING, E,
+        )  # fmt: skip
 
         rest = decay * 0 + 1
         old_by_key, old_by_query = gl.zeros([_DIM], gl.float32, by_column), gl.zeros([_DIM], gl.float32, by_column)
@@ -386,6 +394,7 @@ def stream_states(
         _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps, V_HEADS)
         q_new, k_new, v_new, gate = next_q, next_k, next_v, next_gate
         q_kept, k_kept, v_kept = next_q_kept, next_k_kept, next_v_kept
+    async_copy.wait_group(0)
 
 
 def stages_of(way: Way, entries: int) -> int:
