@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from phalanx.kernels.delta_weights import DeltaWeights
 from tests.kernels.apart import run_apart
 
 
@@ -18,6 +22,30 @@ def test_the_kernels_compute_nets_as_defined() -> None:
 def test_the_kernel_that_streams_states_computes_nets_as_defined() -> None:
     """In Triton's interpreter, which has been told of Gluon."""
     run_apart("interpreted_delta_stream")
+
+
+@pytest.mark.slow
+def test_the_installed_triton_builds_the_kernel_that_streams_states(tmp_path: Path) -> None:
+    """Gluon changes its names from version to version."""
+    run_apart("compiled_delta_stream", interpret=False, TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_states_of_many_heads_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu import delta_stream
+
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+
+    def is_streamed(rows: int, dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
+        monkeypatch.setattr(delta_stream, "multiprocessors", lambda device: processors)
+        heads = torch.zeros(32)
+        net = DeltaWeights(16, 32, dim, dim, torch.empty(64 * dim, kernel), heads, heads, torch.empty(dim), 1e-6)
+        return delta_stream.is_streamed(net, rows, on_gpu)
+
+    assert [is_streamed(rows) for rows in (1, 8, 9, 256)] == [False, False, True, True]
+    assert not is_streamed(256, dim=64)
+    assert not is_streamed(256, kernel=3)
+    assert not is_streamed(256, processors=0)
 
 
 CASES = [

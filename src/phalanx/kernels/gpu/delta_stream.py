@@ -36,7 +36,6 @@ DIM, KERNEL = 128, 4
 HEADS_AT_ONCE = 128
 """Heads of which a program looks up at the start where they are; with more there are more programs."""
 
-
 REGISTERS = 2**16
 """Of a multiprocessor."""
 
@@ -215,6 +214,23 @@ def _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps
 
 
 @gluon.jit
+def _read_pending(
+    entries, by_keys, by_queries, fades, buffer, begins, position, PENDING: gl.constexpr, E: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """What key and query read of the updates that stand, and what these leave of the state."""
+    by_key, by_query = gl.zeros([_DIM], gl.float32, layout), gl.zeros([_DIM], gl.float32, layout)
+    rest = 1.0
+    for at in range(begins, position):
+        number = at % PENDING
+        moves, fade = entries.index(buffer * E + number).slice(_DIM, _DIM, 0).load(layout), _number(fades, number)
+        by_key = by_key * fade + moves * _number(by_keys, number)
+        by_query = by_query * fade + moves * _number(by_queries, number)
+        rest *= fade
+    return by_key, by_query, rest
+
+
+@gluon.jit
 def _write_rows(
     spot, stage, entries, fades, buffer, begins, position, FROM: gl.constexpr, TILE: gl.constexpr, E: gl.constexpr,
     PENDING: gl.constexpr, layout: gl.constexpr,
@@ -351,16 +367,9 @@ def stream_states(
             V_HEADS, PENDING, E,
         )  # fmt: skip
 
-        rest = decay * 0 + 1
-        old_by_key, old_by_query = gl.zeros([_DIM], gl.float32, by_column), gl.zeros([_DIM], gl.float32, by_column)
-        for at in range(begins, position):
-            entry = at % PENDING
-            moves = entries.index(buffer * E + entry).slice(_DIM, _DIM, 0).load(by_column)
-            fade = _number(fades, entry)
-            old_by_key = old_by_key * fade + moves * _number(by_keys, entry)
-            old_by_query = old_by_query * fade + moves * _number(by_queries, entry)
-            rest *= fade
-
+        old_by_key, old_by_query, rest = _read_pending(
+            entries, by_keys, by_queries, fades, buffer, begins, position, PENDING, E, by_column
+        )
         makes_updates = keeps & ((position == 0) | (position + NEXT > begins + PENDING))
         spot = states + (place.to(gl.int64) * V_HEADS + head) * (_DIM * _DIM)
         by_key, by_query = gl.zeros([TILE, _DIM], gl.float32, in_tiles), gl.zeros([TILE, _DIM], gl.float32, in_tiles)
@@ -426,6 +435,5 @@ def step(
         pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
         len(decode.tables) - 1, net.eps, net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads,
         RING=columns.shape[1], PENDING=pending.tokens, NEXT=1 + pending.most, E=entries,
-        STAGES=stages_of(way, entries), num_warps=way.warps, maxnreg=way.registers,
-        launch_pdl=True,
+        STAGES=stages_of(way, entries), num_warps=way.warps, maxnreg=way.registers, launch_pdl=True,
     )  # fmt: skip
