@@ -36,6 +36,7 @@ from phalanx.kernels.gpu import (
     compressed,
     compressed_rows,
     delta,
+    delta_stream,
     drafts,
     early,
     four_bit,
@@ -235,6 +236,27 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
             given = qkvz, some(count, 2 * v_heads, dtype=dtype), net, states, columns, decode, tiles
             pending = PendingUpdates(updates, since, most)
             yield lambda g=given, p=pending, q=quantised and dim == 128: delta.delta_net(*g, p, q)
+
+
+def streamed_deltas() -> Iterator[Case]:
+    count, dim, device = 9, delta_stream.DIM, torch.device("cpu")
+    for v_heads, most, updates in ((32, 1, 8), (48, 1, 10), (32, 9, 18)):
+        for dtype, out in (
+            (HALF, rows.empty_quantised(count, v_heads * dim, device)),
+            (HALF, some(count, v_heads * dim)),
+            (torch.float32, some(count, v_heads * dim, dtype=torch.float32)),
+        ):
+            channels, heads = (32 + v_heads) * dim, some(2, v_heads, dtype=torch.float32)
+            net = DeltaWeights(
+                16, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
+            )
+            qkvz, given = some(count, channels + v_heads * dim, dtype=dtype), some(count, 2 * v_heads, dtype=dtype)
+            states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 3 + most, channels, dtype=dtype)
+            pending = PendingUpdates(
+                some(3, updates, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim), most
+            )
+            decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
+            yield lambda g=(qkvz, given, net, states, columns, pending, decode, out): delta_stream.step(*g)
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -451,6 +473,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "delta":
             yield from _wide_and_half(lambda dtype: delta_nets(False, dtype))
             yield from delta_nets(True) if fp8 else ()
+            yield from streamed_deltas() if capability == HOPPER else ()
         case "products":
             yield from products()
             yield from fp8_products() if fp8 else widened_products()
@@ -519,7 +542,8 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        stream.multiprocessors = four_bit_stream.multiprocessors = lambda device: hopper
+        for module in (stream, four_bit_stream, delta_stream):
+            module.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
         setattr(JITFunction, "run", lambda *args, **options: self.build(*args, **options))  # noqa: B010
@@ -527,7 +551,8 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            stream.multiprocessors = four_bit_stream.multiprocessors = processors
+            for module in (stream, four_bit_stream, delta_stream):
+                module.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 
 

@@ -34,13 +34,14 @@ def random_net(
 class Nets:
     """A net with two sets of states, one for the kernels and one for the definition. Places are as others left them.
 
-    A sequence may have so many rows of one token as `most`, and go on behind any of them.
+    A sequence may have so many rows of one token as `most`, and go on behind any of them. `updates` of them are kept
+    beside a state, or as many as usual.
     """
 
     alike = False
     """Whether all tokens have the same query and key."""
 
-    def __init__(self, net: DeltaWeights, places: int, most: int = 1) -> None:
+    def __init__(self, net: DeltaWeights, places: int, most: int = 1, updates: int | None = None) -> None:
         self.net, self.dtype, self.device = net, net.norm.dtype, net.norm.device
         self.spare = places
         channels, kernel = net.taps.shape
@@ -48,10 +49,10 @@ class Nets:
         ring, self.most = kernel - 1 + most, most
         self.columns = torch.full((places + 1, ring, channels), float("nan"), device=self.device, dtype=self.dtype)
         self.wanted_columns = self.columns.clone()
-        size = (places + 1, updates_beside(most), net.v_heads, net.k_dim + net.v_dim + 1)
-        updates = torch.full((2, *size), float("nan"), device=self.device)
+        size = (places + 1, updates or updates_beside(most), net.v_heads, net.k_dim + net.v_dim + 1)
+        kept = torch.full((2, *size), float("nan"), device=self.device)
         since = torch.full((2, places + 1, net.v_heads, net.v_dim), 7, dtype=torch.int32, device=self.device)
-        self.pending = [PendingUpdates(*each, most) for each in zip(updates, since, strict=True)]
+        self.pending = [PendingUpdates(*each, most) for each in zip(kept, since, strict=True)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         net = self.net

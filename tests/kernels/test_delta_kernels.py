@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from phalanx.kernels.delta_weights import DeltaWeights
 from tests.kernels.apart import run_apart
 
 
@@ -12,6 +16,36 @@ from tests.kernels.apart import run_apart
 def test_the_kernels_compute_nets_as_defined() -> None:
     """In Triton's interpreter."""
     run_apart("interpreted_delta")
+
+
+@pytest.mark.slow
+def test_the_kernel_that_streams_states_computes_nets_as_defined() -> None:
+    """In Triton's interpreter, which has been told of Gluon."""
+    run_apart("interpreted_delta_stream")
+
+
+@pytest.mark.slow
+def test_the_installed_triton_builds_the_kernel_that_streams_states(tmp_path: Path) -> None:
+    """Gluon changes its names from version to version."""
+    run_apart("compiled_delta_stream", interpret=False, TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_states_of_many_heads_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu import delta_stream
+
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+
+    def is_streamed(rows: int, dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
+        monkeypatch.setattr(delta_stream, "multiprocessors", lambda device: processors)
+        heads = torch.zeros(32)
+        net = DeltaWeights(16, 32, dim, dim, torch.empty(64 * dim, kernel), heads, heads, torch.empty(dim), 1e-6)
+        return delta_stream.is_streamed(net, rows, on_gpu)
+
+    assert [is_streamed(rows) for rows in (1, 8, 9, 256)] == [False, False, True, True]
+    assert not is_streamed(256, dim=64)
+    assert not is_streamed(256, kernel=3)
+    assert not is_streamed(256, processors=0)
 
 
 CASES = [
@@ -66,3 +100,35 @@ def test_rows_of_drafts_of_nets_of_real_size_on_a_gpu(
     for step in range(19):
         nets.check([(place, 3 * (1 + place % 4) + 1 + step, 1) for place in range(32)], atol, quantised)
     nets.check([(place, 3 * (1 + place % 4) + 20, 1 + place % 9) for place in range(32)], atol, quantised)
+
+
+@pytest.mark.parametrize(("dtype", "quantised", "atol"), CASES)
+@pytest.mark.parametrize(("heads", "updates"), [((1, 33), 8), ((1, 65), 10), ((1, 129), 8), ((16, 32), 10)])
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_states_that_are_streamed_on_a_gpu(
+    dtype: torch.dtype, quantised: bool, atol: float, heads: tuple[int, int], updates: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Odd numbers of heads, by many programs and by few that have many each, of sequences of all lengths that begin and
+    go on while others end, and rows that fill up.
+    """
+    from phalanx.kernels.gpu import delta_stream
+    from tests.kernels.delta_nets import Nets, random_net
+
+    if not delta_stream.multiprocessors(torch.device("cuda")):
+        pytest.skip("no Hopper")
+    torch.manual_seed(0)
+    nets = Nets(random_net(heads, (128, 128), 4, dtype, "cuda"), 20, updates=updates)
+    filling, taken = (nets.spare, 0, 1), []
+    step = delta_stream.step
+    monkeypatch.setattr(delta_stream, "step", lambda *args: (taken.append(len(args[0])), step(*args)))
+    for processors in (132, 7):
+        monkeypatch.setattr(delta_stream, "multiprocessors", lambda device, all=processors: all)
+        monkeypatch.setattr(delta_stream, "is_streamed", lambda *_: True)
+        nets.check([(place, 0, 3 + place) for place in range(17)], atol, quantised)
+        for at in range(19):
+            going_on = [(place, 3 + place + at, 1) for place in range(17)]
+            nets.check([*going_on[:5], filling, *going_on[5:], (18, at, 1), filling], atol, quantised)
+        nets.check([(2, 0, 1)], atol, quantised)
+    assert set(taken) == {20, 1}

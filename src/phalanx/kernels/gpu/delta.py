@@ -12,8 +12,12 @@ from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu import delta_prompts
 from phalanx.kernels.gpu.delta_parts import gate_and_store, gate_rows, length_factor, rates_of, silu, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.gemm import HAS_GLUON
 from phalanx.kernels.gpu.rows import empty_quantised
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
+
+if HAS_GLUON:
+    from phalanx.kernels.gpu import delta_stream
 
 WARPS = 4
 """Of a program. Two share a processor: one loads its state while the other stores. More threads sum a state up in
@@ -244,6 +248,9 @@ def _step(
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, most = len(decode.positions), 1 if decode.apart else pending.most
+    if HAS_GLUON and most == 1 and delta_stream.is_streamed(net, rows, states):
+        delta_stream.step(qkvz, rates, net, states, columns, pending, decode, out)
+        return
     together = triton.next_power_of_2(most)
     width = triton.next_power_of_2(net.v_dim)
     if together > FEW_TOGETHER:
