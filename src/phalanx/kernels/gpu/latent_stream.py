@@ -31,6 +31,7 @@ STAGES = 2
 """Blocks for which there is room beside the queries."""
 
 MOST_HEADS = 32
+WARPS = 4
 
 ASIDE = 16
 """Tokens before a row's own that kernels not yet ended may still write: more than are drafted in a step."""
@@ -64,9 +65,9 @@ def _pages_of(table, at, last):
 
 
 @gluon.jit
-def _turned(q, cos, sin, row, HEADS: gl.constexpr, NOPE: gl.constexpr, COLUMNS: gl.constexpr):
+def _turned(q, cos, sin, row, HEADS: gl.constexpr, NOPE: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
     """The rotated part of a row's queries, [COLUMNS, ROPE]."""
-    spread: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    spread: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     column, r = gl.arange(0, COLUMNS, gl.SliceLayout(1, spread)), gl.arange(0, _ROPE, gl.SliceLayout(0, spread))
     other = (r + _ROPE // 2) % _ROPE
     known = (column < HEADS)[:, None]
@@ -90,7 +91,7 @@ def _stretch(position, split, SPLITS: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def attend_latents(
     latents, keys, brought, q, cos, sin, tables, slots, positions, out, partial, peaks, totals, table_rows, table_width,
-    table_pages, scale, HEADS: gl.constexpr, NOPE: gl.constexpr, SPLITS: gl.constexpr,
+    table_pages, scale, HEADS: gl.constexpr, NOPE: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """All heads of a token against one stretch of what it looks at, as `latent._attend_latents` does it.
 
@@ -99,9 +100,12 @@ def attend_latents(
     """
     COLUMNS: gl.constexpr = brought.block_shape[0]
     dtype: gl.constexpr = brought.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    ACROSS: gl.constexpr = WARPS // 4
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, COLUMNS // ACROSS, 16])
+    tall: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     by_token: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
+    by_head: gl.constexpr = gl.SliceLayout(0, tall)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * COLUMNS, element_bitwidth=16, rank=2)
     cuda.gdc_launch_dependents()
@@ -137,7 +141,7 @@ def attend_latents(
     near_late, far_late = (near_safe == 0) & (begin < stop), (far_safe == 0) & (begin + _TOKENS < stop)
     _copy_block(latents, keys, near, latent_stages.index(0), key_stages.index(0), filled.index(0), near_late)
     _copy_block(latents, keys, far, latent_stages.index(1), key_stages.index(1), filled.index(1), far_late)
-    high.store(_turned(q, cos, sin, row, HEADS, NOPE, COLUMNS))
+    high.store(_turned(q, cos, sin, row, HEADS, NOPE, COLUMNS, WARPS))
     fence_async_shared()
     turn = 0
     if (slot_now != slot) | (position_now != position):
@@ -158,7 +162,7 @@ def attend_latents(
     column = gl.arange(0, COLUMNS, by_column)
     peak = gl.full([COLUMNS], float("-inf"), gl.float32, by_column)
     total = gl.zeros([_TOKENS, COLUMNS], gl.float32, layout)
-    acc = gl.zeros([_RANK, COLUMNS], gl.float32, layout)
+    acc = gl.zeros([_RANK, COLUMNS], gl.float32, tall)
     count = gl.cdiv(gl.maximum(stop - begin, 0), _TOKENS)
     mbarrier.wait(asked, 0)
     all_threads()
@@ -182,30 +186,28 @@ def attend_latents(
         weight_tile.store(weights.to(dtype))
         fence_async_shared()
         all_threads()
-        acc = warpgroup_mma(latent.permute((1, 0)), weight_tile, acc * shrink[None, :], is_async=True)
+        acc *= gl.convert_layout(shrink, by_head)[None, :]
+        acc = warpgroup_mma(latent.permute((1, 0)), weight_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         all_threads()
         _copy_block(latents, keys, pages, latent, key, full, i + _STAGES < count)
     sums = gl.sum(total, 0)
 
-    place = row * HEADS + column
-    known = column < HEADS
-    rank = gl.arange(0, _RANK, by_token)
     if SPLITS == 1:
-        spread: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1])
-        result = gl.convert_layout((acc * (1.0 / sums)[None, :]).to(dtype), spread)
+        spread: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, WARPS], [0, 1])
+        result = gl.convert_layout((acc * gl.convert_layout(1.0 / sums, by_head)[None, :]).to(dtype), spread)
         wide = gl.arange(0, _RANK, gl.SliceLayout(1, spread))
         head = gl.arange(0, COLUMNS, gl.SliceLayout(0, spread))
         where = out + (row * HEADS + head)[None, :] * _RANK + wide[:, None]
         gl.store(where, result, mask=(head < HEADS)[None, :] & (wide < _RANK)[:, None])
     else:
-        spot = place * SPLITS + split
-        gl.store(peaks + spot, peak, mask=known)
-        gl.store(totals + spot, sums, mask=known)
+        spot = (row * HEADS + column) * SPLITS + split
+        gl.store(peaks + spot, peak, mask=column < HEADS)
+        gl.store(totals + spot, sums, mask=column < HEADS)
         if count > 0:
-            gl.store(
-                partial + spot[None, :] * _RANK + rank[:, None], acc, mask=known[None, :] & (rank < _RANK)[:, None]
-            )
+            rank, head = gl.arange(0, _RANK, gl.SliceLayout(1, tall)), gl.arange(0, COLUMNS, by_head)
+            where = partial + ((row * HEADS + head) * SPLITS + split)[None, :] * _RANK + rank[:, None]
+            gl.store(where, acc, mask=(head < HEADS)[None, :] & (rank < _RANK)[:, None])
 
 
 def _swizzled(matrix: Tensor, block: list[int]) -> TensorDescriptor:
@@ -230,7 +232,7 @@ def attend(
         _swizzled(places, [PAGE, RANK]), _swizzled(places, [PAGE, ROPE]),
         _swizzled(brought.view(-1, RANK), [max(16, triton.next_power_of_2(heads)), RANK]), q, cos, sin, tables, slots,
         positions, out, partial, peaks, totals, tables.shape[0], tables.stride(0), tables.shape[1],
-        scale * 1.4426950408889634, HEADS=heads, NOPE=q.shape[2] - ROPE, SPLITS=splits, num_warps=4,
+        scale * 1.4426950408889634, HEADS=heads, NOPE=q.shape[2] - ROPE, SPLITS=splits, WARPS=WARPS, num_warps=WARPS,
         launch_pdl=True,
     )  # fmt: skip
 
@@ -246,8 +248,9 @@ _STEP = gl.constexpr(STEP)
 def stream_by_heads(
     matrices, xs, out, rows, matrix_head, x_head, out_row, out_head, STEPS: gl.constexpr, BY_OUTPUTS: gl.constexpr
 ):
-    """Some outputs of one head for some rows, [OUTPUTS, ROWS]. Its matrix, which lies by outputs or by inputs, is on its
-    way before the kernel ahead has ended.
+    """Some outputs of one head for some rows, [OUTPUTS, ROWS].
+
+    The head's matrix, which lies by outputs or by inputs, is on its way before the kernel ahead has ended.
     """
     OUTPUTS: gl.constexpr = matrices.block_shape[0 if BY_OUTPUTS else 1]
     ROWS: gl.constexpr = xs.block_shape[0]
