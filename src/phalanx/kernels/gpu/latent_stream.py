@@ -237,11 +237,12 @@ def attend(
     )  # fmt: skip
 
 
-STEP = 64
-"""Inputs of a matrix at a time: 128 bytes, as wide as shared memory is swizzled."""
+UNIT = 64
+"""Numbers in 128 bytes, as wide as shared memory is swizzled."""
 
-MOST_STEPS = 8
-_STEP = gl.constexpr(STEP)
+MOST_INPUTS = 512
+FEW_ROWS, STEP = 32, 128
+"""With few rows, all inputs are waited for at once, with more step by step."""
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -254,14 +255,15 @@ def stream_by_heads(
     """
     OUTPUTS: gl.constexpr = matrices.block_shape[0 if BY_OUTPUTS else 1]
     ROWS: gl.constexpr = xs.block_shape[0]
-    BYTES: gl.constexpr = (OUTPUTS + ROWS) * _STEP * 2
+    STEP: gl.constexpr = xs.block_shape[1]
+    BYTES: gl.constexpr = (OUTPUTS + ROWS) * STEP * 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     cuda.gdc_launch_dependents()
     head, output, row = gl.program_id(0), gl.program_id(1) * OUTPUTS, gl.program_id(2) * ROWS
     HEIGHT: gl.constexpr = matrices.block_shape[0]
     WIDTH: gl.constexpr = matrices.block_shape[1]
     matrix_steps = gl.allocate_shared_memory(matrices.dtype, [STEPS, HEIGHT, WIDTH], matrices.layout)
-    x_steps = gl.allocate_shared_memory(xs.dtype, [STEPS, ROWS, _STEP], xs.layout)
+    x_steps = gl.allocate_shared_memory(xs.dtype, [STEPS, ROWS, STEP], xs.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STEPS):
         mbarrier.init(filled.index(i), count=1)
@@ -269,12 +271,12 @@ def stream_by_heads(
     for i in gl.static_range(STEPS):
         mbarrier.expect(filled.index(i), BYTES)
         if BY_OUTPUTS:
-            copy_in(matrices, [head * matrix_head + output, i * _STEP], filled.index(i), matrix_steps.index(i))
+            copy_in(matrices, [head * matrix_head + output, i * STEP], filled.index(i), matrix_steps.index(i))
         else:
-            copy_in(matrices, [head * matrix_head + i * _STEP, output], filled.index(i), matrix_steps.index(i))
+            copy_in(matrices, [head * matrix_head + i * STEP, output], filled.index(i), matrix_steps.index(i))
     cuda.gdc_wait()
     for i in gl.static_range(STEPS):
-        copy_in(xs, [row, head * x_head + i * _STEP], filled.index(i), x_steps.index(i))
+        copy_in(xs, [row, head * x_head + i * STEP], filled.index(i), x_steps.index(i))
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for i in gl.static_range(STEPS):
         mbarrier.wait(filled.index(i), 0)
@@ -294,24 +296,25 @@ def multiplies(x: Tensor, matrices: Tensor, out: Tensor) -> bool:
     if x.device.type != "cuda" or not multiprocessors(x.device) or x.element_size() != 2 or x.dtype != matrices.dtype:
         return False
     by_head, near, far = matrices.stride(0), *sorted(matrices.stride()[1:])
-    whole = x.shape[2] % STEP == 0 and out.shape[2] % STEP == 0 and x.shape[2] <= MOST_STEPS * STEP
+    whole = x.shape[2] % UNIT == 0 and out.shape[2] % UNIT == 0 and x.shape[2] <= MOST_INPUTS
     in_rows = near == x.stride(2) == out.stride(2) == 1 and by_head % far == 0
     aligned = all(size % 8 == 0 for size in (far, *x.stride()[:2])) and (x.data_ptr() | matrices.data_ptr()) % 16 == 0
     return whole and in_rows and aligned
 
 
-def by_heads(x: Tensor, matrices: Tensor, out: Tensor, tile_outputs: int = STEP, tile_rows: int = 128) -> None:
+def by_heads(x: Tensor, matrices: Tensor, out: Tensor, tile_outputs: int = UNIT, tile_rows: int = 128) -> None:
     (rows, heads, inputs), outputs = x.shape, out.shape[2]
     by_head, by_input, by_output = matrices.stride()
     is_by_outputs, apart = by_input == 1, max(by_input, by_output)
-    inner, block = (outputs, [tile_outputs, STEP]) if is_by_outputs else (inputs, [STEP, tile_outputs])
+    step = min(inputs & -inputs, MOST_INPUTS if rows <= FEW_ROWS else STEP)  # a power of two that divides them
+    inner, block = (outputs, [tile_outputs, step]) if is_by_outputs else (inputs, [step, tile_outputs])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     matrix_head, width = by_head // apart, inputs if is_by_outputs else outputs
     table = TensorDescriptor(matrices, [(heads - 1) * matrix_head + inner, width], [apart, 1], block, layout)
     height = min(tile_rows, max(8, triton.next_power_of_2(rows)))
     x_row, x_head = x.stride()[:2]
-    xs = TensorDescriptor(x, [rows, (heads - 1) * x_head + inputs], [x_row, 1], [height, STEP], layout)
+    xs = TensorDescriptor(x, [rows, (heads - 1) * x_head + inputs], [x_row, 1], [height, step], layout)
     stream_by_heads[(heads, outputs // tile_outputs, triton.cdiv(rows, height))](
-        table, xs, out, rows, matrix_head, x_head, *out.stride()[:2], STEPS=inputs // STEP, BY_OUTPUTS=is_by_outputs,
+        table, xs, out, rows, matrix_head, x_head, *out.stride()[:2], STEPS=inputs // step, BY_OUTPUTS=is_by_outputs,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
