@@ -48,6 +48,7 @@ from phalanx.kernels.gpu import (
     latent,
     latent_prompts,
     latent_rows,
+    latent_stream,
     lookup,
     moe,
     pause,
@@ -168,6 +169,21 @@ def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
         some(4, 64, 128, dtype=dtype), some(4, 64, dtype=torch.float32), some(8, 16, 128, dtype=dtype), whole(4, 4),
         torch.arange(4), torch.arange(4), 64,
     )  # fmt: skip
+
+
+def streamed_latents() -> Iterator[Case]:
+    cache = some(8, 16, 576)
+    for heads, nope, v in ((20, 192, 256), (16, 128, 128)):
+        matrices = some(heads, nope + v, 512)
+        for count, splits in ((1, 64), (128, 1)):
+            asked, out = _queries(count, heads, nope, 512, 64, HALF), some(count, heads, v)
+            peaks = some(count, heads, splits, dtype=torch.float32)
+            partial = some(count, heads, splits, 512, dtype=torch.float32) if splits > 1 else None
+            yield lambda a=asked, n=count, p=partial, k=peaks, s=splits: latent_stream.attend(
+                *a, cache, whole(n, 4), torch.arange(n), torch.arange(n), 0.1, a.brought, p, k, k, s
+            )
+            yield lambda a=asked, m=matrices[:, :nope], n=nope: latent_stream.by_heads(a.q[..., :n], m, a.brought)
+            yield lambda a=asked, m=matrices[:, nope:].mT, o=out: latent_stream.by_heads(a.brought, m, o)
 
 
 def _queries(count: int, heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype) -> latent.LatentQueries:
@@ -468,6 +484,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from attending(E4M3) if fp8 else ()
         case "latents":
             yield from _wide_and_half(latents)
+            yield from streamed_latents() if capability == HOPPER else ()
         case "compressed":
             yield from _wide_and_half(compressed_attention)
         case "delta":

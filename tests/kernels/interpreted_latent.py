@@ -108,6 +108,7 @@ def main() -> None:
     check_attention(20, 24, 16, Step([65, 1], []))
     check_attention(3, 12, 16, Step([1, 3] + [1] * 11, []))
     check_attention(3, 12, 16, Step([40, 1], [], uneven=True))
+    check_attention(3, 12, 16, Step([120], []))  # more parts than are joined unseen
     check_attention(2, 24, 20, Step([9, 1], [(0, 130), (0, 5), (0, 31)]))
     check_attention(2, 12, 40, Step([9], [(37, 131), (0, 17), (64, 5)]))
     check_attention(5, 12, 20, Step([70, 3, 33], []), top=16)

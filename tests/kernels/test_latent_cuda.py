@@ -87,6 +87,48 @@ def test_decode(heads: int, nope: int, v: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 128])
+def test_decode_at_the_borders_of_pages_and_blocks(rows: int, uneven: bool) -> None:
+    """Long enough that blocks are asked for before the kernel ahead has ended, and others after it."""
+    lengths = ([190, 15, 16, 17, 300, 255, 256, 257, 433, 2, 127, 129] * 11)[:rows]
+    for heads, nope, v in ((20, 192, 256), (5, 128, 128), (32, 128, 128)):
+        check(heads, nope, v, *laid_out([(length - 1, 1) for length in lengths], rows, uneven))
+
+
+def test_several_rows_of_a_sequence() -> None:
+    """Rows of drafts: each sees those before it."""
+    batch, tokens = laid_out([(500 + number, 1) for number in range(4)], 4)
+    assert batch.decode is not None
+    check(
+        20,
+        192,
+        256,
+        replace(batch, decode=replace(batch.decode, slots=torch.zeros(4, dtype=torch.int64).cuda())),
+        tokens,
+    )
+
+
+def test_positions_that_a_kernel_just_ahead_makes() -> None:
+    """In a graph, where kernels start before the one ahead has ended: positions read too early are read again."""
+    batch, tokens = laid_out([(699, 1), (250, 1), (64, 1)], 3)
+    assert batch.decode is not None
+    cache, q = randn(batch.decode.tables.numel(), PAGE, RANK + ROPE), randn(tokens, 20, 256)
+    turns, matrices = (randn(tokens, 1, ROPE), randn(tokens, 1, ROPE)), Heads(randn(20, 448, RANK) * 0.05, 192)
+    kept = cache.flatten(0, 1)[batch.write_to]
+    wanted = latent_attention(q, turns, kept, cache, batch, matrices, 0.1, None)
+    made = torch.zeros(3, dtype=torch.int64, device="cuda")
+    late = replace(batch, decode=replace(batch.decode, positions=made))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.copy_(batch.decode.positions)
+        found = latent_attention(q, turns, kept, cache, late, matrices, 0.1, None)
+    for _ in range(20):
+        made.fill_(-7)
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
 def test_decode_of_long_sequences(uneven: bool) -> None:
     check(20, 192, 256, *laid_out([(19_999, 1), (0, 1), (64, 1)], 3, uneven))
     check(16, 128, 128, *laid_out([(20_000, 1)], 1, uneven))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.kernels.gpu import latent_stream
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.shared_memory import is_hopper, is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles
@@ -19,6 +20,9 @@ READERS = 128
 MOST_SPLITS = 64
 UNEVEN_SPLITS = 16
 COLUMNS_AT_ONCE = 64
+
+FEW_PARTS = 4
+"""Of a sequence, that are joined without a look at whether there are so many."""
 
 
 class LatentQueries(NamedTuple):
@@ -121,19 +125,32 @@ def _attend_latents(
 
 
 @triton.jit
-def join_parts(partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some numbers of one head: its partial sums, each brought to the common peak. Empty stretches have none."""
+def join_parts(
+    partial, peaks, totals, out, RANK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr = 1
+):
+    """Some numbers of one head: its partial sums, each brought to the common peak. Empty stretches have none.
+
+    The first few are asked for along with their totals, before it is known which are empty.
+    """
     let_next_start()
-    place = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.program_id(0).to(tl.int64) * SPLITS
+    s, few = tl.arange(0, SPLITS), tl.arange(0, FEW)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (d < RANK)[None, :]
     wait_for_ahead()
-    peak = tl.load(peaks + place * SPLITS + s)
-    total = tl.load(totals + place * SPLITS + s)
-    where = (place * SPLITS + s)[:, None] * RANK + d
-    parts = tl.load(partial + where, mask=(total > 0.0)[:, None] & (d < RANK)[None, :], other=0.0)
-    shrink = tl.exp2(peak - tl.max(peak, 0))
-    joined = tl.sum(parts * shrink[:, None], 0) / tl.sum(total * shrink, 0)
-    tl.store(out + place * RANK + d, joined.to(out.dtype.element_ty), mask=d < RANK)
+    peak, total = tl.load(peaks + place + s), tl.load(totals + place + s)
+    few_peaks, few_totals = tl.load(peaks + place + few), tl.load(totals + place + few)
+    few_parts = tl.load(partial + (place + few)[:, None] * RANK + d, mask=inside, other=0.0)
+    top = tl.max(peak, 0)
+    shrink = tl.exp2(peak - top)
+    joined = tl.sum(tl.where((few_totals > 0.0)[:, None], few_parts * tl.exp2(few_peaks - top)[:, None], 0.0), 0)
+    if FEW < SPLITS:
+        more = (total > 0.0) & (s >= FEW)
+        if tl.max(more.to(tl.int32), 0) > 0:
+            parts = tl.load(partial + (place + s)[:, None] * RANK + d, mask=more[:, None] & inside, other=0.0)
+            joined += tl.sum(parts * shrink[:, None], 0)
+    joined /= tl.sum(total * shrink, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * RANK + d, joined.to(out.dtype.element_ty), mask=d < RANK)
 
 
 class LatentTile(NamedTuple):
@@ -173,15 +190,20 @@ def decode_latents(
     splits = splits_of(rows * groups, decode.uneven)
     partial = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=out.device) if splits > 1 else None
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=out.device) for _ in range(2))
-    _launch(
-        (groups, rows, splits), shape, asked, cache, decode.tables, scale, out, SPLITS=splits, slots=decode.slots,
-        positions=decode.positions, chosen=chosen, partial=partial, peaks=peaks, totals=totals,
-    )  # fmt: skip
+    if chosen is None and latent_stream.attends(asked.q, rank, asked.cos.shape[-1], cache):
+        latent_stream.attend(
+            *asked, cache, decode.tables, decode.slots, decode.positions, scale, out, partial, peaks, totals, splits
+        )
+    else:
+        _launch(
+            (groups, rows, splits), shape, asked, cache, decode.tables, scale, out, SPLITS=splits, slots=decode.slots,
+            positions=decode.positions, chosen=chosen, partial=partial, peaks=peaks, totals=totals,
+        )  # fmt: skip
     if splits > 1:
         columns = min(64, triton.next_power_of_2(rank))
         join_parts[(rows * heads, triton.cdiv(rank, columns))](
-            partial, peaks, totals, out, RANK=rank, SPLITS=splits, COLUMNS=columns, num_warps=2,
-            launch_pdl=starts_early(),
+            partial, peaks, totals, out, RANK=rank, SPLITS=splits, FEW=min(splits, FEW_PARTS), COLUMNS=columns,
+            num_warps=2, launch_pdl=starts_early(),
         )  # fmt: skip
 
 

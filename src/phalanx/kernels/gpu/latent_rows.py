@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.kernels.gpu import latent_stream
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 
 FEW_ROWS = 128
@@ -83,6 +84,9 @@ def _by_heads(
 
 
 def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    if latent_stream.multiplies(x, matrices, out):
+        latent_stream.by_heads(x, matrices, out)
+        return
     (rows, heads, inputs), outputs = x.shape, out.shape[2]
     wide = max(16, triton.next_power_of_2(inputs))
     columns = max(16, min(NUMBERS_AT_ONCE // wide, triton.next_power_of_2(outputs)))
