@@ -92,20 +92,14 @@ def _vectors(
 @triton.jit
 def _caught_up(
     state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr, HELD: tl.constexpr,
+    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """A state, and the position before which it is what it is: where there is no room for more updates, they are made
-    and it is written. `NEXT` tokens are those of this step and of the next one. Of few updates, `HELD` at most, all are
-    asked for at once.
+    and it is written. `NEXT` tokens are those of this step and of the next one.
     """
     if (position == 0) | (position + NEXT > begins + PENDING):
-        if HELD <= 4:
-            for number in tl.static_range(HELD):
-                at = begins + number
-                state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, at < position, K_DIM, V_DIM)
-        else:
-            for at in range(begins, position):
-                state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, True, K_DIM, V_DIM)
+        for at in range(begins, position):
+            state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
         tl.debug_barrier()  # several threads may have loaded what one of them writes
         tl.store(spot, state, mask=some_k[:, None] & some_v[None, :] & keeps)
         tl.store(reached + j, position, mask=some_v & keeps)
@@ -204,9 +198,8 @@ def _decode(
         keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, PENDING, each, K_DIM, V_DIM)
     else:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
-            PENDING - NEXT // 2,
-        )  # fmt: skip
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
+        )
     if EARLY:
         wait_for_ahead()
     known = t < count
@@ -222,9 +215,8 @@ def _decode(
     q *= scale
     if TOGETHER == 1:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
-            PENDING,
-        )  # fmt: skip
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
+        )
         read, moved = _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING)
     else:
         read, moved = _read_in_turn(state, count, q, k, v, decay, beta, t)

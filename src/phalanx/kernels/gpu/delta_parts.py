@@ -50,12 +50,11 @@ def rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: tl.constexpr)
 
 
 @triton.jit
-def updated(state, entry, i, j, some_k, some_v, stands, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """Rows `i` and columns `j` of a state, once an update that was pending is made, if it stands."""
-    k = tl.load(entry + i, mask=some_k & stands, other=0.0)
-    moved = tl.load(entry + K_DIM + j, mask=some_v & stands, other=0.0)
-    left = tl.load(entry + K_DIM + V_DIM, mask=stands, other=0.0)
-    return state * tl.exp(left) + k[:, None] * moved[None, :]
+def updated(state, entry, i, j, some_k, some_v, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Rows `i` and columns `j` of a state, once an update that was pending is made."""
+    k = tl.load(entry + i, mask=some_k, other=0.0)
+    moved = tl.load(entry + K_DIM + j, mask=some_v, other=0.0)
+    return state * tl.exp(tl.load(entry + K_DIM + V_DIM)) + k[:, None] * moved[None, :]
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def _go_along(
     reached = state_since + (place * V_HEADS + head) * V_DIM + v
     made = tl.maximum(tl.max(tl.load(reached, mask=some_v, other=0), 0), begins - PENDING)
     for at in range(made, begins):
-        state = updated(state, log + (at % PENDING) * (V_HEADS * size), d, v, some_k, some_v, True, K_DIM, V_DIM)
+        state = updated(state, log + (at % PENDING) * (V_HEADS * size), d, v, some_k, some_v, K_DIM, V_DIM)
     tl.debug_barrier()  # several threads may have loaded what one of them writes
     tl.store(reached, end, mask=some_v)
     for at in range(begins, end, CHUNK):
