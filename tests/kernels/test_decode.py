@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.kernels.tiling import MOST_SPLITS, is_uneven, splits_of
+from phalanx.kernels.tiling import MOST_SPLITS, MOST_SPLITS_OF_FEW, is_uneven, splits_of
 from tests.kernels.apart import run_apart
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "splits"), [(1, 8, 16), (1, 1, 16), (5, 8, 8), (16, 8, 2), (32, 8, 1), (32, 2, 4), (256, 8, 1)]
+    ("rows", "kv_heads", "splits"),
+    [(1, 8, 16), (1, 1, 64), (2, 2, 64), (5, 8, 8), (16, 8, 2), (32, 8, 1), (32, 2, 4), (256, 8, 1)],
 )
 def test_sequences_are_split_until_they_fill_a_gpu(rows: int, kv_heads: int, splits: int) -> None:
     assert splits_of(rows, kv_heads) == splits
-    assert splits_of(rows, kv_heads, uneven=True) == MOST_SPLITS
+    most = MOST_SPLITS_OF_FEW if rows * kv_heads <= 4 else MOST_SPLITS
+    assert splits_of(rows, kv_heads, uneven=True) == most
 
 
 @pytest.mark.parametrize(

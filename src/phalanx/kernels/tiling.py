@@ -15,7 +15,11 @@ PROMPT_TILE = 128
 SPLIT_TARGET = 264
 """Programs that fill a large GPU: decode attention is split over the sequence until there are about this many."""
 
-MOST_SPLITS = 16
+MOST_SPLITS, MOST_SPLITS_OF_FEW = 16, 64
+FEW_HEADS = 4
+"""A sequence or two with so few KV heads as a rank has of many models: in more parts even where they are long, since
+nothing else fills the GPU.
+"""
 
 READERS = 147
 """Programs that, each at its own speed, read as fast as memory does. From an H200, as is the next one."""
@@ -26,7 +30,9 @@ PART_TOKENS = 0.75
 
 def splits_of(rows: int, kv_heads: int, uneven: bool = False) -> int:
     """The parts of every sequence, each a program for every KV head."""
-    wanted = MOST_SPLITS if uneven else max(1, min(MOST_SPLITS, SPLIT_TARGET // (rows * kv_heads)))
+    programs = rows * kv_heads
+    most = MOST_SPLITS_OF_FEW if programs <= FEW_HEADS else MOST_SPLITS
+    wanted = most if uneven else max(1, min(most, SPLIT_TARGET // programs))
     return int(1 << (wanted - 1).bit_length())
 
 

@@ -17,8 +17,8 @@ TILE_BYTES = 65536
 """Of the keys, or of the queries of a prompt, that a program takes at once; half of it where shared memory is short."""
 
 MANY_PROGRAMS, FEW_PROGRAMS = 512, 16
-"""From so many on, short tiles and few warps keep more loads in flight; with fewer, long tiles do. With few sequences,
-none of them long, most of the time goes by before the first tile is there: the shorter the better.
+"""From so many on, short tiles and few warps keep more loads in flight; with fewer, long tiles do, but for so few that
+most of the time goes by before the first tile is there.
 """
 
 WIDE_MANY = 128
@@ -155,15 +155,12 @@ def _tile_bytes() -> int:
 
 def _shape_of(programs: int, dim: int, uneven: bool) -> tuple[int, int, int]:
     """Tokens at once, warps and stages. Measured on an H200, `benchmarks/attention.py`."""
+    is_few = programs <= FEW_PROGRAMS
     if dim > 128:
-        if programs > WIDE_MANY:
-            return 64, 4, 2
-        return (16 if programs <= FEW_PROGRAMS and not uneven else 32), 4, 5
+        return (64, 4, 2) if programs > WIDE_MANY else (32, 4, 3 if is_few else 5)
     if programs >= MANY_PROGRAMS:
         return 64, 2, 3
-    if uneven:
-        return 64, 2, 5
-    return (16, 4, 5) if programs <= FEW_PROGRAMS else (128, 4, 3)
+    return (64, 2, 5) if is_few or uneven or dim <= 64 else (128, 4, 3)
 
 
 def decode_attention(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +26,11 @@ FP8_TILES = {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Til
 WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 """For FP8 weights on cards that do not convert them."""
 
-BF16_FEW = {32: Tile(16, 64, 128, 4, 3)}
-"""For so few pairs."""
-
-SHORT_INPUTS, SHORT_TILE = 512, Tile(16, 128, 128, 8, 2)
+SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 128, 128, 8, 3)
 """Up to these inputs a program ends before much is on its way: fewer and wider ones are faster."""
+
+FEW_PAIRS, LONGER_INPUTS, FEW_TILE = 16, 256, Tile(16, 64, 128, 4, 3)
+"""With so few pairs, and more than these inputs, wide programs leave some of a GPU idle."""
 
 
 @triton.jit(do_not_specialize=["pairs", "x_rows"])
@@ -103,13 +102,10 @@ class _Way(NamedTuple):
     tiles: dict[int, Tile]
     product: Callable[..., Tensor]
     quantised: bool = False
-    few: Mapping[int, Tile] = MappingProxyType({})
 
     def tile(self, pairs: int, experts: int) -> Tile:
         """Tiles that hold twice an expert's average share, so that few experts need a second one."""
-        usual = pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
-        few = (tile for most, tile in self.few.items() if pairs <= most and tile.rows == usual.rows)
-        return next(few, usual)
+        return pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
 
 
 def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
@@ -119,7 +115,7 @@ def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dt
         return _Way(WIDENED_TILES, _grouped)
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
-    return _Way(BF16_TILES, _grouped, few=BF16_FEW)
+    return _Way(BF16_TILES, _grouped)
 
 
 def _four_bit_grouped(
@@ -151,7 +147,7 @@ def _grouped(
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
     if x_scales is not None and tile.rows == SHORT_TILE.rows and inputs <= SHORT_INPUTS:
-        tile = SHORT_TILE
+        tile = FEW_TILE if count <= FEW_PAIRS and inputs > LONGER_INPUTS else SHORT_TILE
     out = torch.empty(count, outputs, dtype=dtype, device=values.device)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
