@@ -8,26 +8,35 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from phalanx.kernels.gpu.gemm import HAS_GLUON
-from phalanx.kernels.gpu.stream import FEW_ROWS, MOST_FACTORS, OUTPUTS, TILE_ROWS, stages_of, step_of, stream
+from phalanx.kernels.gpu.stream import (
+    FEW_ROWS,
+    MOST_FACTORS,
+    OUTPUTS,
+    TILE_ROWS,
+    WIDE_OUTPUTS,
+    stages_of,
+    step_of,
+    stream,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY, OF_THE_SYSTEM = 228 * 1024, 1024
 
 
-def shared_memory(rows: int, splits: int, groups: int, alone: bool) -> int:
+def shared_memory(rows: int, splits: int, groups: int, alone: bool, outputs: int = OUTPUTS) -> int:
     """The bytes that a program takes."""
     kind, bits, step = *(("fp8e4nv", 8) if groups else ("bf16", 16)), step_of(groups > 0)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     types = dict.fromkeys(("weight_scales", "x_scales", "partial"), "*fp32") | {"bias": "*bf16", "out": "*bf16"}
     types |= {"counter": "*i32"} | dict.fromkeys(("rows", "outputs", "inputs"), "i32")
-    for name, height in (("weights", OUTPUTS), ("xs", rows)):
+    for name, height in (("weights", outputs), ("xs", rows)):
         types[name] = f"tensordesc<{kind}[{height}, {step}],{layout!r}>"
     fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "SPLITS": splits}
-    fixed["STAGES"] = stages_of((OUTPUTS + rows) * step * bits // 8, 4 * groups * rows, alone, groups > 0)
+    fixed["STAGES"] = stages_of((outputs + rows) * step * bits // 8, 4 * groups * rows, alone, groups > 0)
     names = stream.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     source = GluonASTSource(stream, signature, {(names.index(name),): value for name, value in fixed.items()})
-    kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    kernel = triton.compile(source, target=HOPPER, options={"num_warps": outputs // 16, "launch_pdl": True})
     return int(kernel.metadata.shared) + OF_THE_SYSTEM
 
 
@@ -40,6 +49,7 @@ def main() -> None:
     rows = max(TILE_ROWS)
     for groups in (0, MOST_FACTORS // rows):
         assert shared_memory(rows, 2, groups, alone=True) <= SHARED_MEMORY
+    assert shared_memory(rows, 3, MOST_FACTORS // rows, alone=True, outputs=WIDE_OUTPUTS) <= SHARED_MEMORY
 
 
 if __name__ == "__main__":

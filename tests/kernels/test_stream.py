@@ -71,7 +71,7 @@ def test_more_rows_are_streamed_by_programs_that_run_at_once(
 @pytest.mark.parametrize("rows", [1, 7, 33, 64, 65, 128, 200, 256])
 def test_tiles_cover_a_product_and_no_program_is_idle(rows: int, in_fp8: bool) -> None:
     pytest.importorskip("triton")
-    from phalanx.kernels.gpu.stream import MOST_FACTORS, OUTPUTS, best_cut
+    from phalanx.kernels.gpu.stream import MOST_FACTORS, best_cut
 
     for outputs in (1, 64, 1000, 8192):
         for inputs in (8, 1000, 3072, 40000):
@@ -80,7 +80,7 @@ def test_tiles_cover_a_product_and_no_program_is_idle(rows: int, in_fp8: bool) -
                 assert rows > 64
                 continue
             assert (way.row_tiles - 1) * way.rows < rows <= way.row_tiles * way.rows
-            assert (way.tiles - 1) * OUTPUTS < outputs <= way.tiles * OUTPUTS
+            assert (way.tiles - 1) * way.outputs < outputs <= way.tiles * way.outputs
             assert (way.splits - 1) * way.inputs < inputs <= way.splits * way.inputs
             assert not in_fp8 or way.rows * way.inputs <= 128 * MOST_FACTORS
 
@@ -98,7 +98,7 @@ def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken:
     ask(64, row_block=64)
     ask(2, row_block=32)
     ask(64, outputs=132 * 64 + 128)
-    ask(65, outputs=132 * 64 + 128)
+    ask(65, outputs=132 * 128 + 128)
     streamed, tiled = "stream_product", "run_tiles"
     assert taken == [streamed, streamed, streamed, tiled, streamed, tiled, streamed, tiled]
 

@@ -35,14 +35,17 @@ MOST_ROWS, MOST_FP8_ROWS = 256, 128
 
 TILE_ROWS = (64, 128)
 
-OUTPUTS = 64
-"""Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs."""
+OUTPUTS, WIDE_OUTPUTS = 64, 128
+"""Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs.
+With more than few rows in FP8 twice as many, where scales allow: x, which is more than the weight then, is read half as
+often.
+"""
 
 SHARED_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
 """A multiprocessor's shared memory, and what the system takes of it for each program."""
 
-MOST_STAGES = 10
-"""More copies at the start are more than a short program waits for."""
+LEAST_STAGES, MOST_STAGES = 3, 10
+"""Copies of a program that is alone. More at the start are more than a short program waits for."""
 
 LONG_BYTES = 2**20
 """What a long program reads of a weight."""
@@ -83,7 +86,7 @@ def stream(
     ROWS: gl.constexpr = xs.block_shape[0]
     BYTES: gl.constexpr = (OUTPUTS + ROWS) * STEP * weights.dtype.primitive_bitwidth // 8
     BEHIND: gl.constexpr = 0 if FP8 else 1
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if FP8 else 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 32 if FP8 else 16])
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     cuda.gdc_launch_dependents()
     first_row, tile, split = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
@@ -104,7 +107,7 @@ def stream(
         copy_in(weights, at, filled.index(i), weight_stages.index(i), pred=i < count)
     if FP8:
         LANES: gl.constexpr = min(ROWS, 32)
-        spread: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+        spread: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [OUTPUTS // 16, 1], [1, 0])
         groups = gl.cdiv(inputs, 128)
         group = first * 2 + gl.arange(0, GROUPS, gl.SliceLayout(1, spread))
         column = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread))
@@ -186,9 +189,10 @@ def step_of(in_fp8: bool) -> int:
 
 
 class Cut(NamedTuple):
-    """How a product is cut: the rows of a tile, the tiles, how many programs share one, and the inputs of each."""
+    """How a product is cut: rows and outputs of a tile, the tiles, how many programs share one, the inputs of each."""
 
     rows: int
+    outputs: int
     row_tiles: int
     tiles: int
     splits: int
@@ -199,24 +203,35 @@ class Cut(NamedTuple):
         return self.row_tiles * self.tiles * self.splits
 
 
-def cut(rows: int, outputs: int, inputs: int, in_fp8: bool, tile_rows: int, at_once: int) -> Cut:
+def cut(rows: int, outputs: int, inputs: int, in_fp8: bool, tile_rows: int, tile_outputs: int, at_once: int) -> Cut:
     """Split over the inputs, in steps, as long as all programs run at once, or until the factors fit."""
     step = step_of(in_fp8)
-    row_tiles, tiles, steps = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, OUTPUTS), triton.cdiv(inputs, step)
+    row_tiles, tiles, steps = (
+        triton.cdiv(rows, tile_rows),
+        triton.cdiv(outputs, tile_outputs),
+        triton.cdiv(inputs, step),
+    )
     splits = max(1, min(at_once // (row_tiles * tiles), inputs // LEAST_INPUTS))
     if in_fp8:
         splits = max(splits, triton.cdiv(inputs * tile_rows, GROUP * MOST_FACTORS))
     share = triton.cdiv(steps, splits)
-    return Cut(tile_rows, row_tiles, tiles, triton.cdiv(steps, share), share * step)  # no share is empty
+    share_inputs = share * step  # no share is empty
+    return Cut(tile_rows, tile_outputs, row_tiles, tiles, triton.cdiv(steps, share), share_inputs)
 
 
-def best_cut(rows: int, outputs: int, inputs: int, in_fp8: bool, at_once: int) -> Cut | None:
+def best_cut(
+    rows: int, outputs: int, inputs: int, in_fp8: bool, at_once: int, row_block: int = WIDE_OUTPUTS
+) -> Cut | None:
     """None where the library is faster."""
     if rows <= FEW_ROWS:
-        return cut(rows, outputs, inputs, in_fp8, max(8, triton.next_power_of_2(rows)), at_once)
+        return cut(rows, outputs, inputs, in_fp8, max(8, triton.next_power_of_2(rows)), OUTPUTS, at_once)
     if rows > (MOST_FP8_ROWS if in_fp8 else MOST_ROWS):
         return None
-    cuts = (cut(rows, outputs, inputs, in_fp8, tile_rows, at_once) for tile_rows in TILE_ROWS)
+    if in_fp8 and row_block % WIDE_OUTPUTS == 0:
+        ways = [(TILE_ROWS[-1], WIDE_OUTPUTS)]
+    else:
+        ways = [(tile_rows, OUTPUTS) for tile_rows in TILE_ROWS]
+    cuts = (cut(rows, outputs, inputs, in_fp8, *way, at_once) for way in ways)
     found = next((each for each in cuts if each.row_tiles * each.tiles <= at_once), None)
     return found if found is not None and (in_fp8 or found.rows * found.inputs <= MOST_READ) else None
 
@@ -229,7 +244,7 @@ def way_to_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> Cut | 
     if not (known and aligned and row_block % OUTPUTS == 0 and at_once > 0):
         return None
     outputs, inputs = weight.shape
-    return best_cut(x.shape[0], outputs, inputs, in_fp8, at_once)
+    return best_cut(x.shape[0], outputs, inputs, in_fp8, at_once, row_block)
 
 
 def is_alone(programs: int, at_once: int, weight_bytes: int) -> bool:
@@ -247,7 +262,7 @@ def stages_of(stage_bytes: int, table_bytes: int, alone: bool, in_fp8: bool) -> 
         return max(2, (SHARED_BYTES // 2 - SYSTEM_BYTES - table_bytes) // stage_bytes)
     enough = triton.cdiv(SHARED_BYTES // 2, stage_bytes)  # and no room is left for another program
     most = (SHARED_BYTES - 2 * SYSTEM_BYTES - table_bytes) // stage_bytes
-    return min(MOST_STAGES, most, enough if in_fp8 else enough + 1)
+    return min(MOST_STAGES, most, max(LEAST_STAGES, enough) if in_fp8 else enough + 1)
 
 
 def tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -272,13 +287,13 @@ def stream_product(
     else:
         matrix, scales, row_block, groups = weight, None, OUTPUTS, 0
     step = step_of(groups > 0)
-    alone = is_alone(way.programs, multiprocessors(values.device), OUTPUTS * way.inputs * values.itemsize)
-    stages = stages_of((OUTPUTS + way.rows) * step * values.itemsize, 4 * groups * way.rows, alone, groups > 0)
+    alone = is_alone(way.programs, multiprocessors(values.device), way.outputs * way.inputs * values.itemsize)
+    stages = stages_of((way.outputs + way.rows) * step * values.itemsize, 4 * groups * way.rows, alone, groups > 0)
     out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
-    partial = out.new_empty(way.programs * OUTPUTS * way.rows, dtype=torch.float32) if way.splits > 1 else None
+    partial = out.new_empty(way.programs * way.outputs * way.rows, dtype=torch.float32) if way.splits > 1 else None
     stream[(way.row_tiles, way.tiles, way.splits)](
-        tiles_of(matrix, OUTPUTS, step), tiles_of(values, way.rows, step), scales, x_scales, bias, out, partial,
+        tiles_of(matrix, way.outputs, step), tiles_of(values, way.rows, step), scales, x_scales, bias, out, partial,
         counter, rows, outputs, inputs, GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None,
-        SPLITS=way.splits, STAGES=stages, num_warps=4, launch_pdl=True,
+        SPLITS=way.splits, STAGES=stages, num_warps=way.outputs // 16, launch_pdl=True,
     )  # fmt: skip
     return out
