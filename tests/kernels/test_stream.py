@@ -85,6 +85,22 @@ def test_tiles_cover_a_product_and_no_program_is_idle(rows: int, in_fp8: bool) -
             assert not in_fp8 or way.rows * way.inputs <= 128 * MOST_FACTORS
 
 
+def test_a_long_product_in_fp8_is_cut_into_programs_that_run_at_once() -> None:
+    """Two of them a multiprocessor would take turns; scales of 64 outputs do not let it."""
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.stream import best_cut
+
+    def programs(rows: int, outputs: int, inputs: int, row_block: int = 128) -> tuple[int, int]:
+        way = best_cut(rows, outputs, inputs, in_fp8=True, at_once=132, row_block=row_block)
+        assert way is not None
+        return way.outputs, way.programs
+
+    assert programs(128, 5120, 17408) == (128, 120)
+    assert programs(128, 5120, 17408, row_block=64) == (64, 240)
+    assert programs(128, 5120, 6144) == (64, 80)
+    assert programs(64, 5120, 17408) == (64, 160)
+
+
 def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken: list[str]) -> None:
     from phalanx.kernels.gpu.gemm import fp8_product
 
@@ -98,7 +114,7 @@ def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken:
     ask(64, row_block=64)
     ask(2, row_block=32)
     ask(64, outputs=132 * 64 + 128)
-    ask(65, outputs=132 * 128 + 128)
+    ask(65, outputs=132 * 64 + 128)
     streamed, tiled = "stream_product", "run_tiles"
     assert taken == [streamed, streamed, streamed, tiled, streamed, tiled, streamed, tiled]
 

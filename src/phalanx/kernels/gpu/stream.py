@@ -37,8 +37,7 @@ TILE_ROWS = (64, 128)
 
 OUTPUTS, WIDE_OUTPUTS = 64, 128
 """Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs.
-With more than few rows in FP8 twice as many, where scales allow: x, which is more than the weight then, is read half as
-often.
+Of long products in FP8 with more than few rows twice as many, where there would be more programs than run at once.
 """
 
 SHARED_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
@@ -50,8 +49,8 @@ LEAST_STAGES, MOST_STAGES = 3, 10
 LONG_BYTES = 2**20
 """What a long program reads of a weight."""
 
-LEAST_INPUTS = 8 * GROUP
-"""What one program takes: less is not worth a split."""
+LEAST_INPUTS, LEAST_OF_FEW, VERY_FEW_ROWS = 8 * GROUP, 4 * GROUP, 8
+"""What one program takes, and with very few rows: less is not worth a split."""
 
 MOST_FACTORS = 2**13
 """FP8 factors that a program has room for, one for every group of inputs and row of its tile."""
@@ -211,7 +210,8 @@ def cut(rows: int, outputs: int, inputs: int, in_fp8: bool, tile_rows: int, tile
         triton.cdiv(outputs, tile_outputs),
         triton.cdiv(inputs, step),
     )
-    splits = max(1, min(at_once // (row_tiles * tiles), inputs // LEAST_INPUTS))
+    least = LEAST_OF_FEW if rows <= VERY_FEW_ROWS else LEAST_INPUTS
+    splits = max(1, min(at_once // (row_tiles * tiles), inputs // least))
     if in_fp8:
         splits = max(splits, triton.cdiv(inputs * tile_rows, GROUP * MOST_FACTORS))
     share = triton.cdiv(steps, splits)
@@ -227,13 +227,14 @@ def best_cut(
         return cut(rows, outputs, inputs, in_fp8, max(8, triton.next_power_of_2(rows)), OUTPUTS, at_once)
     if rows > (MOST_FP8_ROWS if in_fp8 else MOST_ROWS):
         return None
-    if in_fp8 and row_block % WIDE_OUTPUTS == 0:
-        ways = [(TILE_ROWS[-1], WIDE_OUTPUTS)]
-    else:
-        ways = [(tile_rows, OUTPUTS) for tile_rows in TILE_ROWS]
-    cuts = (cut(rows, outputs, inputs, in_fp8, *way, at_once) for way in ways)
+    cuts = (cut(rows, outputs, inputs, in_fp8, tile_rows, OUTPUTS, at_once) for tile_rows in TILE_ROWS)
     found = next((each for each in cuts if each.row_tiles * each.tiles <= at_once), None)
-    return found if found is not None and (in_fp8 or found.rows * found.inputs <= MOST_READ) else None
+    if found is None or not (in_fp8 or found.rows * found.inputs <= MOST_READ):
+        return None
+    if found.programs > at_once and row_block % WIDE_OUTPUTS == 0:
+        wide = cut(rows, outputs, inputs, in_fp8, TILE_ROWS[-1], WIDE_OUTPUTS, at_once)
+        return wide if wide.programs <= at_once else found
+    return found
 
 
 def way_to_stream(x: Tensor, weight: Tensor, row_block: int = OUTPUTS) -> Cut | None:
