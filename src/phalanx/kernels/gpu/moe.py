@@ -32,6 +32,9 @@ SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 128, 128, 8, 3)
 FEW_PAIRS, LONGER_INPUTS, FEW_TILE = 16, 256, Tile(16, 64, 128, 4, 3)
 """With so few pairs, and more than these inputs, wide programs leave some of a GPU idle."""
 
+SHALLOW_TILE, SHALLOW_PROGRAMS = Tile(16, 64, 256, 4, 2), range(3 * 132 + 1, 5 * 132 + 1)
+"""So many programs run at once on an H200 only if each takes less of the shared memory."""
+
 
 @triton.jit(do_not_specialize=["pairs", "x_rows"])
 def _grouped_product(
@@ -130,6 +133,13 @@ def _four_bit_grouped(
     return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile)
 
 
+def _tile_in_fp8(usual: Tile, pairs: int, outputs: int, inputs: int) -> Tile:
+    """Of experts with few pairs each."""
+    if inputs <= SHORT_INPUTS:
+        return FEW_TILE if pairs <= FEW_PAIRS and inputs > LONGER_INPUTS else SHORT_TILE
+    return SHALLOW_TILE if pairs * triton.cdiv(outputs, SHALLOW_TILE.outputs) in SHALLOW_PROGRAMS else usual
+
+
 def _grouped(
     x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: ExpertPairs, pairs_a_row: int,
     pair_weights: Tensor | None,
@@ -146,8 +156,8 @@ def _grouped(
         assert isinstance(x, Tensor)
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
-    if x_scales is not None and tile.rows == SHORT_TILE.rows and inputs <= SHORT_INPUTS:
-        tile = FEW_TILE if count <= FEW_PAIRS and inputs > LONGER_INPUTS else SHORT_TILE
+    if x_scales is not None and tile.rows == SHORT_TILE.rows:
+        tile = _tile_in_fp8(tile, count, outputs, inputs)
     out = torch.empty(count, outputs, dtype=dtype, device=values.device)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
