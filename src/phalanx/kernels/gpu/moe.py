@@ -26,11 +26,11 @@ FP8_TILES = {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Til
 WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 """For FP8 weights on cards that do not convert them."""
 
-SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 128, 128, 8, 3)
-"""Up to these inputs a program ends before much is on its way: fewer and wider ones are faster."""
+SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 64, 128, 4, 3)
+"""Up to these inputs a program ends before more would be on its way."""
 
-FEW_PAIRS, LONGER_INPUTS, FEW_TILE = 16, 256, Tile(16, 64, 128, 4, 3)
-"""With so few pairs, and more than these inputs, wide programs leave some of a GPU idle."""
+WIDE_INPUTS, WIDE_TILE = {256: range(2**30), 512: range(17, 1025)}, Tile(16, 128, 128, 8, 3)
+"""Up to these inputs, with so many pairs, fewer and wider programs are faster."""
 
 SHALLOW_TILE, SHALLOW_PROGRAMS = Tile(16, 64, 256, 4, 2), range(3 * 132 + 1, 5 * 132 + 1)
 """So many programs run at once on an H200 only if each takes less of the shared memory."""
@@ -135,8 +135,10 @@ def _four_bit_grouped(
 
 def _tile_in_fp8(usual: Tile, pairs: int, outputs: int, inputs: int) -> Tile:
     """Of experts with few pairs each."""
+    if any(inputs <= most and pairs in some for most, some in WIDE_INPUTS.items()):
+        return WIDE_TILE
     if inputs <= SHORT_INPUTS:
-        return FEW_TILE if pairs <= FEW_PAIRS and inputs > LONGER_INPUTS else SHORT_TILE
+        return SHORT_TILE
     return SHALLOW_TILE if pairs * triton.cdiv(outputs, SHALLOW_TILE.outputs) in SHALLOW_PROGRAMS else usual
 
 
