@@ -101,8 +101,10 @@ def main() -> None:
         check_decode(4, 2, [1, 700, 130], window, parts=2, sunk=True)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1)
         check_decode(4, 4, [1, 200, 3, 4, 5], window, parts=1, sunk=True)
-        check_decode(2, 1, [700, 1, 130], window, parts=16, uneven=True)
+        check_decode(2, 1, [700, 1, 130], window, parts=64, uneven=True)
+        check_decode(2, 2, [300, 1, 130], window, parts=16, uneven=True)
     check_decode(4, 2, [1, 200, 130], None, parts=2, head_dim=128)
+    check_decode(2, 1, [70, 5], None, parts=8, head_dim=256)
     check_decode(4, 4, [1, 200, 3, 4, 5], None, parts=1, head_dim=128)
     check_prompts(2, 1, 128, None, [(37, 20), (0, 70)])
     for window in (None, 40):

@@ -76,7 +76,7 @@ def test_rows_that_fill_up_a_batch_have_a_place_of_their_own(reference: Referenc
     logits(runner, 0, prompt, 0, CUT, admit=True)
     slots, positions = torch.tensor([0, spare, spare]), torch.tensor([CUT, 0, 0])
     with torch.inference_mode():
-        tokens, attention = runner.batch.decode_inputs(slots, positions, uneven=False)
+        tokens, attention = runner.batch.decode_inputs(slots, positions, uneven=False, apart=True)
         scores = runner.model.scores(runner.model(tokens, positions, attention))
     torch.testing.assert_close(scores[0], reference.logits[CUT], atol=LOGIT_NOISE, rtol=0)
     after = logits(runner, 0, prompt, CUT + 1, len(prompt), admit=False)

@@ -29,7 +29,7 @@ def test_who_takes_a_slot_over_starts_with_an_empty_table() -> None:
     for blocks in ([4, 5], [6]):
         admission = Admission(1, 2, [1, 2], 0, ASKED)
         batch.update(StepPlan(1, [admission], [1], [0], [2], [1], [(1, blocks)]))
-    inputs, attention = batch.decode_inputs(torch.tensor([1]), torch.tensor([1]), uneven=True)
+    inputs, attention = batch.decode_inputs(torch.tensor([1]), torch.tensor([1]), uneven=True, apart=True)
     assert inputs.tolist() == [2]
     assert attention.write_to.tolist() == [6 * 2 + 1]
     assert attention.decode is not None
@@ -42,7 +42,7 @@ def test_a_sampled_token_finds_its_place_when_its_key_does() -> None:
     batch.update(StepPlan(1, [Admission(1, 2, [1, 2], 0, ASKED)], [1], [0], [2], [1], [(1, [4])]))
     keep_sampled(batch.tokens, slot, torch.tensor([2]), torch.tensor([7], dtype=TOKEN))
     batch.update(StepPlan(2, [], [1], [2], [1], [1], [(1, [6])]))
-    assert batch.decode_inputs(slot, torch.tensor([2]), uneven=False)[0].tolist() == [7]
+    assert batch.decode_inputs(slot, torch.tensor([2]), uneven=False, apart=True)[0].tolist() == [7]
     assert batch.seen(torch.tensor([1, 1, 1]), torch.tensor([0, 1, 2])).tolist() == [1, 2, 7]
     batch.update(StepPlan(3, [], [1], [2], [2], [2], [], told=[(1, 2, [8, 9])]))
     rows = batch.prepare(StepPlan(4, [], [1], [2], [2], [2], []))
