@@ -54,6 +54,12 @@ _LARGEST = gl.constexpr(LARGEST)
 
 
 @gluon.jit
+def _and(some, another):
+    """A tuple with one more."""
+    return some + (another,)  # noqa: RUF005
+
+
+@gluon.jit
 def _sum_of(left, right):
     return left + right
 
@@ -96,7 +102,7 @@ def _ask_channels(
         kept = ring[None, :] + ((position + of_step + RING) % RING * CHANNELS)[:, None]
         spot = gl.where((of_step >= 0)[:, None], given[None, :] + (of_step * stride)[:, None], kept)
         known = (t < count) & (position + of_step >= 0)
-        seen = seen + (gl.load(spot, mask=known[:, None], other=0.0),)
+        seen = _and(seen, gl.load(spot, mask=known[:, None], other=0.0))
     return seen, gl.load(taps + (at + tiled)[:, None] * 4 + tap[None, :])
 
 
@@ -136,7 +142,7 @@ def _nothing(TOKENS: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """Zeros of each token."""
     made = ()
     for _ in gl.static_range(TOKENS):
-        made = made + (gl.zeros(shape, gl.float32, layout),)
+        made = _and(made, gl.zeros(shape, gl.float32, layout))
     return made
 
 
@@ -148,7 +154,7 @@ def _read_rows(read, state, turned, tile, TOKENS: gl.constexpr, in_tiles: gl.con
     for t in gl.static_range(TOKENS):
         by = turned.index(t * (_DIM // TILE) + tile).load(gl.SliceLayout(1, in_tiles))
         parts = gl.sum(gl.reshape(state * by[:, None], [TILE // 4, 4, _DIM]), 1)
-        more = more + (read[t] + gl.convert_layout(parts, layout, assert_trivial=True),)
+        more = _and(more, read[t] + gl.convert_layout(parts, layout, assert_trivial=True))
     return more
 
 
@@ -176,7 +182,7 @@ def _behind(read, moved, fade, met, at, WIDTH: gl.constexpr, TOKENS: gl.constexp
     """What each token reads behind an update, whose key it met so far."""
     after = ()
     for t in gl.static_range(TOKENS):
-        after = after + (read[t] * fade + moved * number_of(met, t * WIDTH + at),)
+        after = _and(after, read[t] * fade + moved * number_of(met, t * WIDTH + at))
     return after
 
 
@@ -185,7 +191,7 @@ def _with_state(old, summed, rest, position, TOKENS: gl.constexpr):
     """What tokens read of updates along with what they read of the state before these, of which so much is left."""
     made = ()
     for t in gl.static_range(TOKENS):
-        made = made + (gl.where(position > 0, gl.sum(summed[t], 0) * rest, 0.0) + old[t],)
+        made = _and(made, gl.where(position > 0, gl.sum(summed[t], 0) * rest, 0.0) + old[t])
     return made
 
 
@@ -353,7 +359,11 @@ def stream_drafts(
             async_copy.wait_group(0)
             fades_of.store(gl.exp(left))
         buffer = number & 1
-        place, position, begins = number_of(places, number), number_of(at_positions, number), number_of(begin_at, number)
+        place, position, begins = (
+            number_of(places, number),
+            number_of(at_positions, number),
+            number_of(begin_at, number),
+        )
         row, tokens = number_of(row_by, number), number_of(count_by, number)
         head = (first + number * programs) % V_HEADS
         key = head // SHARED
@@ -419,7 +429,10 @@ def stream_drafts(
         rest = 1.0
         for at in range(begins, position):
             entry = at % PENDING
-            moved, fade = entries.index(buffer * E + entry).slice(_DIM, _DIM, 0).load(by_column), number_of(fades, entry)
+            moved, fade = (
+                entries.index(buffer * E + entry).slice(_DIM, _DIM, 0).load(by_column),
+                number_of(fades, entry),
+            )
             from_keys = _behind(from_keys, moved, fade, old_keys, entry, E, TOKENS)
             from_queries = _behind(from_queries, moved, fade, old_queries, entry, E, TOKENS)
             rest *= fade
@@ -429,12 +442,15 @@ def stream_drafts(
         update = updates + place.to(gl.int64) * (PENDING * EACH) + head * (2 * _DIM + 1)
         reads, moves = (), ()
         for s in gl.static_range(TOKENS):
-            decay, beta = number_of(decay_by, s * _HEADS_AT_ONCE + number), number_of(beta_by, s * _HEADS_AT_ONCE + number)
+            decay, beta = (
+                number_of(decay_by, s * _HEADS_AT_ONCE + number),
+                number_of(beta_by, s * _HEADS_AT_ONCE + number),
+            )
             fade = gl.exp(decay)
             moved = (value_of.index(s).load(by_column) - from_keys[s] * fade) * beta
             from_keys = _behind(from_keys, moved, fade, own_keys, s, TOKENS, TOKENS)
             from_queries = _behind(from_queries, moved, fade, own_queries, s, TOKENS, TOKENS)
-            reads, moves = reads + (from_queries[s],), moves + (moved,)
+            reads, moves = _and(reads, from_queries[s]), _and(moves, moved)
             gl.store(update + (position + s) % PENDING * EACH + 2 * _DIM, decay, mask=keeps & (s < tokens))
         entry_of = update + ((position + t) % PENDING * EACH)[:, None] + i[None, :]
         gl.store(entry_of, k, mask=kept[:, None])

@@ -231,7 +231,7 @@ def _read_pending(
 
 
 @gluon.jit
-def write_rows(
+def _write_rows(
     spot, stage, entries, fades, buffer, begins, position, FROM: gl.constexpr, TILE: gl.constexpr, E: gl.constexpr,
     PENDING: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -332,7 +332,11 @@ def stream_states(
         met.index(2).store(gl.exp(left))
         all_threads()
         buffer = number & 1
-        place, position, begins = number_of(places, number), number_of(at_positions, number), number_of(begin_at, number)
+        place, position, begins = (
+            number_of(places, number),
+            number_of(at_positions, number),
+            number_of(begin_at, number),
+        )
         decay, beta = number_of(decay_by, number), number_of(beta_by, number)
         row, head = (first + number * programs) // V_HEADS, (first + number * programs) % V_HEADS
         key = head // SHARED
@@ -382,7 +386,7 @@ def stream_states(
                 by_query += state * turned.index(0).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
                 by_key += state * turned.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
             if makes_updates:
-                write_rows(
+                _write_rows(
                     spot, stage, entries, fades, buffer, begins, position, c * ROWS, TILE, E, PENDING, in_tiles
                 )  # fmt: skip
             all_threads()
