@@ -26,9 +26,10 @@ from phalanx.kernels.gpu.delta_stream import (
     copy_rows,
     dealt_to_all,
     number_of,
-    rates_of,
     seen_as,
+    sigmoid,
     silu,
+    softplus,
 )
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES, all_threads, multiprocessors
 from phalanx.kernels.tiling import DecodeRows
@@ -85,41 +86,64 @@ def _first_rows(slots, rows, spare, sequence, layout: gl.constexpr):
 
 
 @gluon.jit
-def _ask_channels(
-    taps, columns, qkvz, place, position, row, count, at, i, t, stride, CHANNELS: gl.constexpr, RING: gl.constexpr
+def _find_channels(
+    taps, columns, qkvz, place, position, row, at, i, t, stride, CHANNELS: gl.constexpr, RING: gl.constexpr
 ):
-    """Of some channels what the convolution of each token looks at, oldest first, [tokens, channels], and its taps.
+    """Of some channels where the convolution of each token looks, oldest first, [tokens, channels], and its taps.
 
-    Of tokens before this step that is kept; those of this step are rows.
+    Tokens before this step are kept; those of this step are rows.
     """
     to_all: gl.constexpr = dealt_to_all(gl.num_warps())
     tiled, tap = gl.arange(0, _DIM, gl.SliceLayout(1, to_all)), gl.arange(0, 4, gl.SliceLayout(0, to_all))
     ring = columns + place.to(gl.int64) * (RING * CHANNELS) + at + i
     given = qkvz + row.to(gl.int64) * stride + at + i
-    seen = ()
+    spots = ()
     for nearer in gl.static_range(4):
         of_step = t + (nearer - 3)
         kept = ring[None, :] + ((position + of_step + RING) % RING * CHANNELS)[:, None]
-        spot = gl.where((of_step >= 0)[:, None], given[None, :] + (of_step * stride)[:, None], kept)
-        known = (t < count) & (position + of_step >= 0)
-        seen = _and(seen, gl.load(spot, mask=known[:, None], other=0.0))
-    return seen, gl.load(taps + (at + tiled)[:, None] * 4 + tap[None, :])
+        of_row = given[None, :] + (of_step * stride)[:, None]
+        spots = _and(spots, gl.where((of_step >= 0)[:, None], of_row, kept))
+    return spots, gl.load(taps + (at + tiled)[:, None] * 4 + tap[None, :])
 
 
 @gluon.jit
-def _ask_all(
-    taps, columns, qkvz, place, position, row, count, head, i, t, stride,
+def _find_all(
+    taps, columns, qkvz, rates, decays, decay_bias, place, position, row, head, i, t, stride,
     K_HEADS: gl.constexpr, V_HEADS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Of the query, the key and the value of a head, and its gates, [tokens, channels]."""
+    """Where query, key and value of a head, its gates and its rates are, with what only depends on the head."""
     CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
     key = head // (V_HEADS // K_HEADS)
     k_at, v_at = (K_HEADS + key) * _DIM, (2 * K_HEADS + head) * _DIM
-    q = _ask_channels(taps, columns, qkvz, place, position, row, count, key * _DIM, i, t, stride, CHANNELS, RING)
-    k = _ask_channels(taps, columns, qkvz, place, position, row, count, k_at, i, t, stride, CHANNELS, RING)
-    v = _ask_channels(taps, columns, qkvz, place, position, row, count, v_at, i, t, stride, CHANNELS, RING)
-    gates = qkvz + (row + t).to(gl.int64)[:, None] * stride + (CHANNELS + head * _DIM + i)[None, :]
-    return q, k, v, gl.load(gates, mask=(t < count)[:, None], other=0.0)
+    q = _find_channels(taps, columns, qkvz, place, position, row, key * _DIM, i, t, stride, CHANNELS, RING)
+    k = _find_channels(taps, columns, qkvz, place, position, row, k_at, i, t, stride, CHANNELS, RING)
+    v = _find_channels(taps, columns, qkvz, place, position, row, v_at, i, t, stride, CHANNELS, RING)
+    each = (row + t).to(gl.int64)
+    gates = qkvz + each[:, None] * stride + (CHANNELS + head * _DIM + i)[None, :]
+    own = rates + each * (2 * V_HEADS) + head, gl.load(decay_bias + head), gl.load(decays + head)
+    return q, k, v, gates, own
+
+
+@gluon.jit
+def _ask_channels(found, position, count, t):
+    """What the convolution looks at, and its taps."""
+    spots, taps = found
+    seen = ()
+    for nearer in gl.static_range(4):
+        known = (t < count) & (position + t + (nearer - 3) >= 0)
+        seen = _and(seen, gl.load(spots[nearer], mask=known[:, None], other=0.0))
+    return seen, taps
+
+
+@gluon.jit
+def _ask_all(found, position, count, t, V_HEADS: gl.constexpr):
+    """What was found of so many tokens, [tokens, channels], and what their rates come from."""
+    q, k, v, gates, own = found
+    rates, bias, decay = own
+    asked_q, asked_k = _ask_channels(q, position, count, t), _ask_channels(k, position, count, t)
+    asked_v, gate = _ask_channels(v, position, count, t), gl.load(gates, mask=(t < count)[:, None], other=0.0)
+    fast = gl.load(rates, mask=t < count, other=0.0)
+    return asked_q, asked_k, asked_v, gate, (fast, gl.load(rates + V_HEADS, mask=t < count, other=0.0), bias, decay)
 
 
 @gluon.jit
@@ -272,15 +296,15 @@ def stream_drafts(
     begins_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
     rows_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
     counts_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
-    decays_of = gl.allocate_shared_memory(gl.float32, [TOKENS, _HEADS_AT_ONCE], matrix)
-    betas_of = gl.allocate_shared_memory(gl.float32, [TOKENS, _HEADS_AT_ONCE], matrix)
+    decays_of = gl.allocate_shared_memory(gl.float32, [TOKENS], vectors)
+    betas_of = gl.allocate_shared_memory(gl.float32, [TOKENS], vectors)
     places = seen_as(places_of, gl.int32, [_HEADS_AT_ONCE, 1])
     at_positions = seen_as(positions_of, gl.int32, [_HEADS_AT_ONCE, 1])
     begin_at = seen_as(begins_of, gl.int32, [_HEADS_AT_ONCE, 1])
     row_by = seen_as(rows_of, gl.int32, [_HEADS_AT_ONCE, 1])
     count_by = seen_as(counts_of, gl.int32, [_HEADS_AT_ONCE, 1])
-    decay_by = seen_as(decays_of, gl.float32, [TOKENS * _HEADS_AT_ONCE, 1])
-    beta_by = seen_as(betas_of, gl.float32, [TOKENS * _HEADS_AT_ONCE, 1])
+    decay_by = seen_as(decays_of, gl.float32, [TOKENS, 1])
+    beta_by = seen_as(betas_of, gl.float32, [TOKENS, 1])
     queries = gl.allocate_shared_memory(gl.float32, [TOKENS, _DIM], matrix)
     keys = gl.allocate_shared_memory(gl.float32, [TOKENS, _DIM], matrix)
     values = gl.allocate_shared_memory(gl.float32, [TOKENS, _DIM], matrix)
@@ -333,6 +357,9 @@ def stream_drafts(
     head, row, tokens = first % V_HEADS, number_of(row_by, 0), number_of(count_by, 0)
     place, position, begins = number_of(places, 0), number_of(at_positions, 0), number_of(begin_at, 0)
     left = copy_entries(updates, entries, place, head, begins, position, 0, e, w, V_HEADS, PENDING, E)
+    found = _find_all(
+        taps, columns, qkvz, rates, decays, decay_bias, place, position, row, head, i, t, stride, K_HEADS, V_HEADS, RING
+    )
     async_copy.wait_group(0)
     fades_of.store(gl.exp(left))
     all_threads()
@@ -345,14 +372,7 @@ def stream_drafts(
                 _write_tile(spot, state, entries, parts, fades, begins, position, 0, tile, PENDING, E, in_tiles)
         gl.store(since + (place.to(gl.int64) * V_HEADS + head) * _DIM + j, j * 0 + position)
     cuda.gdc_wait()
-    q_asked, k_asked, v_asked, gate = _ask_all(
-        taps, columns, qkvz, place, position, row, tokens, head, i, t, stride, K_HEADS, V_HEADS, RING
-    )
-    decay_of, beta_of = rates_of(
-        rates, decays, decay_bias, each_row, head_of[None, :], t_by_head[:, None] < count_of[None, :], V_HEADS
-    )
-    decays_of.store(decay_of)
-    betas_of.store(beta_of)
+    q_asked, k_asked, v_asked, gate, rates_asked = _ask_all(found, position, tokens, t, V_HEADS)
 
     for number in range(own):
         if number > 0:
@@ -381,6 +401,10 @@ def stream_drafts(
         queries.store(q)
         keys.store(k)
         values.store(_convolved(v_asked, gl.SliceLayout(0, by_token)))
+        fast, slow, bias, decay = rates_asked
+        decay = -gl.exp(decay) * softplus(slow.to(gl.float32) + bias)
+        decays_of.store(decay)
+        betas_of.store(sigmoid(fast))
         all_threads()
         own_found = keys.load(gl.SliceLayout(0, by_key))
         old_found = log.index(buffer).slice(0, _DIM, 1).load(gl.SliceLayout(0, by_key))
@@ -390,19 +414,21 @@ def stream_drafts(
         _met(queries, own_found, own_by_queries, by_key)
         all_threads()
 
-        more = number + 1 < own
-        following = gl.where(more, number + 1, number)
-        next_head, next_row = (first + following * programs) % V_HEADS, number_of(row_by, following)
-        next_place, next_position = number_of(places, following), number_of(at_positions, following)
-        next_tokens = gl.where(more, number_of(count_by, following), 0)
-        next_begins = gl.where(more, number_of(begin_at, following), next_position)
-        next_q, next_k, next_v, next_gate = _ask_all(
-            taps, columns, qkvz, next_place, next_position, next_row, next_tokens, next_head, i, t, stride, K_HEADS,
-            V_HEADS, RING,
-        )  # fmt: skip
-        left = copy_entries(
-            updates, entries, next_place, next_head, next_begins, next_position, 1 - buffer, e, w, V_HEADS, PENDING, E
-        )
+        next_gate = gate
+        if number + 1 < own:
+            next_head, next_row = (first + (number + 1) * programs) % V_HEADS, number_of(row_by, number + 1)
+            next_place, next_position = number_of(places, number + 1), number_of(at_positions, number + 1)
+            next_found = _find_all(
+                taps, columns, qkvz, rates, decays, decay_bias, next_place, next_position, next_row, next_head, i, t,
+                stride, K_HEADS, V_HEADS, RING,
+            )  # fmt: skip
+            q_asked, k_asked, v_asked, next_gate, rates_asked = _ask_all(
+                next_found, next_position, number_of(count_by, number + 1), t, V_HEADS
+            )
+            left = copy_entries(
+                updates, entries, next_place, next_head, number_of(begin_at, number + 1), next_position, 1 - buffer, e,
+                w, V_HEADS, PENDING, E,
+            )  # fmt: skip
 
         makes_updates = keeps & (number > 0) & ((position == 0) | (position + NEXT > begins + PENDING))
         spot = states + (place.to(gl.int64) * V_HEADS + head) * (_DIM * _DIM)
@@ -442,28 +468,24 @@ def stream_drafts(
         update = updates + place.to(gl.int64) * (PENDING * EACH) + head * (2 * _DIM + 1)
         reads, moves = (), ()
         for s in gl.static_range(TOKENS):
-            decay, beta = (
-                number_of(decay_by, s * _HEADS_AT_ONCE + number),
-                number_of(beta_by, s * _HEADS_AT_ONCE + number),
-            )
-            fade = gl.exp(decay)
+            fade, beta = gl.exp(number_of(decay_by, s)), number_of(beta_by, s)
             moved = (value_of.index(s).load(by_column) - from_keys[s] * fade) * beta
             from_keys = _behind(from_keys, moved, fade, own_keys, s, TOKENS, TOKENS)
             from_queries = _behind(from_queries, moved, fade, own_queries, s, TOKENS, TOKENS)
             reads, moves = _and(reads, from_queries[s]), _and(moves, moved)
-            gl.store(update + (position + s) % PENDING * EACH + 2 * _DIM, decay, mask=keeps & (s < tokens))
-        entry_of = update + ((position + t) % PENDING * EACH)[:, None] + i[None, :]
+        log_of = update + (position + t) % PENDING * EACH
+        entry_of = log_of[:, None] + i[None, :]
+        gl.store(log_of + 2 * _DIM, decay, mask=kept)
         gl.store(entry_of, k, mask=kept[:, None])
         gl.store(entry_of + _DIM, _by_token(moves, TOKENS, by_token), mask=kept[:, None])
         read = _by_token(reads, TOKENS, by_token)
         _gate_and_store(read, gate, weight, out, out_scales, row, t, tokens, rows, head, i, eps, V_HEADS)
-        q_asked, k_asked, v_asked, gate = next_q, next_k, next_v, next_gate
-    async_copy.wait_group(0)
+        gate = next_gate
 
 
 def stages_of(way: Way, entries: int, tokens: int) -> int:
     """How many copies a program has room for beside updates, twice, and small things."""
-    tables, found = (5 + 2 * tokens) * HEADS_AT_ONCE, entries + 2 * tokens * (entries + tokens)
+    tables, found = 5 * HEADS_AT_ONCE, entries + 2 * tokens * (1 + entries + tokens)
     small = 4 * (tables + 3 * tokens * DIM + found) + SMALL_BYTES
     room = SHARED_BYTES // way.together - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
     return room // (way.rows * DIM * 4)

@@ -186,15 +186,26 @@ def copy_rows(
 
 
 @gluon.jit
-def rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: gl.constexpr):
+def softplus(x):
+    grown = gl.exp(gl.minimum(x, 20.0))
+    soft = gl.where(grown < 1e-3, grown - grown * grown / 2, gl.log(1 + grown))
+    return gl.where(x > 20.0, x, soft)
+
+
+@gluon.jit
+def sigmoid(x):
+    """In float32 what the dtype of x holds."""
+    return (1 / (1 + gl.exp(-x.to(gl.float32)))).to(x.dtype).to(gl.float32)
+
+
+@gluon.jit
+def _rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: gl.constexpr):
     """See `delta_parts.rates_of`."""
     place = rates + row.to(gl.int64) * (2 * V_HEADS) + head
     fast = gl.load(place, mask=known, other=0.0)
     slow = gl.load(place + V_HEADS, mask=known, other=0.0).to(gl.float32) + gl.load(decay_bias + head)
-    grown = gl.exp(gl.minimum(slow, 20.0))
-    soft = gl.where(grown < 1e-3, grown - grown * grown / 2, gl.log(1 + grown))
-    decay = -gl.exp(gl.load(decays + head)) * gl.where(slow > 20.0, slow, soft)
-    return decay, (1 / (1 + gl.exp(-fast.to(gl.float32)))).to(fast.dtype).to(gl.float32)
+    soft = softplus(slow)
+    return -gl.exp(gl.load(decays + head)) * soft, sigmoid(fast)
 
 
 @gluon.jit
@@ -323,7 +334,7 @@ def stream_states(
     q_kept, k_kept, v_kept = _ask_all_kept(taps, columns, place, position, head, i, j, K_HEADS, V_HEADS, RING)
     cuda.gdc_wait()
     q_new, k_new, v_new, gate = _ask_given(qkvz, row, stride, head, i, j, K_HEADS, V_HEADS)
-    decay_of, beta_of = rates_of(rates, decays, decay_bias, row_of, head_of, known, V_HEADS)
+    decay_of, beta_of = _rates_of(rates, decays, decay_bias, row_of, head_of, known, V_HEADS)
     decays_of.store(decay_of)
     betas_of.store(beta_of)
 
