@@ -36,6 +36,7 @@ from phalanx.kernels.gpu import (
     compressed,
     compressed_rows,
     delta,
+    delta_draft_stream,
     delta_stream,
     drafts,
     early,
@@ -255,24 +256,34 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
 
 
 def streamed_deltas() -> Iterator[Case]:
-    count, dim, device = 9, delta_stream.DIM, torch.device("cpu")
     for v_heads, most, updates in ((32, 1, 8), (48, 1, 10), (32, 9, 18)):
-        for dtype, out in (
-            (HALF, rows.empty_quantised(count, v_heads * dim, device)),
-            (HALF, some(count, v_heads * dim)),
-            (torch.float32, some(count, v_heads * dim, dtype=torch.float32)),
-        ):
-            channels, heads = (32 + v_heads) * dim, some(2, v_heads, dtype=torch.float32)
-            net = DeltaWeights(
-                16, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
-            )
-            qkvz, given = some(count, channels + v_heads * dim, dtype=dtype), some(count, 2 * v_heads, dtype=dtype)
-            states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 3 + most, channels, dtype=dtype)
-            pending = PendingUpdates(
-                some(3, updates, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim), most
-            )
-            decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
-            yield lambda g=(qkvz, given, net, states, columns, pending, decode, out): delta_stream.step(*g)
+        for given in _streamed(v_heads, most, updates):
+            yield lambda g=given: delta_stream.step(*g)
+
+
+def streamed_drafts() -> Iterator[Case]:
+    for v_heads, most, updates in ((32, 4, 8), (48, 2, 8), (32, 3, 10)):
+        for given in _streamed(v_heads, most, updates):
+            yield lambda g=given: delta_draft_stream.step(*g)
+
+
+def _streamed(v_heads: int, most: int, updates: int) -> Iterator[tuple[Any, ...]]:
+    """A step's operands, in FP8, bf16 and float32."""
+    count, dim, device = 9, delta_stream.DIM, torch.device("cpu")
+    for dtype, out in (
+        (HALF, rows.empty_quantised(count, v_heads * dim, device)),
+        (HALF, some(count, v_heads * dim)),
+        (torch.float32, some(count, v_heads * dim, dtype=torch.float32)),
+    ):
+        channels, heads = (32 + v_heads) * dim, some(2, v_heads, dtype=torch.float32)
+        net = DeltaWeights(16, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6)
+        qkvz, given = some(count, channels + v_heads * dim, dtype=dtype), some(count, 2 * v_heads, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 3 + most, channels, dtype=dtype)
+        pending = PendingUpdates(
+            some(3, updates, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim), most
+        )
+        decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
+        yield qkvz, given, net, states, columns, pending, decode, out
 
 
 def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -490,7 +501,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "delta":
             yield from _wide_and_half(lambda dtype: delta_nets(False, dtype))
             yield from delta_nets(True) if fp8 else ()
-            yield from streamed_deltas() if capability == HOPPER else ()
+            yield from (*streamed_deltas(), *streamed_drafts()) if capability == HOPPER else ()
         case "products":
             yield from products()
             yield from fp8_products() if fp8 else widened_products()
@@ -559,7 +570,7 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        for module in (stream, four_bit_stream, delta_stream):
+        for module in (stream, four_bit_stream, delta_draft_stream, delta_stream):
             module.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
@@ -568,7 +579,7 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            for module in (stream, four_bit_stream, delta_stream):
+            for module in (stream, four_bit_stream, delta_draft_stream, delta_stream):
                 module.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 

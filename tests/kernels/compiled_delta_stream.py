@@ -1,8 +1,8 @@
-"""Builds the kernel that streams states for Hopper, which needs no GPU. Run by `test_delta_kernels.py`."""
+"""Builds the kernels that stream states for Hopper, which needs no GPU. Run by `test_delta_kernels.py`."""
 
 from __future__ import annotations
 
-from benchmarks.kernels import HOPPER, Builder, streamed_deltas
+from benchmarks.kernels import HOPPER, Builder, streamed_deltas, streamed_drafts
 
 from phalanx.kernels.gpu.delta_stream import WAY
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES
@@ -12,9 +12,9 @@ def main() -> None:
     """In FP8, bf16 and float32, with three lengths of what is kept beside a state."""
     builder = Builder(HOPPER)
     with builder.in_place_of_launches():
-        for case in list(streamed_deltas())[::4]:
+        for case in (*list(streamed_deltas())[::4], *list(streamed_drafts())[::4]):
             case()
-    assert len(builder.built) == 3
+    assert len(builder.built) == 6
     assert not builder.wrong, builder.wrong
     assert all(WAY.together * (built.shared + SYSTEM_BYTES) <= SHARED_BYTES for built in builder.built)
 

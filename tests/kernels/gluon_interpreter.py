@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 ALIKE = (
     "arange", "load", "store", "where", "exp", "log", "rsqrt", "abs", "maximum", "minimum", "sum", "max", "cdiv",
-    "zeros", "split", "reshape", "program_id", "num_programs", "static_range",
+    "zeros", "split", "join", "permute", "reshape", "program_id", "num_programs", "static_range", "associative_scan",
 )  # fmt: skip
 NUMBERS = {"float32": np.float32, "int32": np.int32, "int64": np.int64}
 WARPS = 4
@@ -210,5 +210,7 @@ def interpreted(name: str) -> ModuleType:
             del sys.modules[each]
         sys.modules.update(theirs)
         triton.experimental.gluon = real
-    module.tl = tl  # the interpreter wants to see it
+    language = ours["triton.experimental.gluon.language"]
+    for each in [each for each in sys.modules.values() if getattr(each, "gl", None) is language]:
+        each.tl = tl  # the interpreter wants to see it
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,13 @@ def test_the_kernel_that_streams_states_computes_nets_as_defined() -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_triton_builds_the_kernel_that_streams_states(tmp_path: Path) -> None:
+def test_the_kernel_that_streams_states_of_drafts_computes_nets_as_defined() -> None:
+    """In Triton's interpreter, which has been told of Gluon."""
+    run_apart("interpreted_delta_drafts")
+
+
+@pytest.mark.slow
+def test_the_installed_triton_builds_the_kernels_that_stream_states(tmp_path: Path) -> None:
     """Gluon changes its names from version to version."""
     run_apart("compiled_delta_stream", interpret=False, TRITON_CACHE_DIR=str(tmp_path))
 
@@ -46,6 +53,25 @@ def test_states_of_many_heads_are_streamed_where_a_gpu_can(monkeypatch: pytest.M
     assert not is_streamed(256, dim=64)
     assert not is_streamed(256, kernel=3)
     assert not is_streamed(256, processors=0)
+
+
+def test_drafts_of_few_tokens_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu import delta_draft_stream
+
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+
+    def is_streamed(most: int, updates: int = 8, dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
+        monkeypatch.setattr(delta_draft_stream, "multiprocessors", lambda device: processors)
+        heads = torch.zeros(32)
+        net = DeltaWeights(16, 32, dim, dim, torch.empty(64 * dim, kernel), heads, heads, torch.empty(dim), 1e-6)
+        return delta_draft_stream.is_streamed(net, most, updates, on_gpu)
+
+    assert [is_streamed(most) for most in (1, 2, 3, 4, 5)] == [False, True, True, True, False]
+    assert [is_streamed(4, updates) for updates in (10, 16, 17)] == [True, True, False]
+    assert not is_streamed(4, dim=64)
+    assert not is_streamed(4, kernel=3)
+    assert not is_streamed(4, processors=0)
 
 
 CASES = [
@@ -132,3 +158,45 @@ def test_states_that_are_streamed_on_a_gpu(
             nets.check([*going_on[:5], filling, *going_on[5:], (18, at, 1), filling], atol, quantised)
         nets.check([(2, 0, 1)], atol, quantised)
     assert set(taken) == {20, 1}
+
+
+@pytest.mark.parametrize(("dtype", "quantised", "atol"), CASES)
+@pytest.mark.parametrize(
+    ("heads", "most", "updates"),
+    [((16, 16), 4, 8), ((16, 32), 4, 8), ((16, 48), 3, 10), ((16, 32), 2, 8), ((1, 33), 4, 10)],
+)
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_states_of_drafts_that_are_streamed_on_a_gpu(
+    dtype: torch.dtype, quantised: bool, atol: float, heads: tuple[int, int], most: int, updates: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One token to all, of sequences that go on behind any of them, begin and pause, beside rows that fill up and
+    prompts, by many programs and by few that have many heads each.
+    """
+    from phalanx.kernels.gpu import delta_draft_stream
+    from tests.kernels.delta_nets import Nets, random_net
+
+    if not delta_draft_stream.multiprocessors(torch.device("cuda")):
+        pytest.skip("no Hopper")
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    nets = Nets(random_net(heads, (128, 128), 4, dtype, "cuda"), 60, most=most, updates=updates)
+    filling, taken = (nets.spare, 0, 1), []
+    step = delta_draft_stream.step
+    monkeypatch.setattr(delta_draft_stream, "step", lambda *args: (taken.append(len(args[0])), step(*args)))
+    nets.check([(0, 0, most)], atol, quantised)
+    nets.check([(0, 1, 2), (1, 0, 9)], atol, quantised)
+    for processors, sequences in ((132, 4), (132, 50), (17, 11)):
+        monkeypatch.setattr(delta_draft_stream, "multiprocessors", lambda device, all=processors: all)
+        reached = dict.fromkeys(range(sequences), 0)
+        for _ in range(12):
+            spans = []
+            for place in draw.sample(range(sequences), sequences - draw.randrange(3)):
+                spans.append((place, reached[place], draw.randint(1, most)))
+                reached[place] += draw.randint(1, spans[-1][2])
+            for _ in range(draw.randrange(4)):
+                spans.insert(draw.randint(0, len(spans)), filling)
+            nets.check([(55, 0, 2), *spans, (56, 0, 40)], atol, quantised)
+    assert len(taken) == 38
+    assert min(taken) == most

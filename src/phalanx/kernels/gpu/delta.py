@@ -17,7 +17,7 @@ from phalanx.kernels.gpu.rows import empty_quantised
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 if HAS_GLUON:
-    from phalanx.kernels.gpu import delta_stream
+    from phalanx.kernels.gpu import delta_draft_stream, delta_stream
 
 WARPS = 4
 """Of a program. Two share a processor: one loads its state while the other stores. More threads sum a state up in
@@ -242,6 +242,9 @@ def _step(
     rows, most = len(decode.positions), 1 if decode.apart else pending.most
     if HAS_GLUON and most == 1 and delta_stream.is_streamed(net, rows, states):
         delta_stream.step(qkvz, rates, net, states, columns, pending, decode, out)
+        return
+    if HAS_GLUON and delta_draft_stream.is_streamed(net, most, pending.tokens, states):
+        delta_draft_stream.step(qkvz, rates, net, states, columns, pending, decode, out)
         return
     together = triton.next_power_of_2(most)
     width = triton.next_power_of_2(net.v_dim)

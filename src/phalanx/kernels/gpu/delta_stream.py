@@ -87,14 +87,14 @@ def dealt_by_warp(warps: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _seen_as(memory, kind: gl.constexpr, shape: gl.constexpr):
+def seen_as(memory, kind: gl.constexpr, shape: gl.constexpr):
     """Shared memory as so many vectors, which are indexed."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return memory.reinterpret(kind, shape, layout) if HAS_REINTERPRET else memory._reinterpret(kind, shape, layout)
 
 
 @gluon.jit
-def _number(table, at):
+def number_of(table, at):
     """One of a table in shared memory, [numbers, 1]."""
     everywhere: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(table.index(at).load(everywhere), 0)
@@ -138,7 +138,7 @@ def _ask_given(qkvz, row, stride, head, i, j, K_HEADS: gl.constexpr, V_HEADS: gl
 
 
 @gluon.jit
-def _silu(x):
+def silu(x):
     return x / (1 + gl.exp(-x))
 
 
@@ -153,11 +153,11 @@ def _convolved(kept, new, layout: gl.constexpr):
     total += second.to(gl.float32) * gl.convert_layout(second_tap, layout, assert_trivial=True)
     total += last.to(gl.float32) * gl.convert_layout(third_tap, layout, assert_trivial=True)
     total += new.to(gl.float32) * gl.convert_layout(fourth_tap, layout, assert_trivial=True)
-    return _silu(total.to(new.dtype).to(gl.float32)).to(new.dtype).to(gl.float32)
+    return silu(total.to(new.dtype).to(gl.float32)).to(new.dtype).to(gl.float32)
 
 
 @gluon.jit
-def _copy_entries(
+def copy_entries(
     updates, entries, place, head, begins, position, buffer, e, w, V_HEADS: gl.constexpr, PENDING: gl.constexpr,
     E: gl.constexpr,
 ):  # fmt: skip
@@ -172,17 +172,30 @@ def _copy_entries(
 
 
 @gluon.jit
-def _copy_rows(
+def copy_rows(
     tiles, stages, filled, places, chunk, first, programs, count, V_HEADS: gl.constexpr, STAGES: gl.constexpr
 ):
     """Some rows of a state of this program, by their number among all its rows, are on their way."""
     ROWS: gl.constexpr = tiles.block_shape[0]
     CHUNKS: gl.constexpr = _DIM // ROWS
     number, known = chunk // CHUNKS, chunk < count * CHUNKS
-    row = _number(places, number) * V_HEADS + (first + number * programs) % V_HEADS
+    row = number_of(places, number) * V_HEADS + (first + number * programs) % V_HEADS
     full, stage = filled.index(chunk % STAGES), stages.index(chunk % STAGES)
     mbarrier.expect(full, ROWS * _DIM * 4, pred=known)
     copy_in(tiles, [row * _DIM + chunk % CHUNKS * ROWS, 0], full, stage, pred=known)
+
+
+@gluon.jit
+def softplus(x):
+    grown = gl.exp(gl.minimum(x, 20.0))
+    soft = gl.where(grown < 1e-3, grown - grown * grown / 2, gl.log(1 + grown))
+    return gl.where(x > 20.0, x, soft)
+
+
+@gluon.jit
+def sigmoid(x):
+    """In float32 what the dtype of x holds."""
+    return (1 / (1 + gl.exp(-x.to(gl.float32)))).to(x.dtype).to(gl.float32)
 
 
 @gluon.jit
@@ -191,10 +204,8 @@ def _rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: gl.constexpr
     place = rates + row.to(gl.int64) * (2 * V_HEADS) + head
     fast = gl.load(place, mask=known, other=0.0)
     slow = gl.load(place + V_HEADS, mask=known, other=0.0).to(gl.float32) + gl.load(decay_bias + head)
-    grown = gl.exp(gl.minimum(slow, 20.0))
-    soft = gl.where(grown < 1e-3, grown - grown * grown / 2, gl.log(1 + grown))
-    decay = -gl.exp(gl.load(decays + head)) * gl.where(slow > 20.0, slow, soft)
-    return decay, (1 / (1 + gl.exp(-fast.to(gl.float32)))).to(fast.dtype).to(gl.float32)
+    soft = softplus(slow)
+    return -gl.exp(gl.load(decays + head)) * soft, sigmoid(fast)
 
 
 @gluon.jit
@@ -203,7 +214,7 @@ def _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps
     wide = read.to(gate.dtype).to(gl.float32)
     factor = gl.rsqrt(gl.sum(wide * wide, 0) / _DIM + eps)
     normed = (weight * (wide * factor).to(gate.dtype)).to(gl.float32)
-    gated = (normed * _silu(gate.to(gl.float32))).to(gate.dtype)
+    gated = (normed * silu(gate.to(gl.float32))).to(gate.dtype)
     spot = out + row.to(gl.int64) * (V_HEADS * _DIM) + head * _DIM + j
     if out_scales is not None:
         scale = gl.maximum(gl.max(gl.abs(gated.to(gl.float32)), 0), 1e-10) / _LARGEST
@@ -223,9 +234,9 @@ def _read_pending(
     rest = 1.0
     for at in range(begins, position):
         number = at % PENDING
-        moves, fade = entries.index(buffer * E + number).slice(_DIM, _DIM, 0).load(layout), _number(fades, number)
-        by_key = by_key * fade + moves * _number(by_keys, number)
-        by_query = by_query * fade + moves * _number(by_queries, number)
+        moves, fade = entries.index(buffer * E + number).slice(_DIM, _DIM, 0).load(layout), number_of(fades, number)
+        by_key = by_key * fade + moves * number_of(by_keys, number)
+        by_query = by_query * fade + moves * number_of(by_queries, number)
         rest *= fade
     return by_key, by_query, rest
 
@@ -246,7 +257,7 @@ def _write_rows(
             entry = entries.index(buffer * E + number)
             k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout))
             moved = entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))
-            state = state * _number(fades, number) + k[:, None] * moved[None, :]
+            state = state * number_of(fades, number) + k[:, None] * moved[None, :]
         gl.store(spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :], state)
 
 
@@ -281,18 +292,18 @@ def stream_states(
     stages = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, _DIM], tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    entries = _seen_as(log, gl.float32, [2 * E, 2 * _DIM])
+    entries = seen_as(log, gl.float32, [2 * E, 2 * _DIM])
     whole = gl.allocate_shared_memory(gl.int32, [3, _HEADS_AT_ONCE], vectors)
     real = gl.allocate_shared_memory(gl.float32, [2, _HEADS_AT_ONCE], vectors)
-    places, places_of = _seen_as(whole.index(0), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(0)
-    at_positions, positions_of = _seen_as(whole.index(1), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(1)
-    begin_at, begins_of = _seen_as(whole.index(2), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(2)
-    decay_by, decays_of = _seen_as(real.index(0), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(0)
-    beta_by, betas_of = _seen_as(real.index(1), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(1)
+    places, places_of = seen_as(whole.index(0), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(0)
+    at_positions, positions_of = seen_as(whole.index(1), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(1)
+    begin_at, begins_of = seen_as(whole.index(2), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(2)
+    decay_by, decays_of = seen_as(real.index(0), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(0)
+    beta_by, betas_of = seen_as(real.index(1), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(1)
     turned = gl.allocate_shared_memory(gl.float32, [2, _DIM], vectors)
     met = gl.allocate_shared_memory(gl.float32, [3, E], vectors)
-    by_keys, by_queries = _seen_as(met.index(0), gl.float32, [E, 1]), _seen_as(met.index(1), gl.float32, [E, 1])
-    fades = _seen_as(met.index(2), gl.float32, [E, 1])
+    by_keys, by_queries = seen_as(met.index(0), gl.float32, [E, 1]), seen_as(met.index(1), gl.float32, [E, 1])
+    fades = seen_as(met.index(2), gl.float32, [E, 1])
 
     n = gl.arange(0, _HEADS_AT_ONCE, flat)
     unit = first + n * programs
@@ -307,7 +318,7 @@ def stream_states(
     positions_of.store(position_of)
     all_threads()
     for i in gl.static_range(STAGES):
-        _copy_rows(tiles, stages, filled, places, i, first, programs, own, V_HEADS, STAGES)
+        copy_rows(tiles, stages, filled, places, i, first, programs, own, V_HEADS, STAGES)
     reached = gl.load(since + (place_of.to(gl.int64) * V_HEADS + head_of) * _DIM, mask=known, other=0)
     begins_of.store(gl.minimum(gl.maximum(reached, position_of - PENDING), position_of))
     all_threads()
@@ -316,9 +327,9 @@ def stream_states(
     e, w = gl.arange(0, E, flat), gl.arange(0, 2 * _DIM, flat)
     weight = gl.load(norm + j)
     row, head = first // V_HEADS, first % V_HEADS
-    place, position = _number(places, 0), _number(at_positions, 0)
-    left = _copy_entries(
-        updates, entries, place, head, _number(begin_at, 0), position, 0, e, w, V_HEADS, PENDING, E
+    place, position = number_of(places, 0), number_of(at_positions, 0)
+    left = copy_entries(
+        updates, entries, place, head, number_of(begin_at, 0), position, 0, e, w, V_HEADS, PENDING, E
     )  # fmt: skip
     q_kept, k_kept, v_kept = _ask_all_kept(taps, columns, place, position, head, i, j, K_HEADS, V_HEADS, RING)
     cuda.gdc_wait()
@@ -332,8 +343,12 @@ def stream_states(
         met.index(2).store(gl.exp(left))
         all_threads()
         buffer = number & 1
-        place, position, begins = _number(places, number), _number(at_positions, number), _number(begin_at, number)
-        decay, beta = _number(decay_by, number), _number(beta_by, number)
+        place, position, begins = (
+            number_of(places, number),
+            number_of(at_positions, number),
+            number_of(begin_at, number),
+        )
+        decay, beta = number_of(decay_by, number), number_of(beta_by, number)
         row, head = (first + number * programs) // V_HEADS, (first + number * programs) % V_HEADS
         key = head // SHARED
 
@@ -357,13 +372,13 @@ def stream_states(
         following = gl.minimum(number + 1, own - 1)
         next_unit = first + following * programs
         next_row, next_head = next_unit // V_HEADS, next_unit % V_HEADS
-        next_place, next_position = _number(places, following), _number(at_positions, following)
+        next_place, next_position = number_of(places, following), number_of(at_positions, following)
         next_q_kept, next_k_kept, next_v_kept = _ask_all_kept(
             taps, columns, next_place, next_position, next_head, i, j, K_HEADS, V_HEADS, RING
         )
         next_q, next_k, next_v, next_gate = _ask_given(qkvz, next_row, stride, next_head, i, j, K_HEADS, V_HEADS)
-        left = _copy_entries(
-            updates, entries, next_place, next_head, _number(begin_at, following), next_position, 1 - buffer, e, w,
+        left = copy_entries(
+            updates, entries, next_place, next_head, number_of(begin_at, following), next_position, 1 - buffer, e, w,
             V_HEADS, PENDING, E,
         )  # fmt: skip
 
@@ -386,7 +401,7 @@ def stream_states(
                     spot, stage, entries, fades, buffer, begins, position, c * ROWS, TILE, E, PENDING, in_tiles
                 )  # fmt: skip
             all_threads()
-            _copy_rows(tiles, stages, filled, places, chunk + STAGES, first, programs, own, V_HEADS, STAGES)
+            copy_rows(tiles, stages, filled, places, chunk + STAGES, first, programs, own, V_HEADS, STAGES)
         if makes_updates:
             gl.store(since + (place.to(gl.int64) * V_HEADS + head) * _DIM + j, j * 0 + position)
         begun = position > 0
