@@ -41,6 +41,10 @@ def main() -> None:
         few.check([(1, 4 + step, 1), (3, 5 + step, 1), (few.spare, 0, 1), (0, 9 + step, 1)], 1e-5)
     few.check([(1, 13, 4), (3, 14, 1), (0, 18, 2)], 1e-5)
     few.check([(1, 15, 1), (3, 15, 1), (0, 19, 1)], 1e-5)
+    for most in (2, 3):
+        short = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 3, most=most)
+        for step in range(12):
+            short.check([(1, step, most), (short.spare, 0, 1), (0, 2 * (step // 2), 1 + step % most)], 1e-5)
     odd = Nets(random_net((2, 2), (12, 5), 3, torch.float32, "cpu"), 4)
     odd.check([(2, 0, 1), (0, 0, 129), (3, 0, 2)], 1e-5)
     odd.check([(2, 1, 1), (0, 129, 1), (3, 2, 17)], 1e-5)

@@ -104,6 +104,19 @@ def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: f
             nets.check([(place, position, 1) for place in range(rows)], atol, quantised)
 
 
+@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_updates_that_stay_pending_behind_a_few_drafts_on_a_gpu(most: int) -> None:
+    """There is room for more than those of two steps."""
+    from tests.kernels.delta_nets import Nets, random_net
+
+    torch.manual_seed(0)
+    nets = Nets(random_net((16, 32), (128, 128), 4, torch.bfloat16, "cuda"), 9, most=most)
+    for step in range(20):
+        nets.check([(place, step * (1 + place % most), 1 + (place + step) % most) for place in range(9)], 4e-2)
+
+
 @pytest.mark.parametrize(("dtype", "quantised", "atol"), CASES)
 @pytest.mark.parametrize("v_heads", [16, 32, 48])
 @pytest.mark.cuda

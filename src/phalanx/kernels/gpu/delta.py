@@ -92,14 +92,16 @@ def _vectors(
 @triton.jit
 def _caught_up(
     state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr,
+    PENDING: tl.constexpr, EACH: tl.constexpr, NEXT: tl.constexpr, ALWAYS: tl.constexpr,
 ):  # fmt: skip
     """A state, and the position before which it is what it is: where there is no room for more updates, they are made
-    and it is written. `NEXT` tokens are those of this step and of the next one.
+    and it is written. `NEXT` tokens are those of this step and of the next one. With `ALWAYS` they are made anyway.
     """
-    if (position == 0) | (position + NEXT > begins + PENDING):
+    writes = (position == 0) | (position + NEXT > begins + PENDING)
+    if ALWAYS | writes:
         for at in range(begins, position):
             state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
+    if writes:
         tl.debug_barrier()  # several threads may have loaded what one of them writes
         tl.store(spot, state, mask=some_k[:, None] & some_v[None, :] & keeps)
         tl.store(reached + j, position, mask=some_v & keeps)
@@ -168,8 +170,8 @@ def _decode(
     each of its rows is on its own.
 
     A sequence may have several rows, up to `TOGETHER`, which lie together: that of its first one takes them all. The
-    others wait for the kernel ahead like all, which the next kernel relies on, and do nothing else. There is no room
-    for updates but those of two steps: they are made with each.
+    others wait for the kernel ahead like all, which the next kernel relies on, and do nothing else. Updates that are
+    pending are made before these tokens read, whether the state is written or not.
     """
     let_next_start()
     head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1).to(tl.int64)
@@ -198,8 +200,9 @@ def _decode(
         keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, PENDING, each, K_DIM, V_DIM)
     else:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
-        )
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
+            True,
+        )  # fmt: skip
     if EARLY:
         wait_for_ahead()
     known = t < count
@@ -215,8 +218,9 @@ def _decode(
     q *= scale
     if TOGETHER == 1:
         state, begins = _caught_up(
-            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT
-        )
+            state, spot, log, reached, begins, position, i, j, some_k, some_v, keeps, K_DIM, V_DIM, PENDING, each, NEXT,
+            False,
+        )  # fmt: skip
         read, moved = _read_along(state, keys, moves, left_by, e, begins, position, q, k, v, decay, beta, PENDING)
     else:
         read, moved = _read_in_turn(state, count, q, k, v, decay, beta, t)

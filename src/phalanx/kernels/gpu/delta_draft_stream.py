@@ -45,7 +45,7 @@ ROWS_AT_ONCE = 128
 kernel ahead they would have to wait for that one.
 """
 
-WAY = Way()
+WAY = Way(rows=64)
 
 SMALL_BYTES = 2560
 """For barriers, and for what threads exchange when they sum up or deal numbers anew."""
