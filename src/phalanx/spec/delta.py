@@ -12,8 +12,8 @@ from phalanx.spec.tensors import Run, Stored, Tensor
 def updates_beside(most: int) -> int:
     """That a GPU keeps beside a state, with so many tokens of a sequence in a step.
 
-    To write a state takes as long as to read it, which once in a while is no matter. The updates of several tokens are
-    made with each step: to read it along with those of steps before takes longer.
+    To write a state takes as long as to read it, which once in a while is no matter: there is room for several steps
+    without drafts, and for two with them, which write it each time.
     """
     return max(8, 2 * most)
 
