@@ -56,9 +56,11 @@ def test_rows_of_drafts_run_in_graphs_of_decodes(
     """With drafts that come true and such that do not. On a CPU graphs run anew where they would be replayed."""
     reference, run = references("qwen3_5_text"), DecodeGraphs.run
     plans: list[StepPlan] = []
+    apart: dict[bool, set[bool]] = {True: set(), False: set()}
 
     def noted(graphs: DecodeGraphs, plan: StepPlan, drawn: bool) -> Replayed:
         plans.append(plan)
+        apart[max(plan.counts) == 1].add(graphs._kind_for(plan, drawn).apart)
         return run(graphs, plan, drawn)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
@@ -78,6 +80,7 @@ def test_rows_of_drafts_run_in_graphs_of_decodes(
         plans.clear()
         check_answers(llm, reference)
     assert 0 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
+    assert apart == {True: {True}, False: {False}}, "graphs that take rows apart are for steps without drafts"
     assert sum(samples > 1 for plan in plans for samples in plan.samples) > 0.5 * speculation.totals.drafts
     assert max(count for plan in plans for count in plan.counts) == 4
 

@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.gpu import latent_stream
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.gemm import HAS_GLUON
 from phalanx.kernels.gpu.shared_memory import is_hopper, is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles
+
+if HAS_GLUON:
+    from phalanx.kernels.gpu import latent_stream
 
 READERS = 128
 """Programs that fill a large GPU: each takes most of a processor's shared memory."""
@@ -190,7 +193,7 @@ def decode_latents(
     splits = splits_of(rows * groups, decode.uneven)
     partial = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=out.device) if splits > 1 else None
     peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=out.device) for _ in range(2))
-    if chosen is None and latent_stream.attends(asked.q, rank, asked.cos.shape[-1], cache):
+    if HAS_GLUON and chosen is None and latent_stream.attends(asked.q, rank, asked.cos.shape[-1], cache):
         latent_stream.attend(
             *asked, cache, decode.tables, decode.slots, decode.positions, scale, out, partial, peaks, totals, splits
         )

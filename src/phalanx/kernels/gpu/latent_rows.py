@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.gpu import latent_stream
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
+from phalanx.kernels.gpu.gemm import HAS_GLUON
+
+if HAS_GLUON:
+    from phalanx.kernels.gpu import latent_stream
 
 FEW_ROWS = 128
 """Up to these, products by heads are the reading of matrices."""
@@ -84,7 +87,7 @@ def _by_heads(
 
 
 def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
-    if latent_stream.multiplies(x, matrices, out):
+    if HAS_GLUON and latent_stream.multiplies(x, matrices, out):
         latent_stream.by_heads(x, matrices, out)
         return
     (rows, heads, inputs), outputs = x.shape, out.shape[2]

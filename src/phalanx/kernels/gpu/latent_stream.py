@@ -240,6 +240,7 @@ def attend(
 UNIT = 64
 """Numbers in 128 bytes, as wide as shared memory is swizzled."""
 
+ROWS_AT_ONCE = 128
 MOST_INPUTS = 512
 FEW_ROWS, STEP = 32, 128
 """With few rows, all inputs are waited for at once, with more step by step."""
@@ -302,19 +303,19 @@ def multiplies(x: Tensor, matrices: Tensor, out: Tensor) -> bool:
     return whole and in_rows and aligned
 
 
-def by_heads(x: Tensor, matrices: Tensor, out: Tensor, tile_outputs: int = UNIT, tile_rows: int = 128) -> None:
+def by_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     (rows, heads, inputs), outputs = x.shape, out.shape[2]
     by_head, by_input, by_output = matrices.stride()
     is_by_outputs, apart = by_input == 1, max(by_input, by_output)
     step = min(inputs & -inputs, MOST_INPUTS if rows <= FEW_ROWS else STEP)  # a power of two that divides them
-    inner, block = (outputs, [tile_outputs, step]) if is_by_outputs else (inputs, [step, tile_outputs])
+    inner, block = (outputs, [UNIT, step]) if is_by_outputs else (inputs, [step, UNIT])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     matrix_head, width = by_head // apart, inputs if is_by_outputs else outputs
     table = TensorDescriptor(matrices, [(heads - 1) * matrix_head + inner, width], [apart, 1], block, layout)
-    height = min(tile_rows, max(8, triton.next_power_of_2(rows)))
+    height = min(ROWS_AT_ONCE, max(8, triton.next_power_of_2(rows)))
     x_row, x_head = x.stride()[:2]
     xs = TensorDescriptor(x, [rows, (heads - 1) * x_head + inputs], [x_row, 1], [height, step], layout)
-    stream_by_heads[(heads, outputs // tile_outputs, triton.cdiv(rows, height))](
+    stream_by_heads[(heads, outputs // UNIT, triton.cdiv(rows, height))](
         table, xs, out, rows, matrix_head, x_head, *out.stride()[:2], STEPS=inputs // step, BY_OUTPUTS=is_by_outputs,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -205,18 +205,15 @@ class Cut(NamedTuple):
 def cut(rows: int, outputs: int, inputs: int, in_fp8: bool, tile_rows: int, tile_outputs: int, at_once: int) -> Cut:
     """Split over the inputs, in steps, as long as all programs run at once, or until the factors fit."""
     step = step_of(in_fp8)
-    row_tiles, tiles, steps = (
-        triton.cdiv(rows, tile_rows),
-        triton.cdiv(outputs, tile_outputs),
-        triton.cdiv(inputs, step),
-    )
+    row_tiles, tiles = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile_outputs)
+    steps = triton.cdiv(inputs, step)
     least = LEAST_OF_FEW if rows <= VERY_FEW_ROWS else LEAST_INPUTS
     splits = max(1, min(at_once // (row_tiles * tiles), inputs // least))
     if in_fp8:
         splits = max(splits, triton.cdiv(inputs * tile_rows, GROUP * MOST_FACTORS))
     share = triton.cdiv(steps, splits)
-    share_inputs = share * step  # no share is empty
-    return Cut(tile_rows, tile_outputs, row_tiles, tiles, triton.cdiv(steps, share), share_inputs)
+    splits = triton.cdiv(steps, share)  # no share is empty
+    return Cut(tile_rows, tile_outputs, row_tiles, tiles, splits, share * step)
 
 
 def best_cut(
