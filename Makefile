@@ -46,7 +46,7 @@ dist: $(VENV)/.dev
 
 # The cockpit's pages are committed as built: users need no node. This builds them anew from web/.
 web:
-	cd web && npm install && npm run build
+	cd web && npm ci && npm run build
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

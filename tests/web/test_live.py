@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from phalanx.trace import perfetto
 from phalanx.trace.timeline import steps_of
+from tests.ports import free_port
 from tests.server.conftest import tiny_chat
 from tests.server.running import Server, eventually, running
 from tests.web.browser import NewPage, check_accessible
@@ -220,9 +221,7 @@ def test_a_killed_engine_is_told_with_its_reason_and_its_return_too(server: Serv
 
 
 def test_a_lost_server_is_told_and_found_again(tiny_chat: Path, tmp_path: Path, browser: Browser) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     page = browser.new_page()
     with running(tiny_chat, tmp_path, "--port", str(port)) as server:
         open_live(page, server)

@@ -169,7 +169,7 @@ def _hang(hang: Hang | None) -> dict[str, str] | None:
 
 def _known(config: EngineConfig, device: str) -> tuple[Expectation, list[float]]:
     """What to expect of steps, and each rank's share of the weights, of 1 if even."""
-    spec = Checkpoint(locate(config.model), config.load_format).spec
+    spec = Checkpoint(locate(config.model), config.load_format).spec.keeping_states_in(config.state_dtype)
     layout = Layout(spec, config.tp)
     held = [layout.weight_bytes(rank, spec.number_format) for rank in range(config.tp)]
     return expectation(spec, device, config.tp), [each * config.tp / sum(held) for each in held]

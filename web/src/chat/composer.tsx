@@ -1,10 +1,10 @@
-import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { conversation } from "./conversation";
 
 /** Where the next message is written. What is in it is never lost: it leaves only when it is sent. */
 export function Composer(props: { running: boolean; draft: string; editLast: () => void }) {
   const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (matchMedia("(min-width: 60rem)").matches) field.current!.focus({ preventScroll: true });
   }, []);
   useLayoutEffect(() => {

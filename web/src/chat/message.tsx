@@ -1,5 +1,5 @@
 import { Component } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { millis, number } from "../format";
 import { CopyButton } from "../ui/copy";
 import { conversation } from "./conversation";
@@ -62,7 +62,7 @@ function Question(props: Place & { turn: Turn; question: boolean }) {
 function Editor(props: { turn: Turn; done: () => void }) {
   const [text, setText] = useState(props.turn.text);
   const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     field.current!.focus();
     field.current!.setSelectionRange(text.length, text.length);
   }, []);

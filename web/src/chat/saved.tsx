@@ -1,4 +1,4 @@
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { conversation, type Conversation } from "./conversation";
 import { library, useLibrary, type Heading, type Saved } from "./library";
 import { messagesOf } from "./turn";
@@ -89,7 +89,7 @@ function Opened(props: { heading: Heading; open: () => void; remove: () => void 
 function Rename(props: { title: string; done: () => void }) {
   const [title, setTitle] = useState(props.title);
   const field = useRef<HTMLInputElement>(null);
-  useEffect(() => field.current!.select(), []);
+  useLayoutEffect(() => field.current!.select(), []);
   const over = useRef(false);
   /** A field that goes away is left, too: what counts is what came first. */
   const end = (renamed: boolean) => {
