@@ -14,16 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 _SEPARATION = Path("/run/sshd")
 _START_S = 30
 NAME = "box"
 """The host that the configuration knows it by."""
-
-
-def free_port(ip: str = "127.0.0.1") -> int:
-    with socket.socket() as listener:
-        listener.bind((ip, 0))
-        return int(listener.getsockname()[1])
 
 
 def sshd() -> str | None:

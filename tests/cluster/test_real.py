@@ -22,7 +22,8 @@ from phalanx.cluster import commands
 from phalanx.cluster.hosts import Cluster, read_hosts
 from phalanx.cluster.node import processes_of
 from phalanx.cluster.remote import run
-from tests.cluster.sshd import NAME, free_port, private_sshd, sshd
+from tests.cluster.sshd import NAME, private_sshd, sshd
+from tests.ports import free_port
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

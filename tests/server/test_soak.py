@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,7 @@ from tests.server.test_faults import books_balance
 
 pytestmark = pytest.mark.slow
 
-WARM_UP, ROUNDS, REQUESTS, CONCURRENCY = 200, 3, 150, 64
+WARM_UP, MOST_ROUNDS, REQUESTS, CONCURRENCY = 150, 4, 150, 64
 MOST_GROWTH = 2 * 2**20
 """In the round in which a process grew least: a leak is in all of them, what is met for the first time only in one."""
 
@@ -68,18 +67,19 @@ def memory(server: Server) -> dict[str, int]:
 
 
 def test_hundreds_of_requests_with_random_cancels(tiny_chat: Path, tmp_path: Path) -> None:
-    """Steps are short: the matrix library keeps code for every number of rows it meets, and must have met them all."""
-    small = ("--max-num-seqs", "32", "--kv-cache-memory", str(4 * 2**20), "--max-num-batched-tokens", "48")
+    """Some round takes no more memory; the first ones may: the matrix library keeps code for every shape it meets, and
+    steps are short, so that there are few.
+    """
+    small = ("--max-num-seqs", "12", "--kv-cache-memory", str(4 * 2**20), "--max-num-batched-tokens", "16")
     with running(tiny_chat, tmp_path, *small, "--max-queued-requests", "1000") as server:
         asyncio.run(run(server.url, WARM_UP, seed=0))
-        sizes = [memory(server)]
-        for round in range(ROUNDS):
-            ends = asyncio.run(run(server.url, REQUESTS, seed=1 + round))
+        sizes, growing = [memory(server)], {"api", "engine"}
+        while growing and len(sizes) <= MOST_ROUNDS:
+            ends = asyncio.run(run(server.url, REQUESTS, seed=len(sizes)))
             assert len(ends) == REQUESTS
             assert set(ends) == {"answered", "cancelled"}
             assert eventually(lambda: books_balance(server))
             sizes.append(memory(server))
-        for name in ("api", "engine"):
-            grown = [after[name] - before[name] for before, after in pairwise(sizes)]
-            assert min(grown) < MOST_GROWTH, (name, grown)
+            growing = {name for name in growing if sizes[-1][name] - sizes[-2][name] >= MOST_GROWTH}
+        assert not growing, sizes
         assert server.stop() == 0

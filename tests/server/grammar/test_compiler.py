@@ -312,6 +312,9 @@ def test_a_process_that_dies_at_rest_is_replaced_unnoticed(compiler: Compiler) -
 
 
 def test_its_memory_and_its_share_of_the_cpu_are_bounded(compiler: Compiler) -> None:
+    compiler.process()
+    for lane in (module.QUICK, module.SLOW):
+        compiler.run(compiler.real._processes.ask(lane, encode(SMALL)))
     for worker in compiler.workers():
         most, _ = worker.rlimit(psutil.RLIMIT_AS)
         assert 0 < most - worker.memory_info().vms <= module._MEMORY_BYTES
