@@ -19,6 +19,7 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG as httpx_patience
 from hypothesis import settings
 
+from tests.card import on_the_card
 from tests.quick import changed_files, leave_out, leave_out_unneeded, may_be_needed
 
 pytest_plugins = ["tests.groups"]
@@ -294,6 +295,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, lambda item: item.get_closest_marker("cuda") is not None)
     if config.option.quick:
         leave_out_unneeded(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Several workers may share a GPU."""
+    if item.config.option.markexpr != "cuda":
+        return (yield)
+    with on_the_card(alone=item.get_closest_marker("whole_card") is not None):
+        return (yield)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

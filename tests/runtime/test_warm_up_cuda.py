@@ -64,6 +64,7 @@ def test_a_graph_s_results_lie_where_it_leaves_them() -> None:
     assert same.tolist() == tensor.tolist()
 
 
+@pytest.mark.whole_card
 def test_the_cache_leaves_a_worst_step_its_memory_and_no_tenth_of_the_card(captured: Reference) -> None:
     config = EngineConfig(device="cuda", max_num_seqs=32, max_num_batched_tokens=512, max_model_len=300)
     model = load_model(config, Checkpoint(captured.folder), Solo(), lambda done, total: None)
