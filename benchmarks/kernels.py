@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from phalanx.kernels.gpu import (
     drafts,
     early,
     four_bit,
+    four_bit_persistent,
     four_bit_stream,
     gemm,
     hyper,
@@ -54,6 +56,7 @@ from phalanx.kernels.gpu import (
     moe,
     pause,
     route,
+    router,
     rows,
     sampling,
     shared_memory,
@@ -65,6 +68,7 @@ from phalanx.kernels.gpu import (
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.sampling_table import PARAMETERS, TOKEN
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.spec.delta import updates_beside
 from phalanx.spec.ffn import SILU, Router
 from phalanx.spec.hyper import Hyper
@@ -234,7 +238,7 @@ def compressed_attention(dtype: torch.dtype = HALF) -> Iterator[Case]:
     yield lambda: hyper.mix_streams(streams, some(4, 4096, dtype=dtype), *mixing)
 
 
-def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
+def delta_nets(quantised: bool, dtype: torch.dtype = HALF, state_dtype: torch.dtype = torch.float32) -> Iterator[Case]:
     for k_heads, v_heads, dim in ((16, 32, 128), (4, 8, 64))[: 1 if quantised or dtype != HALF else 2]:
         channels = (2 * k_heads + v_heads) * dim
         heads = some(2, v_heads, dtype=torch.float32)
@@ -242,7 +246,7 @@ def delta_nets(quantised: bool, dtype: torch.dtype = HALF) -> Iterator[Case]:
             k_heads, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6
         )
         tiles = PrefillTiles(whole(3, 4), whole(2, 5), True)
-        states, since = some(3, v_heads, dim, dim, dtype=torch.float32), whole(3, v_heads, dim)
+        states, since = some(3, v_heads, dim, dim, dtype=state_dtype), whole(3, v_heads, dim)
         for most, count in ((1, 2), (1, 2 * delta.FEW_PROGRAMS // v_heads), (4, 2), (4, 9), (9, 2)):
             decode = DecodeRows(whole(3, 4), torch.arange(count), torch.arange(count))
             qkvz, columns = (
@@ -267,7 +271,16 @@ def streamed_drafts() -> Iterator[Case]:
             yield lambda g=given: delta_draft_stream.step(*g)
 
 
-def _streamed(v_heads: int, most: int, updates: int) -> Iterator[tuple[Any, ...]]:
+def streamed_narrow() -> Iterator[Case]:
+    """With states in bf16, a token of a sequence and four."""
+    first, second = (next(_streamed(32, most, 8, torch.bfloat16)) for most in (1, 4))
+    yield lambda: delta_stream.step(*first)
+    yield lambda: delta_draft_stream.step(*second)
+
+
+def _streamed(
+    v_heads: int, most: int, updates: int, state_dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Any, ...]]:
     """A step's operands, in FP8, bf16 and float32."""
     count, dim, device = 9, delta_stream.DIM, torch.device("cpu")
     for dtype, out in (
@@ -278,7 +291,7 @@ def _streamed(v_heads: int, most: int, updates: int) -> Iterator[tuple[Any, ...]
         channels, heads = (32 + v_heads) * dim, some(2, v_heads, dtype=torch.float32)
         net = DeltaWeights(16, v_heads, dim, dim, some(channels, 4, dtype=dtype), *heads, some(dim, dtype=dtype), 1e-6)
         qkvz, given = some(count, channels + v_heads * dim, dtype=dtype), some(count, 2 * v_heads, dtype=dtype)
-        states, columns = some(3, v_heads, dim, dim, dtype=torch.float32), some(3, 3 + most, channels, dtype=dtype)
+        states, columns = some(3, v_heads, dim, dim, dtype=state_dtype), some(3, 3 + most, channels, dtype=dtype)
         pending = PendingUpdates(
             some(3, updates, v_heads, 2 * dim + 1, dtype=torch.float32), whole(3, v_heads, dim), most
         )
@@ -362,16 +375,38 @@ def streamed_four_bits() -> Iterator[Case]:
             yield lambda s=stack, m=count: four_bit_stream.grouped_product(
                 some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
             )
+        for count in four_bit_persistent.WAYS:
+            yield lambda w=weight, m=count: four_bit_persistent.product(some(m, 4096), w, some(4096), whole(4096))
+        for count in four_bit_persistent.GROUPED_WAYS:
+            yield lambda s=stack, m=count: four_bit_persistent.grouped_product(
+                some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
+            )
 
 
-def routes() -> Iterator[Case]:
+def routes(forms: list[Form]) -> Iterator[Case]:
     logits, correction, gate = some(40, 128), some(128, dtype=torch.float32), some(40, 1)
     for score in ("softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"):
         yield lambda s=score: route.route(logits, Router(128, 8, s, renormalise=True), None, None, False, None)
     in_groups = Router(128, 8, "sigmoid", renormalise=True, groups=8, kept_groups=4)
     yield lambda: route.route(logits, in_groups, correction, None, True, None)
     yield lambda: route.route(logits.float(), in_groups, correction, None, True, gate)
-    yield lambda: route.route(logits, in_groups, correction, whole(len(logits), 8, dtype=torch.int64), False, None)
+    told = whole(len(logits), 8, dtype=torch.int64)
+    yield lambda: route.route(logits, in_groups, correction, told, False, None)
+    for width, dtype, gated in ((2048, HALF, True), (2880, HALF, False), (7168, torch.float32, False)):
+        weight = some(128 + gated, width, dtype=dtype)
+        asked = (in_groups, correction) if dtype == torch.float32 else (Router(128, 8), None)
+        for count in (1, 8):
+            for x in (some(count, width), *(unnormed(count, width, form) for form in forms)):
+                yield lambda x=x, w=weight, a=asked: router.score_and_route(x, w, None, *a, whole(2048), None, True)
+    wide = some(128, 2048, dtype=torch.float32)
+    yield lambda: router.score_and_route(
+        some(8, 2048), wide, some(128, dtype=torch.float32), in_groups, correction, whole(1024), told[:8], False
+    )
+
+
+def unnormed(count: int, width: int, form: Form) -> Unnormed:
+    x, residual, kept = (some(count, width) for _ in range(3))
+    return Unnormed(x, residual, kept, some(width), 1e-5, form)
 
 
 def experts(forms: list[Any]) -> Iterator[Case]:
@@ -404,11 +439,16 @@ def sums(quantised: bool) -> Iterator[Case]:
     yield lambda: all_reduce.gather_columns(some(4, 256), [256] * 4, edges, peers)
 
 
+def routed_with_norm() -> None:
+    asked, weight = unnormed(4, 4096, Form.PLAIN), some(32, 4096)
+    router.score_and_route(asked, weight, None, Router(32, 4), None, whole(256), None, False)
+
+
 def stamped() -> Iterator[Case]:
     """Kernels that say when they begin, as those of a step that is traced."""
     x, weight, place = some(4, 4096), some(4096), whole(2, dtype=torch.int64)
     norms = [lambda x=x: rows.add_rms_norm(x, some(4, 4096), weight, 1e-5) for x in (x, Unsummed(some(32, 4096), 8))]
-    for case in (stamps.stamp, lambda: pause.pause(1000), *norms, *sums(False)):
+    for case in (stamps.stamp, lambda: pause.pause(1000), *norms, routed_with_norm, *sums(False)):
         yield lambda case=case: (stamps.want(place), case())
     yield lambda: pause.pause(1000)
 
@@ -449,7 +489,7 @@ def choosing() -> Iterator[Case]:
     yield lambda: lookup.look_up(kept, pool, at, tables, torch.arange(3), torch.arange(3), 16)
     yield lambda: lookup.keep_sampled(pool, at, torch.arange(3), torch.arange(3), whole(3, dtype=TOKEN))
     table = whole(8, PARAMETERS, dtype=torch.int64)
-    yield lambda: lookup.take_in(tables, table, kept, at, torch.arange(8), range(1, 5))
+    yield lambda: lookup.take_in(tables, table, kept, at, torch.arange(12), 4)
     yield lambda: lookup.tokens_at(kept, tables[0], torch.arange(3), torch.arange(3), 16)
     yield from guessing(Cache(kept, tables, 16))
     for width, inputs in ((248320, 2048), (16160, 7168)):
@@ -501,7 +541,8 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "delta":
             yield from _wide_and_half(lambda dtype: delta_nets(False, dtype))
             yield from delta_nets(True) if fp8 else ()
-            yield from (*streamed_deltas(), *streamed_drafts()) if capability == HOPPER else ()
+            yield from islice(delta_nets(False, state_dtype=torch.bfloat16), 3)
+            yield from (*streamed_deltas(), *streamed_drafts(), *streamed_narrow()) if capability == HOPPER else ()
         case "products":
             yield from products()
             yield from fp8_products() if fp8 else widened_products()
@@ -509,7 +550,7 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
             yield from four_bit_products([*FOUR_BITS, NVFP4] if fp8 else FOUR_BITS)
             yield from streamed_four_bits() if capability == HOPPER else ()
         case "experts":
-            yield from routes()
+            yield from routes([Form.PLAIN, Form.BOTH] if fp8 else [Form.PLAIN])
             yield from experts([None, *FOUR_BITS, "fp8", *([NVFP4] if fp8 else [])])
         case "sums":
             yield from sums(False)
@@ -570,7 +611,7 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        for module in (stream, four_bit_stream, delta_draft_stream, delta_stream):
+        for module in (stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream):
             module.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
@@ -579,7 +620,7 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            for module in (stream, four_bit_stream, delta_draft_stream, delta_stream):
+            for module in (stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream):
                 module.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels import HOPPER, Builder, streamed_deltas, streamed_drafts
+from benchmarks.kernels import HOPPER, Builder, streamed_deltas, streamed_drafts, streamed_narrow
 
 from phalanx.kernels.gpu.delta_stream import WAY
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES
 
 
 def main() -> None:
-    """In FP8, bf16 and float32, with three lengths of what is kept beside a state."""
+    """In FP8, bf16 and float32, with three lengths of what is kept beside a state, and with states in bf16."""
     builder = Builder(HOPPER)
     with builder.in_place_of_launches():
-        for case in (*list(streamed_deltas())[::4], *list(streamed_drafts())[::4]):
+        for case in (*list(streamed_deltas())[::4], *list(streamed_drafts())[::4], *streamed_narrow()):
             case()
-    assert len(builder.built) == 6
+    assert len(builder.built) == 8
     assert not builder.wrong, builder.wrong
     assert all(WAY.together * (built.shared + SYSTEM_BYTES) <= SHARED_BYTES for built in builder.built)
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+from tempfile import NamedTemporaryFile
+from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from phalanx.kernels.four_bit import STEP
+from phalanx.kernels.four_bit import STEP, FourBitWeight
 from phalanx.kernels.gpu.four_bit import GROUPED_TILES, TILES, _grouped_product, _product
+from phalanx.kernels.gpu.four_bit_persistent import (
+    COPYING,
+    GATHERING,
+    GROUPED_WAYS,
+    HEIGHT,
+    WAYS,
+    Stay,
+    stay_four_bit,
+    stays,
+)
 from phalanx.kernels.gpu.four_bit_stream import (
     FEW_TOGETHER,
     GROUPED_TOGETHER,
@@ -58,40 +73,68 @@ def build(
 
 
 def build_stream(kind: str, rows: int, grouped: bool, tiles: int) -> tuple[TileCut, triton.compiler.CompiledKernel]:
-    shape, each = cut_of(rows, 4096, 4096, tiles, 132, grouped), STEP // GROUPS[kind]
+    shape = cut_of(rows, 4096, 4096, tiles, 132, grouped)
+    fixed = {"factors": None, "HAS_FACTORS": False, "SPLITS": shape.splits, "STAGES": shape.stages}
+    fixed |= {"WARPS": shape.warps}
+    options = {"num_warps": shape.warps}
+    return shape, build_gluon(stream_four_bit, kind, rows, grouped, shape.outputs, fixed, options)
+
+
+def build_stay(kind: str, way: Stay, grouped: bool) -> triton.compiler.CompiledKernel:
+    each, copying = STEP // GROUPS[kind], GATHERING[way.rows] if grouped else COPYING
+    stages = way.stages(STEP // 2 + each * (3 if kind == "awq" else 1))
+    fixed = {"PARTS": way.parts, "STAGES": stages, "LEAST": 4, "TAKEN": way.taken(copying), "COPYING": copying}
+    options = {"num_warps": 4, "maxnreg": way.registers}
+    return build_gluon(stay_four_bit, kind, way.rows, grouped, HEIGHT, fixed, options)
+
+
+def build_gluon(
+    kernel: Any, kind: str, rows: int, grouped: bool, outputs: int, more: dict[str, Any], options: dict[str, int]
+) -> triton.compiler.CompiledKernel:
+    each = STEP // GROUPS[kind]
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    words = shape.outputs * each // 4
+    words = outputs * each // 4
     types = dict.fromkeys(("partial", "pair_weights"), "*fp32") | dict.fromkeys(("bias", "out"), "*bf16")
     types |= dict.fromkeys(("counter", "order", "owner"), "*i32")
-    types["values"] = f"tensordesc<i16[{shape.outputs}, {STEP // 4}],{by_rows!r}>"
+    types["values"] = f"tensordesc<i16[{outputs}, {STEP // 4}],{by_rows!r}>"
     types["xs"] = "*bf16" if grouped else f"tensordesc<bf16[{rows}, {STEP}],{by_rows!r}>"
     types["scales"] = f"tensordesc<i32[1, {words * (2 if kind == 'awq' else 1)}],{plain!r}>"
     types["zeros"] = f"tensordesc<i32[1, {words}],{plain!r}>"
     fixed = {
-        "factors": None,
         "E2M1": kind != "awq",
         "ZEROS": kind == "awq",
         "EACH": each,
         "SCALE": gl.float16 if kind == "awq" else gl.uint8,
         "STEPS_A_GROUP": 1,
-        "HAS_FACTORS": False,
         "HAS_BIAS": True,
         "GROUPED": grouped,
         "WEIGHED": grouped,
         "ROWS": rows,
-        "SPLITS": shape.splits,
-        "STAGES": shape.stages,
-        "WARPS": shape.warps,
-    } | ({} if kind == "awq" else {"zeros": None})
-    names = stream_four_bit.arg_names
+    }
+    fixed |= more | ({} if kind == "awq" else {"zeros": None})
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
     aligned |= {(names.index(name),): [["tt.divisibility", 16]] for name in ("inputs", "outputs")}
     constants = {(names.index(name),): value for name, value in fixed.items()}
-    source = GluonASTSource(stream_four_bit, signature, constants, aligned)
-    options = {"num_warps": shape.warps, "launch_pdl": True}
-    return shape, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+
+
+def held(outputs: int, inputs: int) -> FourBitWeight:
+    return FourBitWeight.empty(
+        outputs, inputs, numbers="int4", group=128, scale_dtype=torch.float16, zeros=True, factors=False,
+        device=torch.device("meta"),
+    )  # fmt: skip
+
+
+def code_of(kernel: triton.compiler.CompiledKernel) -> str:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main() -> None:
@@ -108,6 +151,17 @@ def main() -> None:
         assert (shape.splits > 1) == (experts < 32), "few programs share their tiles with others"
         assert (kernel.metadata.shared + 1024) * together <= 228 * 1024, (kind, rows, shape)
         assert "shfl" not in kernel.asm["ptx"].split("wgmma.mma_async")[1], "weights go from thread to thread"
+    for outputs, inputs, least in ((57344, 8192, 17), (37888, 3584, 17), (10240, 2048, 33), (8192, 8192, 65)):
+        found = [stays(held(outputs, inputs), rows) for rows in (least - 1, least)]
+        assert found == [False, True], (outputs, inputs)
+    assert not stays(held(8192, 4096), 128)
+    for kind, way, grouped in (("mxfp4", GROUPED_WAYS[32], True), ("awq", WAYS[32], False), ("awq", WAYS[64], False)):
+        kernel = build_stay(kind, way, grouped)
+        assert kernel.metadata.shared <= 227 * 1024, (kind, way)
+        assert "setmaxnreg" in kernel.asm["ptx"]
+        code = code_of(kernel)
+        assert not re.search(r"\b(STL|LDL)\b", code), "there are not enough registers"
+        assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA") // 4, "each multiplication is waited for"
 
 
 if __name__ == "__main__":

@@ -51,6 +51,12 @@ def main() -> None:
     narrow = Nets(random_net((1, 2), (16, 16), 4, torch.float16, "cpu"), 3)
     narrow.check([(1, 0, 1), (2, 0, 70)], 2e-3)
     narrow.check([(1, 1, 1), (2, 70, 1)], 2e-3)
+    rounded = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 4, most=2, state_dtype=torch.bfloat16)
+    rounded.check([(3, 0, 1), (rounded.spare, 0, 1), (1, 0, 63), (0, 0, 65)], 1e-5)
+    for step in range(9):
+        rounded.check([(3, 1 + step, 1), (1, 63 + step, 1)], 1e-5)
+        rounded.check([(2, step, 2), (rounded.spare, 0, 1), (0, 65 + step, 1)], 1e-5)
+    rounded.check([(3, 10, 70)], 1e-5)
     shared.alike = True
     shared.check([(2, 0, 66)], 1e-5)
 

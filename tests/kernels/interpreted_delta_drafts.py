@@ -41,7 +41,10 @@ def main() -> None:
     two = Nets(random_net((2, 2), (128, 128), 4, torch.float32, "cpu"), 2, most=2)
     for at in range(5):
         two.check([(1, at, 2), (0, 2 * at, 2)], 1e-5)
-    assert len(taken) == 17
+    rounded = Nets(random_net((1, 2), (128, 128), 4, torch.float32, "cpu"), 3, most=4, state_dtype=torch.bfloat16)
+    for at in range(4):
+        rounded.check([(1, 2 * at, 4), (rounded.spare, 0, 1), (0, 3 * at, 3)], 1e-5)
+    assert len(taken) == 21
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ def main() -> None:
     for step in range(11):
         drafts.check([(1, 4 + step, 1), (drafts.spare, 0, 1), (2, 3 + step, 1)], 1e-5)
     drafts.check([(1, 15, 3), (2, 14, 1)], 1e-5)
+    rounded = Nets(random_net((1, 3), (128, 128), 4, torch.float32, "cpu"), 3, state_dtype=torch.bfloat16)
+    for step in range(11):
+        rounded.check([(2, step, 1), (rounded.spare, 0, 1)], 1e-5)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
-from phalanx.kernels.gpu import gemm, route, sort
+from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight, dequantise
+from phalanx.kernels.gpu import expert_vectors, gemm, route, router, rows, sort
+from phalanx.kernels.gpu.expert_vectors import VectorTile
 from phalanx.kernels.moe import route_torch
+from phalanx.kernels.quantise import quantise
+from phalanx.kernels.router import blanks_for, score_and_route_torch
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.spec.ffn import Router
+from tests.kernels.interpreted_rows import flat
 from tests.kernels.interpreter import make_ready
 
 CPU = torch.device("cpu")
@@ -39,6 +47,53 @@ def check_route(router: Router, rows: int, joined: bool, gated: bool, device: to
         check_sorted(sort.sort_by_expert(chosen, router.experts + joined, tile), chosen, router.experts + joined, tile)
 
 
+def check_at_once(
+    asked: Router, count: int, outputs: int, device: torch.device = CPU, dtype: torch.dtype = torch.float16
+) -> None:
+    """The product and the choice in one launch are those of two, bit by bit: sums of these numbers are exact in any
+    order, and experts are often equal. What waits for scores leaves blanks.
+    """
+    x, gated = torch.randint(-3, 4, (count, 130), device=device).to(dtype), outputs > asked.experts
+    weight = (torch.randint(-8, 9, (outputs, 130), device=device) / 32).to(torch.float32 if asked.wide else dtype)
+    bias = torch.randint(-8, 9, (outputs,), device=device).to(weight.dtype) if asked.bias else None
+    correction = torch.randint(-40, -24, (asked.experts,), device=device) / 8 if asked.correction else None
+    told = (
+        torch.rand(count, asked.experts, device=device).topk(asked.experts_per_token).indices if asked.hashed else None
+    )
+    logits = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    scores, gate = logits.to(weight.dtype).split([asked.experts, outputs - asked.experts], -1)
+    assert router.routes_at_once(weight, asked, correction)
+    blanks = blanks_for(outputs, device)
+    for joined in (False, True) if not gated else (True,):
+        wanted = route.route(scores, asked, correction, told, joined, gate if gated else None)
+        _, defined, _ = score_and_route_torch(x, weight, bias, asked, correction, blanks, told, joined)
+        torch.testing.assert_close(wanted[0].sort().values, defined.float().sort().values, atol=1e-3, rtol=1e-3)
+        for share in (router.Share(8, 1), router.Share(16, 3)):
+            with patch.object(router, "share_of", lambda *_, share=share: share):
+                _, *found = router.score_and_route(x, weight, bias, asked, correction, blanks, told, joined)
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (asked, count, share)
+            assert blanks.eq(-1).all()
+
+
+def check_normed(count: int, form: Form, share: router.Share, device: torch.device = CPU) -> None:
+    """A norm in the same launch has the bits of one before, as have the stream and all that follows."""
+    dtype = torch.float16 if device == CPU else torch.bfloat16  # the interpreter has no arithmetic of bfloat16
+    x, residual = (torch.randn(count, 320, device=device).to(dtype) for _ in range(2))
+    scale, weight = torch.randn(320, device=device), torch.randn(24, 320, device=device).to(dtype)
+    kept, wanted, asked = residual.clone(), residual.clone(), Router(24, 4, renormalise=True)
+    blanks, unnormed = blanks_for(24, device), Unnormed(x, residual, torch.empty_like(x), scale, 1e-5, form)
+    normed = rows.add_rms_norm(x, wanted, scale, 1e-5, form)
+    plain = rows.add_rms_norm(x, kept.clone(), scale, 1e-5)
+    with patch.object(router, "share_of", lambda *_: share):
+        found, *choice = router.score_and_route(unnormed, weight, None, asked, None, blanks, None, False)
+        _, *meant = router.score_and_route(plain, weight, None, asked, None, blanks, None, False)
+    assert torch.equal(residual, kept)
+    assert torch.equal(unnormed.kept, wanted)
+    assert all(torch.equal(*pair) for pair in zip(flat(found), flat(normed), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(choice, meant, strict=True))
+    assert blanks.eq(-1).all()
+
+
 def check_the_first_of_equals() -> None:
     """Also of a zero and a negative one."""
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0], [-0.0, 0.0, -1.0, -0.0, 0.0]])
@@ -58,37 +113,81 @@ def check_sort(tokens: int, top: int, experts: int, tile: int) -> None:
     """Whichever way is taken. The experts of a token may be the same."""
     chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
     check_sorted(sort.sort_by_expert(chosen, experts, tile), chosen, experts, tile)
+    check_placed(sort.apart(chosen, tile), chosen, tile)
     if tokens > 1:
         chosen[0] = chosen[0, 0]
         check_sorted(sort.sort_by_expert(chosen, experts, tile), chosen, experts, tile)
 
 
-def check_sorted(by_expert: sort.ByExpert, chosen: Tensor, experts: int, tile: int) -> None:
-    """Every pair lies once in a tile of its expert, which are no more than it needs; tiles without one are nobody's."""
-    order, owner = by_expert
-    rows = order.view(-1, tile)
-    pairs = [(pair, expert) for row, expert in zip(rows.tolist(), owner.tolist(), strict=True) for pair in row]
+def check_placed(by_expert: sort.ByExpert, chosen: Tensor, tile: int) -> None:
+    """Every pair lies once in a tile of its expert."""
+    rows = by_expert.order.view(-1, tile)
+    pairs = [
+        (pair, expert) for row, expert in zip(rows.tolist(), by_expert.owner.tolist(), strict=True) for pair in row
+    ]
     assert sorted((pair, expert) for pair, expert in pairs if pair != chosen.numel()) == list(
         enumerate(chosen.flatten().tolist())
     )
+
+
+def check_sorted(by_expert: sort.ByExpert, chosen: Tensor, experts: int, tile: int) -> None:
+    """An expert's tiles are no more than it needs; tiles without a pair are nobody's."""
+    check_placed(by_expert, chosen, tile)
+    order, owner = by_expert
+    rows = order.view(-1, tile)
     assert owner[(rows == chosen.numel()).all(1)].eq(-1).all()
     needed = -(-chosen.flatten().bincount(minlength=experts) // tile)
     assert torch.equal(owner[owner >= 0].bincount(minlength=experts), needed)
     assert not gemm.counters(chosen.device).any()
 
 
+def check_vectors(tile: VectorTile, outputs: int, inputs: int, in_fp8: bool, biased: bool) -> None:
+    """Both products of a token's experts: of one row for all, and of a row for each, which has a weight."""
+    chosen, wide = torch.tensor([2, 0, 3], dtype=torch.int32), torch.randn(4, outputs, inputs) / 8
+    bias = torch.randn(4, outputs) if biased else None
+    weight = Fp8Weight.empty(*wide.shape, row_block=2 * tile.outputs, device=CPU)
+    weight.values.copy_(wide.to(E4M3))
+    weight.scales.uniform_(0.5, 2.0)
+    for a_row, pair_weights in ((3, None), (1, torch.rand(1, 3))):
+        x = torch.randn(3 // a_row, inputs)
+        values, scales = quantise(x)
+        if in_fp8:
+            given = values, scales, weight.values, weight.scales, weight.row_block
+            x, wide = dequantise(values, scales, 1, torch.float32), weight.dequantised(torch.float32)
+        else:
+            given = x, None, wide, None, 1
+        out = torch.full((3, outputs), torch.nan)
+        expert_vectors.product(*given, bias, chosen, a_row, pair_weights, out, tile)
+        wanted = torch.einsum("pk,pok->po", x.expand(3, -1), wide[chosen.long()])
+        wanted += 0 if bias is None else bias[chosen.long()]
+        wanted *= 1 if pair_weights is None else pair_weights.flatten()[:, None]
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
 def main() -> None:
     make_ready()
     torch.manual_seed(0)
-    for router in ROUTERS:
+    check_vectors(VectorTile(4, 64, 1), 13, 200, in_fp8=False, biased=True)
+    check_vectors(VectorTile(8, 128, 1), 140, 520, in_fp8=True, biased=False)
+    check_vectors(VectorTile(8, 256, 1), 140, 520, in_fp8=True, biased=True)
+    assert expert_vectors.tile_for(2048, 16, in_fp8=True) is None, "the outputs of a program share their scales"
+    assert expert_vectors.tile_for(512, 16, in_fp8=True) is not None
+    for asked in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
-            check_route(router, 9, joined, gated)
-    for rows in (1, 2, 33):
-        check_route(ROUTERS[0], rows, True, True)
+            check_route(asked, 9, joined, gated)
+    for count in (1, 2, 33):
+        check_route(ROUTERS[0], count, True, True)
+    for number, asked in enumerate(ROUTERS):
+        check_at_once(asked, 1 + number % 4, asked.experts + number % 2)
+    check_at_once(Router(32, 4, "chosen_softmax", bias=True, wide=True), 8, 32)
+    for count, form, share in zip(
+        (1, 3, 2), Form, (router.Share(8, 1), router.Share(8, 2), router.Share(32, 1)), strict=True
+    ):
+        check_normed(count, form, share)
     check_the_first_of_equals()
-    for rows in (1, 2, 5, 9, 33):
-        check_wide(rows, 6, 700)
-        check_wide(rows, 3, 5000)
+    for count in (1, 2, 5, 9, 33):
+        check_wide(count, 6, 700)
+        check_wide(count, 3, 5000)
     for few in (4096, 0):
         sort.FEW_PAIRS = few
         check_sort(33, 4, 60, 16)

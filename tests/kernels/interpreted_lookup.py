@@ -41,11 +41,16 @@ def check(groups: int, rows: int) -> None:
     targets[1][:2] = [target.clone() for target in targets[0][:2]]
     counts = [min(count, target.numel()) for count, target in zip((rows, 7, rows, 3), targets[0], strict=True)]
     places = [torch.randperm(target.numel())[:count] for count, target in zip(counts, targets[0], strict=True)]
-    news = torch.cat([*places, torch.randint(-5000, 5000, (sum(counts),))])
-    lookup.take_in(pool, tables, targets[0][1], news, counts)
-    gpu.take_in(*targets[1], news, torch.tensor(counts).cumsum(0).tolist())
-    for found_in, expected in zip(*targets, strict=True):
-        assert torch.equal(found_in, expected)
+    news = torch.cat([torch.tensor(counts).cumsum(0), *places, torch.randint(-5000, 5000, (sum(counts),))])
+    before = [target.clone() for target in targets[0]]
+    for most in (sum(counts), sum(counts) + 300):
+        for target, was in zip(targets[1], before, strict=True):
+            target.copy_(was)
+        gpu.take_in(*targets[1], news, most)
+        lookup.take_in(pool, tables, targets[0][1], news, most)
+        for found_in, expected, was in zip(*targets, before, strict=True):
+            assert torch.equal(found_in, expected)
+            assert not torch.equal(found_in, was)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from triton import language
 from triton.language.extra import cuda
 from triton.runtime import interpreter
@@ -14,12 +16,14 @@ from triton.runtime import interpreter
 
 def make_ready() -> None:
     """Leave out what only GPUs have, and half of the time: at every call of a function the interpreter puts all of its
-    language in place anew, and it computes for every sum whether it overflows, which then nobody looks at.
+    language in place anew, and it computes for every sum whether it overflows, which then nobody looks at. It cuts
+    numbers off where GPUs round them to bf16.
     """
     cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._convert_float = _rounding(interpreter._convert_float)
 
 
 @contextmanager
@@ -36,6 +40,16 @@ def backwards() -> Iterator[None]:
         yield
     finally:
         builder.set_grid_idx = forwards
+
+
+def _rounding(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def rounded(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if (source, target) == (language.float32, language.bfloat16):
+            wide = torch.from_numpy(np.ascontiguousarray(values))
+            return wide.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return convert(values, source, target, mode)
+
+    return rounded
 
 
 class _Staying:

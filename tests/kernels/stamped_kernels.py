@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from benchmarks.kernels import HOPPER, Builder, some, sums
+from benchmarks.kernels import HOPPER, Builder, routed_with_norm, some, sums
 
 from phalanx.kernels.gpu import rows, stamps
 
@@ -27,7 +27,8 @@ class Reader(Builder):
 def main() -> None:
     reader, place = Reader(HOPPER), torch.zeros(2, dtype=torch.int64)
     with reader.in_place_of_launches():
-        for launch in (lambda: rows.add_rms_norm(some(4, 4096), some(4, 4096), some(4096), 1e-5), *sums(False)):
+        norm = lambda: rows.add_rms_norm(some(4, 4096), some(4, 4096), some(4096), 1e-5)  # noqa: E731
+        for launch in (norm, routed_with_norm, *sums(False)):
             launch()
             assert CLOCK not in reader.ptx, f"{reader.name} reads the clock for nobody"
             untraced = reader.name

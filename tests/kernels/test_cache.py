@@ -114,7 +114,7 @@ def test_attention_reads_what_was_rounded(window: int | None) -> None:
 def test_single_tokens_over_an_fp8_cache_in_any_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, PAGE, 2, KV_HEADS, HEAD_DIM).to(E4M3)
     q = torch.randn(1, HEADS, HEAD_DIM).to(dtype)
-    rows = DecodeRows(torch.tensor([[2, 0, 1]]), torch.tensor([0]), torch.tensor([9]))
+    rows = DecodeRows(torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([0]), torch.tensor([9]))
     masks, out = (
         SightMasks(AttentionBatch(rows.positions, rows, []), PAGE, dtype),
         torch.empty(1, HEADS, HEAD_DIM).to(dtype),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.activation import silu_and_mul, silu_and_mul_torch
+from phalanx.kernels.activation import sigmoid, silu_and_mul, silu_and_mul_torch
 from phalanx.kernels.attention import (
     FEW_KEYS,
     AttentionBatch,
@@ -73,6 +73,17 @@ def test_silu_and_mul(rows: int, width: int) -> None:
     close(silu_and_mul(gate_up), silu_and_mul_torch(gate_up.double()))
 
 
+@pytest.mark.parametrize("count", [1, 17, 640, 40_001])
+def test_sigmoid(count: int) -> None:
+    """Whatever stands before a number, it has the same bits."""
+    x = torch.randn(count) * 6
+    x[-1] = -200.0
+    found = sigmoid(x)
+    close(found, torch.sigmoid(x.double()))
+    for start in (1, 7, count // 2):
+        assert torch.equal(sigmoid(x[start:]), found[start:])
+
+
 @pytest.mark.parametrize("tokens", [5, 300])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 36, 36), (2, 2, 32, 16)])
 def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, rotary: int, tokens: int) -> None:
@@ -97,12 +108,24 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, block_size: 
     cache = torch.randn(rows * width + 3, block_size, 2, kv_heads, head_dim)
     table = torch.randperm(len(cache))[: rows * width].view(rows, width)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim) * 3
-    decode = DecodeRows(table, torch.arange(rows), lengths)
+    decode = DecodeRows(table.int(), torch.arange(rows), lengths)
     masks = SightMasks(AttentionBatch(lengths, decode, []), block_size, torch.float64)
     out, scale = poisoned(rows, heads, head_dim), head_dim**-0.5
     decode_attention(qkv[:, :heads], cache, decode, masks, Sight(window), scale, out)
     wanted = decode_attention_torch(qkv[:, :heads].double(), cache.double(), decode, masks.decode(Sight(window)), scale)
     close(out, wanted)
+
+
+def test_attention_to_scores_that_fall_steeply() -> None:
+    """Keys are looked at part by part, here every other one with scores of 160 less."""
+    width = 320
+    cache = torch.randn(width, 16, 2, 1, 16)
+    cache[:, :, 0] = torch.where(torch.arange(16 * width) // 256 % 2 == 0, 10.0, 0.0).view(width, 16, 1, 1)
+    decode = DecodeRows(torch.arange(width, dtype=torch.int32)[None], torch.tensor([0]), torch.tensor([5000]))
+    masks, out = SightMasks(AttentionBatch(decode.positions, decode, []), 16, torch.float64), poisoned(1, 1, 16)
+    q = torch.ones(1, 1, 16)
+    decode_attention(q, cache, decode, masks, Sight(), 1.0, out)
+    close(out, decode_attention_torch(q.double(), cache.double(), decode, masks.decode(Sight()), 1.0))
 
 
 SIGHTS = [Sight(), Sight(window=7), Sight(window=300), Sight(window=64, chunked=True), Sight(sinks=torch.randn(6))]
@@ -120,7 +143,7 @@ def test_rows_of_one_sequence_share_a_reading_of_its_keys(start: int, sight: Sig
     q = torch.randn(len(slots), heads, head_dim) * 3
 
     def attended(rows: slice) -> tuple[Tensor, Tensor]:
-        decode = DecodeRows(tables, slots[rows], positions[rows])
+        decode = DecodeRows(tables.int(), slots[rows], positions[rows])
         masks = SightMasks(AttentionBatch(positions[rows], decode, []), block_size, torch.float64)
         out = poisoned(len(slots[rows]), heads, head_dim)
         decode_attention(q[rows], cache, decode, masks, sight, head_dim**-0.5, out)
@@ -151,7 +174,10 @@ def test_a_prompt(start: int, count: int, sight: Sight) -> None:
     cache[tables[1, fresh // block_size], fresh % block_size] = qkv[5:, heads:].unflatten(1, (2, -1))
 
     def attended(*cut: PrefillRow) -> Tensor:
-        batch = AttentionBatch(torch.zeros(0, dtype=torch.int64), None, list(cut))
+        few = start + count <= FEW_KEYS
+        positions = torch.cat((torch.zeros(5, dtype=torch.int64), fresh))
+        each = DecodeRows(tables.int(), (torch.arange(5 + count) >= 5).long(), positions) if few else None
+        batch = AttentionBatch(torch.zeros(0, dtype=torch.int64), None, list(cut), each=each)
         masks = SightMasks(batch, block_size, torch.float32)
         return paged_attention(qkv, heads, cache, batch, masks, sight, head_dim**-0.5)[5:]
 

@@ -208,6 +208,51 @@ def test_a_sequence_goes_on_behind_any_of_its_rows() -> None:
     )
 
 
+def gone_on(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What transformers reads of tokens behind a state, and the state behind them."""
+    q, k, v, g, beta = (part[None] for part in rows)
+    read, after = torch_recurrent_gated_delta_rule(
+        q * K_DIM**0.5, k, v, g=g, beta=beta, initial_state=state[None], output_final_state=True
+    )
+    return read[0], after[0]
+
+
+def rounded_as(found: Tensor, state: Tensor) -> Tensor:
+    """What was found of a state that was rounded, where last bits decide to either neighbour."""
+    torch.testing.assert_close(found, state.to(found.dtype), atol=1e-6, rtol=2**-7)
+    assert (found != state.to(found.dtype)).float().mean() < 0.05
+    return found.float()
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_state_in_bf16_is_rounded_where_it_is_written_and_nowhere_else(drafts: int) -> None:
+    """Tokens of a step that writes it read it, and correct it, as it was before: by transformers, of whose state only
+    what is left of the rounding is taken away behind such a step.
+    """
+    prompt, tokens, most, kept, writes = 20, 60, 1 + drafts, 8, 0
+    rows, states = random_rows(tokens), dirty(HEADS, K_DIM, V_DIM).to(torch.bfloat16)
+    since = torch.full((PLACES, HEADS, V_DIM), 3, dtype=torch.int32)
+    pending = PendingUpdates(dirty(kept, HEADS, K_DIM + V_DIM + 1), since, most)
+    wanted, state = gone_on(rows.span(0, prompt), torch.zeros(HEADS, K_DIM, V_DIM))
+    read = delta_rule(rows.span(0, prompt), states, batch_of((2, 0, prompt)), pending)
+    torch.testing.assert_close(read, wanted, atol=1e-5, rtol=0)
+    state = rounded_as(states[2], state)
+    for start in range(prompt, tokens - most + 1, most):
+        step, before = torch.arange(start, start + most), states[2].clone()
+        decode = DecodeRows(torch.empty(PLACES, 1), torch.full_like(step, 2), step, apart=not drafts)
+        few = rows.span(start, start + most)
+        read = delta_rule(few, states, AttentionBatch(torch.empty(0), decode, []), pending)
+        wanted, after = gone_on(few, state)
+        torch.testing.assert_close(read, wanted, atol=1e-5, rtol=0)
+        if int(since[2, 0, 0]) == start:
+            lost = rounded_as(states[2], state) - state
+            after, writes = after + few.decay.sum(0).exp()[:, None, None] * lost, writes + 1
+        else:
+            assert torch.equal(states[2], before)
+        state = after
+    assert 3 < writes < 20
+
+
 def mixed_of(tokens: int) -> Tensor:
     return torch.randn(tokens, CHANNELS)
 

@@ -59,9 +59,10 @@ def test_drafts_of_few_tokens_are_streamed_where_a_gpu_can(monkeypatch: pytest.M
     pytest.importorskip("triton")
     from phalanx.kernels.gpu import delta_draft_stream
 
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-
-    def is_streamed(most: int, updates: int = 8, dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
+    def is_streamed(
+        most: int, updates: int = 8, dim: int = 128, kernel: int = 4, processors: int = 132, size: int = 4
+    ) -> bool:
+        on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), element_size=lambda: size)
         monkeypatch.setattr(delta_draft_stream, "multiprocessors", lambda device: processors)
         heads = torch.zeros(32)
         net = DeltaWeights(16, 32, dim, dim, torch.empty(64 * dim, kernel), heads, heads, torch.empty(dim), 1e-6)
@@ -69,6 +70,7 @@ def test_drafts_of_few_tokens_are_streamed_where_a_gpu_can(monkeypatch: pytest.M
 
     assert [is_streamed(most) for most in (1, 2, 3, 4, 5)] == [False, True, True, True, False]
     assert [is_streamed(4, updates) for updates in (10, 16, 17)] == [True, True, False]
+    assert [is_streamed(4, updates, size=2) for updates in (17, 32, 33)] == [True, True, False]
     assert not is_streamed(4, dim=64)
     assert not is_streamed(4, kernel=3)
     assert not is_streamed(4, processors=0)
@@ -102,6 +104,25 @@ def test_nets_of_real_size_on_a_gpu(dtype: torch.dtype, quantised: bool, atol: f
     for rows, steps in ((32, 17), (128, 3)):
         for position in range(steps):
             nets.check([(place, position, 1) for place in range(rows)], atol, quantised)
+
+
+@pytest.mark.parametrize("v_heads", [16, 32, 48])
+@pytest.mark.parametrize("most", [1, 4, 9])
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_states_in_bf16_on_a_gpu(most: int, v_heads: int) -> None:
+    """Prompts, rows alone and many at once, and drafts, by every kernel that reads states."""
+    from tests.kernels.delta_nets import Nets, random_net
+
+    torch.manual_seed(0)
+    net = random_net((16, v_heads), (128, 128), 4, torch.float32, "cuda")
+    nets = Nets(net, 40, most=most, state_dtype=torch.bfloat16)
+    nets.check([(5, 0, 300), (6, 0, 65)], 2e-4)
+    nets.check([(5, 300, 1), (nets.spare, 0, 1), (6, 65, 129)], 2e-4)
+    for step in range(9):
+        nets.check([(3, step, 1), (4, step, 1)], 2e-4)
+        nets.check([(place, step, most) for place in range(7, 40)], 2e-4)
+        nets.check([(place, step + 1, 1) for place in range(7, 40)], 2e-4)
 
 
 @pytest.mark.parametrize("most", [2, 3])

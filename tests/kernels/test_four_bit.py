@@ -26,7 +26,10 @@ SCHEMES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "interpret"), [("interpreted_four_bit", True), ("compiled_four_bit", False)])
+@pytest.mark.parametrize(
+    ("module", "interpret"),
+    [("interpreted_four_bit", True), ("interpreted_four_bit_persistent", True), ("compiled_four_bit", False)],
+)
 def test_the_kernels_compute_as_defined_and_can_be_built(module: str, interpret: bool) -> None:
     run_apart(module, interpret=interpret)
 
@@ -88,7 +91,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 65, 128, 200, 256, 300])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_products_on_a_gpu(name: str, rows: int, dtype: torch.dtype) -> None:
-    for outputs, inputs in ((4096, 4096), (33, 256), (1000, 2880 if "mx" in name else 2816), (130, 14336)):
+    narrow = 2880 if "mx" in name else 2816
+    for outputs, inputs in ((4096, 4096), (33, 256), (1000, narrow), (130, 14336), (10248, narrow), (28680, narrow)):
         weight, bias = made(SCHEMES[name], outputs, inputs), torch.randn(outputs, device="cuda").to(dtype)
         x = torch.randn(rows, inputs, device="cuda").to(dtype)
         wanted = four_bit_product_torch(x.double(), weight, None) + bias.double()

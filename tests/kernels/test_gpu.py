@@ -157,7 +157,7 @@ def test_decode_attention(heads: int, kv_heads: int, head_dim: int, window: int 
 
 
 @DTYPES
-@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1, 3), (7, 5000), (1030, 96)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1, 3), (7, 5000), (1030, 96), (4101, 2880), (7, 3100)])
 def test_matrix_vector(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     product = Gemm(randn(outputs, inputs, dtype=dtype), randn(outputs, dtype=dtype))
     x = randn(1, inputs, dtype=dtype)

@@ -14,6 +14,8 @@ from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
 from phalanx.kernels.pairs import Unsummed
+from phalanx.kernels.router import RouterAtOnce, blanks_for
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.adapters import Added, StepAdapters
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.ffn import experts
@@ -117,6 +119,36 @@ def test_experts_may_leave_it_to_the_next_norm_to_sum_them_up(name: str, monkeyp
     monkeypatch.setattr(experts, "expert_pairs", apart)
     assert torch.equal(hidden(runner), wanted)
     assert pairs > 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe_text", "deepseek_v32", "deepseek_v4", "gpt_oss"])
+def test_experts_may_be_chosen_in_the_launch_that_scores_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the definition of that kernel, which may norm too: with a shared gate, a correction, a table and a bias."""
+    torch.manual_seed(0)
+    wanted, calls, unnormed = hidden(runner_of(name)), 0, 0
+
+    class Counted(RouterAtOnce):
+        def __call__(self, *given: Any) -> Any:
+            nonlocal calls, unnormed
+            calls += 1
+            unnormed += isinstance(given[0], Unnormed)
+            return super().__call__(*given)
+
+    monkeypatch.setattr(RouterAtOnce, "of", lambda *given: Counted(*given, blanks_for(1, torch.device("cpu"))))
+    for rows in (len(PROMPT), len(PROMPT) - 1):
+        torch.manual_seed(0)
+        runner = runner_of(name)
+        routed = sum(isinstance(layer.ffn, experts.Experts) for layer in runner.model.layers)
+        monkeypatch.setattr(experts, "MOST_ROWS", rows)
+        calls = unnormed = 0
+        assert torch.equal(hidden(runner), wanted)
+        assert unnormed == 0
+        assert calls == (routed if rows == len(PROMPT) else 0)
+        assert routed
+    monkeypatch.setattr(experts, "MOST_ROWS", len(PROMPT))
+    monkeypatch.setattr(experts, "NORMED_ROWS", len(PROMPT))
+    assert torch.equal(hidden(runner), wanted)
+    assert unnormed == (0 if name == "deepseek_v4" else routed), "several streams are normed before"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cost.work import count_work
 from phalanx.errors import ConfigError
 from phalanx.models import catalog, describe
 from phalanx.plan.ask import PlanQuestion, ask
@@ -249,6 +250,31 @@ def test_phalanx_keeps_kv_in_fp8_and_is_told_so() -> None:
     assert narrow.fit.kv_tokens == pytest.approx(2 * wide.fit.kv_tokens, rel=1e-3)
     commands = [" ".join(command(launch_of(plan, plan.candidates[0]))) for plan in plans]
     assert ["--kv-cache-dtype fp8" in told for told in commands] == [False, True]
+
+
+def test_states_in_bf16_leave_room_for_more_sequences_and_less_to_read() -> None:
+    question = PlanQuestion("Qwen3.5-35B-A3B", "1xH200", concurrency=256, engines="phalanx", formats="fp8", tps="1")
+    plans = [ask(dataclasses.replace(question, state_dtype=asked)) for asked in ("auto", "fp32", "bfloat16")]
+    wide, same, narrow = (plan.candidates[0] for plan in plans)
+    assert same.fit.max_sequences == wide.fit.max_sequences
+    assert narrow.fit.max_sequences > 1.4 * wide.fit.max_sequences
+    commands = [" ".join(command(launch_of(plan, plan.candidates[0]))) for plan in plans]
+    assert ["--state-dtype bf16" in told for told in commands] == [False, False, True]
+    read = [count_work(plan.spec, 1, "fp8", "bf16").state_bytes for plan in plans]
+    assert read[0] == read[1]
+    assert read[2] < 0.52 * read[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "told"),
+    [
+        ("Llama-3.1-8B", "bf16", "has no recurrent states"),
+        ("Qwen3.5-35B-A3B", "fp16", "state_dtype is 'fp16'"),
+    ],
+)
+def test_states_that_no_model_has_or_keeps_so_are_refused(model: str, asked: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ask(PlanQuestion(model, "1xH200", state_dtype=asked))
 
 
 def test_a_checkpoint_that_phalanx_cannot_read_is_left_out_in_that_format_only() -> None:

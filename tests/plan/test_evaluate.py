@@ -221,6 +221,13 @@ def test_rows_with_drafts_are_told_by_what_was_published_or_given(tmp_path: Path
     assert [case.measurement.speculates for case in read_cases([path])] == [False], "such rows are never fitted"
 
 
+def test_states_of_a_row_are_read_in_the_bits_they_are_kept_in(tmp_path: Path) -> None:
+    qwen = {"model": "Qwen3.5-35B-A3B", "format": "bf16", "gpu": "H200-SXM", "n_gpus": "1", "tp": "1"}
+    (row,) = read_measurements(write_independent(tmp_path / "o.csv", qwen)).measurements
+    wide, narrow = (prepare(replace(row, state_dtype=asked)).limits.work.state_bytes for asked in ("auto", "bf16"))
+    assert 0.5 < narrow / wide < 0.52
+
+
 def test_the_goals_ask_for_their_folder_and_name_what_it_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

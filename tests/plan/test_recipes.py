@@ -19,6 +19,7 @@ from phalanx.models import catalog
 from phalanx.plan.ask import PlanQuestion, ask
 from phalanx.plan.engines import ENGINES
 from phalanx.plan.recipes import KINDS, WAYS, Launch, command, recipe
+from phalanx.plan.recipes.launch import trtllm_options
 from phalanx.plan.recipes.spark_flags import spark_flags
 from phalanx.plan.record import launch_of
 from phalanx.spec.machine import Machine
@@ -80,6 +81,21 @@ def test_experts_formats_and_kv_are_told(engine: str, words: list[str]) -> None:
     for word in words:
         assert word in told
         assert word not in plain
+
+
+@pytest.mark.parametrize(
+    ("engine", "word"),
+    [
+        ("phalanx", "--state-dtype bf16"),
+        ("vllm", "--mamba-ssm-cache-dtype bfloat16"),
+        ("sglang", "--mamba-ssm-dtype bfloat16"),
+        ("trtllm", "  mamba_ssm_cache_dtype: bfloat16"),
+    ],
+)
+def test_narrow_states_are_told(engine: str, word: str) -> None:
+    plain, narrow = (launch(engine, narrow_states=asked) for asked in (False, True))
+    told = [shlex.join(command(each)) + "\n" + trtllm_options(each) * (engine == "trtllm") for each in (plain, narrow)]
+    assert [word in each for each in told] == [False, True]
 
 
 def test_sglang_leaves_what_fit_leaves() -> None:

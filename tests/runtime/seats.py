@@ -50,5 +50,5 @@ def seated(
         masks=[(row, slot) for row, slot in enumerate(slots) if slot in masks],
         new_masks=[(slot, pack(mask)) for slot, mask in masks.items()],
     )
-    batch.update(plan)
+    batch.take_in(batch.read(plan))
     return batch, SamplingRows.of(plan, batch)

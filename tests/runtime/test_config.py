@@ -57,5 +57,5 @@ def test_a_model_is_computed_in_the_torch_dtype_that_llm_is_given(tiny_llama: Pa
 
 def test_the_command_line_has_the_same_defaults() -> None:
     flags = inspect.signature(serve).parameters
-    for name in ("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "load_format"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "state_dtype", "load_format"):
         assert flags[name].default == getattr(EngineConfig(), name)

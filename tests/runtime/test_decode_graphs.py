@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.step_plan import StepPlan
 from phalanx.layers.layer import DecoderLayer
 from phalanx.runtime import graphs
-from phalanx.runtime.graphs import DecodeGraphs, graph_sizes
+from phalanx.runtime.batch import News
+from phalanx.runtime.graphs import DecodeGraphs, Replayed, graph_sizes
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.sampler import SamplingRows
 from tests.conftest import Reference
 from tests.runtime.replays import Repeater
 
@@ -29,8 +30,9 @@ def test_sizes_end_with_the_largest_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hasty", [False, True])
 def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
-    captured: Reference, monkeypatch: pytest.MonkeyPatch
+    captured: Reference, hasty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows beyond a batch point at the spare slot, whatever was there before."""
     monkeypatch.setattr(graphs, "is_uneven", lambda lengths, kv_heads: max(lengths) > 100)
@@ -39,16 +41,17 @@ def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
     with LLM(captured.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
-        used = runner.graphs = DecodeGraphs(runner.model, runner.batch)
+        used = runner.graphs = DecodeGraphs(runner.model, runner.batch, hasty)
         used.recorder = Repeater(runner.model.place.group)
         run = used.run
 
-        def run_and_look(plan: StepPlan, drawn: bool) -> tuple[Tensor, Tensor]:
-            results = run(plan, drawn)
+        def run_and_look(plan: StepPlan, rows: SamplingRows, news: News) -> Replayed:
+            results = run(plan, rows, news)
             size = next(size for size in (1, 2, 4, 6) if size >= len(plan.slots))
             padding = [runner.batch.spare_slot] * (size - len(plan.slots))
-            assert used._slots[:size].tolist() == plan.slots + padding
-            assert used._positions[:size].tolist() == plan.starts + [0] * len(padding)
+            slots, positions = used._inbox[:size], used._inbox[size + size % 2 :][:size]
+            assert slots.tolist() == plan.slots + padding
+            assert positions.tolist() == plan.starts + [0] * len(padding)
             paddings.add(len(padding))
             return results
 
@@ -60,9 +63,9 @@ def test_shrinking_batches_even_and_uneven_get_the_tokens_of_transformers(
     assert {kind.uneven for kind in used._graphs} == {False, True}
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_graphs_in_parts_are_cut_before_most_of_their_layers(
-    captured: Reference, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hasty", [False, True])
+def test_graphs_of_a_hasty_host_are_cut_before_most_of_their_layers(
+    captured: Reference, hasty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a GPU computes the first ones while the rest is launched."""
     passed: list[int | str] = []
@@ -76,13 +79,13 @@ def test_graphs_in_parts_are_cut_before_most_of_their_layers(
     with LLM(captured.folder, progress=False, max_num_seqs=6, max_model_len=160) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, TorchRunner)
-        runner.graphs = DecodeGraphs(runner.model, runner.batch, in_parts)
+        runner.graphs = DecodeGraphs(runner.model, runner.batch, hasty)
         runner.graphs.recorder = Repeater(runner.model.place.group)
         monkeypatch.setattr(runner.graphs.recorder, "cut", lambda: passed.append("cut"))
         (answer,) = llm.generate([captured.prompts[0]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert answer.token_ids == captured.continuations[0][:3]
     whole: list[int | str] = []
     for layer in range(len(runner.model.layers)):
-        whole += ["cut", layer] if in_parts and layer in (1, 3) else [layer]
+        whole += ["cut", layer] if hasty and layer in (1, 3) else [layer]
     assert passed[-len(whole) :] == whole
-    assert ("cut" in passed) == in_parts
+    assert ("cut" in passed) == hasty

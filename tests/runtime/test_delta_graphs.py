@@ -10,9 +10,12 @@ import torch
 from phalanx import LLM, SamplingParams
 from phalanx.engine.speculation import Speculation
 from phalanx.engine.step_plan import StepPlan
+from phalanx.runtime import graphs as graphs_module
+from phalanx.runtime.batch import News
 from phalanx.runtime.graphs import DecodeGraphs, Replayed
 from phalanx.runtime.prompt_graphs import PromptGraphs, lay_out, size_for
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.sampler import SamplingRows
 from tests.conftest import NEW_TOKENS, Reference
 from tests.drafts import Rememberer
 from tests.runtime.replays import Repeater
@@ -49,19 +52,23 @@ ON_GPU = pytest.param(
 )
 
 
+@pytest.mark.parametrize("room", [1, 24])
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_rows_of_drafts_run_in_graphs_of_decodes(
-    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, device: str
+    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, device: str, room: int
 ) -> None:
-    """With drafts that come true and such that do not. On a CPU graphs run anew where they would be replayed."""
+    """With drafts that come true and such that do not; and with room in graphs for what is new, and without. On a CPU
+    graphs run anew where they would be replayed.
+    """
+    monkeypatch.setattr(graphs_module._Inbox, "room", room)
     reference, run = references("qwen3_5_text"), DecodeGraphs.run
     plans: list[StepPlan] = []
     apart: dict[bool, set[bool]] = {True: set(), False: set()}
 
-    def noted(graphs: DecodeGraphs, plan: StepPlan, drawn: bool) -> Replayed:
+    def noted(graphs: DecodeGraphs, plan: StepPlan, rows: SamplingRows, news: News) -> Replayed:
         plans.append(plan)
-        apart[max(plan.counts) == 1].add(graphs._kind_for(plan, drawn).apart)
-        return run(graphs, plan, drawn)
+        apart[max(plan.counts) == 1].add(graphs._kind_for(plan, rows).apart)
+        return run(graphs, plan, rows, news)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
     options = {"device": device, "dtype": "fp32", "speculate": "ngram", **TIGHT}
@@ -75,7 +82,7 @@ def test_rows_of_drafts_run_in_graphs_of_decodes(
         speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
         speculation._share_of_one_more = lambda tokens: 0.0  # type: ignore[method-assign]
         if device == "cpu":
-            runner.graphs = DecodeGraphs(runner.model, runner.batch)
+            runner.graphs = DecodeGraphs(runner.model, runner.batch, hasty=True)
             runner.graphs.recorder = Repeater(runner.model.place.group)
         plans.clear()
         check_answers(llm, reference)

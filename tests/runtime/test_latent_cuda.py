@@ -31,9 +31,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, graphs: type[DecodeGraphs] | type[P
     sizes: list[int] = []
     run = graphs.run
 
-    def noted(self: DecodeGraphs, plan: object, drawn: bool) -> object:
+    def noted(self: DecodeGraphs, plan: object, rows: object, news: object) -> object:
         sizes.append(plan.num_tokens)  # type: ignore[attr-defined]
-        return run(self, plan, drawn)  # type: ignore[arg-type]
+        return run(self, plan, rows, news)  # type: ignore[arg-type]
 
     monkeypatch.setattr(graphs, "run", noted)
     return sizes

@@ -25,8 +25,8 @@ from phalanx.runtime.memory import MIB, step_bytes
 from phalanx.runtime.rank import Sizes, Spot, blocks_that_fit, load_model, make_runner
 from phalanx.runtime.rehearsal import worst_step
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.speculate import open_checkpoint
 from phalanx.runtime.warm_up import all_graphs
-from phalanx.weights.checkpoint import Checkpoint
 from tests.conftest import FAMILIES, Reference, make_checkpoint
 from tests.runtime.replays import Repeater
 
@@ -34,7 +34,7 @@ CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len
 
 
 def load(folder: Path, config: EngineConfig = CONFIG) -> Decoder:
-    return load_model(config, Checkpoint(folder), Solo(), lambda done, total: None)
+    return load_model(config, open_checkpoint(config, folder), Solo(), lambda done, total: None)
 
 
 @pytest.fixture
@@ -77,11 +77,15 @@ def delta_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tokens", "seats", "longest"), [(256, 4, 512), (64, 64, 512), (512, 8, 160)])
+@pytest.mark.parametrize(
+    ("tokens", "seats", "longest", "states"),
+    [(256, 4, 512, "auto"), (64, 64, 512, "auto"), (512, 8, 160, "auto"), (64, 64, 512, "bf16")],
+)
 def test_a_step_with_states_is_reckoned_as_it_is(
-    delta_folder: Path, tmp_path: Path, tokens: int, seats: int, longest: int
+    delta_folder: Path, tmp_path: Path, tokens: int, seats: int, longest: int, states: str
 ) -> None:
-    config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, max_model_len=longest)
+    limits = {"max_num_seqs": seats, "max_num_batched_tokens": tokens, "max_model_len": longest}
+    config = EngineConfig(state_dtype=states, **limits)
     model = load(delta_folder, config)
     taken = allocated_by(make_runner(config, model, Sizes(2, longest)), tmp_path / "trace.json")
     assert 0.9 * taken < step_bytes(config, model, tokens, seats) < 1.7 * taken

@@ -24,6 +24,7 @@ BLOCKS, LONGEST = 60, 320
 CASES = [
     ("qwen3_5_text", "off"),
     ("qwen3_5_text", "mtp"),
+    ("qwen3_5_text in bf16", "off"),
     ("deepseek_v3", "off"),
     ("deepseek_v3", "mtp"),
     ("gpt_oss", "off"),
@@ -50,8 +51,11 @@ def test_a_rank_allocates_what_the_plan_counts(
 ) -> None:
     """In bf16, which plans are made in, on rank 0 of `tp`, and what a GPU keeps beside states."""
     monkeypatch.setattr(delta, "_updates_kept", lambda record, device: updates_beside(max(1, record.pending)))
+    name, _, state_dtype = name.partition(" in ")
     folder = heads(name).folder if speculate == "mtp" else references(name).folder
-    config = EngineConfig(dtype="bf16", max_num_seqs=5, max_model_len=LONGEST, speculate=speculate, load_format="dummy")
+    limits = {"max_num_seqs": 5, "max_model_len": LONGEST}
+    kinds = {"dtype": "bf16", "state_dtype": state_dtype or "auto", "load_format": "dummy"}
+    config = EngineConfig(speculate=speculate, **kinds, **limits)
     group = EmulatedGroup(tp, lambda size: 0.0, torch.device("cpu"))
     model = load_model(config, open_checkpoint(config, folder), group, lambda done, total: None)
     make_runner(config, model, Sizes(BLOCKS, LONGEST))

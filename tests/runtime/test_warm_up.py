@@ -20,6 +20,7 @@ from phalanx.runtime.executor import Executor
 from phalanx.runtime.graphs import GraphKind
 from phalanx.runtime.prompt_graphs import TOKENS
 from phalanx.runtime.runner import TorchRunner
+from phalanx.runtime.sampler import SamplingRows
 from phalanx.runtime.warm_up import all_graphs, first_graphs
 from tests.conftest import NEW_TOKENS, Reference
 from tests.heads import HeadReference
@@ -211,7 +212,7 @@ def test_any_step_that_a_graph_is_meant_for_finds_a_captured_one(quick: TorchRun
         drawn = rng.random() < 0.5
         singles = plan_of([(rng.choice((3, 120)), 1)] * rng.randint(1, 6))
         assert decode.take(singles)
-        kind = decode._kind_for(singles, drawn)
+        kind = decode._kind_for(singles, SamplingRows(*singles.yielded(), special=[], drawn=drawn))
         stand_in = decode._stand_in(kind)
         assert stand_in in decode._graphs
         assert stand_in is not None

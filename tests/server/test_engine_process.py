@@ -13,12 +13,14 @@ import msgspec
 import psutil
 import pytest
 
+from phalanx.bench.forced import AllDrafts
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
-from phalanx.engine.step_plan import Beat, StepPlan
+from phalanx.engine.speculation import Speculation
+from phalanx.engine.step_plan import Beat, StepPlan, StepResult
 from phalanx.errors import ConfigError, EngineDeadError, RequestError, StepMemoryError
 from phalanx.runtime.config import EngineConfig
 from phalanx.server import engine_process
@@ -72,15 +74,26 @@ class Told:
 
 def run(monkeypatch: pytest.MonkeyPatch, *orders: Order | None) -> tuple[list[EngineReport], list[EngineReport]]:
     """What an engine of 4 sequences and 8 blocks reports, and its signs of life: one beat is enough."""
+    runner = ModelledRunner(price=lambda plan: 0.0, token=lambda slot, position: 40 + position)
+    reports, pulses = Told(), Told()
+    run_with(monkeypatch, runner, None, reports, pulses, *orders)
+    return reports.reports, pulses.reports
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch,
+    runner: ModelledRunner,
+    speculation: Speculation | None,
+    reports: Told,
+    pulses: Told,
+    *orders: Order | None,
+) -> None:
     monkeypatch.setattr(engine_process, "every_beat", lambda tell: tell())
     monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
-    runner = ModelledRunner(price=lambda plan: 0.0, token=lambda slot, position: 40 + position)
-    engine = Engine(Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,)), runner, vocab=100)
-    reports, pulses = Told(), Told()
+    scheduler = Scheduler(Limits(4, 64, 64), BlockPool(8, 16, True), (2,), speculation=speculation)
     channels: Any = (Orders(*orders), reports, pulses, pytest.fail)
     with pytest.raises(Over):
-        EngineLoop(engine, Path(), "cpu", *channels).run()
-    return reports.reports, pulses.reports
+        EngineLoop(Engine(scheduler, runner, vocab=100), Path(), "cpu", *channels).run()
 
 
 def params(max_tokens: int = 2) -> SamplingParams:
@@ -109,6 +122,55 @@ def test_tokens_go_by_the_client_s_ids_a_step_a_report(monkeypatch: pytest.Monke
     assert (first.running, first.waiting, first.free_blocks) == (2, 0, 6)
     assert (last.running, last.waiting, last.free_blocks) == (0, 0, 8)
     assert last.totals.steps == 2
+
+
+class Noted(ModelledRunner):
+    """Whose launches and readings are `events`."""
+
+    def __init__(self, depth: int, events: list[str]) -> None:
+        super().__init__(lambda plan: 0.0, lambda slot, position: 40 + position, depth)
+        self._events = events
+
+    def launch(self, plan: StepPlan) -> None:
+        self._events.append("launch")
+        super().launch(plan)
+
+    def collect(self) -> StepResult:
+        self._events.append("read")
+        return super().collect()
+
+
+class NotedTold(Told):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def send(self, *frames: bytes) -> None:
+        super().send(*frames)
+        if isinstance(report := self.reports[-1], Stepped) and report.tokens:
+            self._events.append("tell")
+
+
+@pytest.mark.parametrize(
+    ("depth", "drafts", "expected"),
+    [
+        (1, False, ["launch", "read", "tell"] * 4),
+        (1, True, ["launch", "read", "tell"] * 2),
+        (2, False, ["launch", "launch", "read", "tell", "launch", "read", "tell", "launch", *["read", "tell"] * 2]),
+        (2, True, ["launch", "read", "launch", "tell", "read", "tell"]),
+    ],
+)
+def test_tokens_are_told_when_a_gpu_has_its_next_step(
+    monkeypatch: pytest.MonkeyPatch, depth: int, drafts: bool, expected: list[str]
+) -> None:
+    """One that has two steps on its way has it in any case, but for those with drafts, which are read first."""
+    events: list[str] = []
+    speculation, reports = AllDrafts(2, 1.0, by_ranks=False) if drafts else None, NotedTold(events)
+    run_with(monkeypatch, Noted(depth, events), speculation, reports, Told(), Submit(7, [5], params(4)))
+    assert events == expected
+    assert [token.token for step in reports.reports if isinstance(step, Stepped) for token in step.tokens] == [
+        *range(41, 45)
+    ]
 
 
 def test_a_request_that_comes_while_another_runs_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,4 +105,5 @@ def _measurement(
         spread=0.0,
         kind="burst",
         publisher="phalanx",
+        state_dtype=config.state_dtype,
     )

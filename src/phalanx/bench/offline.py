@@ -69,7 +69,8 @@ def least_work(spec: ModelSpec, held: HeldWeights, config: EngineConfig, device:
     """What one device does at least, with weights in the bits that are `held`: for one rank, or for all."""
     plain = DTYPE_NAMES[str(pick_dtype(config, spec, device)).removeprefix("torch.")]
     cached = "fp8" if config.kv_cache_dtype == "fp8" else plain
-    work = count_work(spec, config.tp if held.ranks == 1 else 1, spec.number_format, cached)
+    kept = spec.keeping_states_in(config.state_dtype)
+    work = count_work(kept, config.tp if held.ranks == 1 else 1, spec.number_format, cached)
     stacks = work.experts * work.sparse_layers
     return dataclasses.replace(
         work,
@@ -240,6 +241,7 @@ def _record(
         "model": model_name(path),
         "tp": config.tp,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "state_dtype": config.state_dtype,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "phalanx": __version__,
         "torch": torch.__version__,

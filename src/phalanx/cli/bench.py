@@ -16,6 +16,7 @@ from phalanx.cli.shared import (
     Model,
     RanksPerNode,
     RayAddress,
+    StateDtype,
     Tp,
     told_errors,
 )
@@ -30,6 +31,7 @@ def offline(
     tp: Tp = 1,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
+    state_dtype: StateDtype = "auto",
     load_format: LoadFormat = "auto",
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
@@ -58,6 +60,7 @@ def offline(
             tp=tp,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            state_dtype=state_dtype,
             load_format=load_format,
             executor=executor,
             ranks_per_node=ranks_per_node,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, KvCacheDtype, LoadFormat, Tp, told_errors
+from phalanx.cli.shared import Dtype, KvCacheDtype, LoadFormat, StateDtype, Tp, told_errors
 
 
 def calibrate(
@@ -18,6 +18,7 @@ def calibrate(
     tp: Tp = 1,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
+    state_dtype: StateDtype = "auto",
     load_format: LoadFormat = "auto",
     cases: Annotated[
         str | None, typer.Option(help="BATCHxINPUTxOUTPUT, several with commas. Default: 12 from 1x128 to 256x128.")
@@ -42,7 +43,12 @@ def calibrate(
         with console.status("Looking") as status:
             for model in asked:
                 config = EngineConfig(
-                    model=model, tp=tp, dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format
+                    model=model,
+                    tp=tp,
+                    dtype=dtype,
+                    kv_cache_dtype=kv_cache_dtype,
+                    state_dtype=state_dtype,
+                    load_format=load_format,
                 )
                 gpu = calibration_gpu(config)
                 measured += measure_steps(config, gpu, wanted, status.update)

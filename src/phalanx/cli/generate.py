@@ -17,6 +17,7 @@ from phalanx.cli.shared import (
     RanksPerNode,
     RayAddress,
     ShareGpus,
+    StateDtype,
     Tp,
     told_errors,
 )
@@ -36,6 +37,7 @@ def generate(
     seed: Annotated[int | None, typer.Option()] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
     dtype: Dtype = "auto",
+    state_dtype: StateDtype = "auto",
     load_format: LoadFormat = "auto",
     executor: ExecutorOption = "local",
     ranks_per_node: RanksPerNode = None,
@@ -58,6 +60,7 @@ def generate(
             tp=tp,
             max_model_len=max_model_len,
             dtype=dtype,
+            state_dtype=state_dtype,
             load_format=load_format,
             executor=executor,
             ranks_per_node=ranks_per_node,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.shared import Dtype, KvCacheDtype, LoadFormat, Model, told_errors
+from phalanx.cli.shared import Dtype, KvCacheDtype, LoadFormat, Model, StateDtype, told_errors
 
 
 def lab(
@@ -28,6 +28,7 @@ def lab(
     usd_per_hour: Annotated[float | None, typer.Option(help="Of a GPU. Default: median rent, where known.")] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
+    state_dtype: StateDtype = "auto",
     load_format: LoadFormat = "auto",
     output: Annotated[Path, typer.Option(help="Folder for lab.md, lab.json and lab.png.")] = Path("phalanx-lab"),
     source: Annotated[
@@ -45,7 +46,9 @@ def lab(
         from phalanx.runtime.config import EngineConfig
 
         console = Console()
-        config = EngineConfig(model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format=load_format)
+        config = EngineConfig(
+            model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, load_format=load_format
+        )
         asked = Experiment(
             config, tp, batch, isl, osl, iterations, warm_up, emulate, machine, all_reduce_us, usd_per_hour
         )  # fmt: skip

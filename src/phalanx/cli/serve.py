@@ -19,6 +19,7 @@ from phalanx.cli.shared import (
     RanksPerNode,
     RayAddress,
     ShareGpus,
+    StateDtype,
     Tp,
     told_errors,
 )
@@ -46,6 +47,7 @@ def serve(
     ] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
+    state_dtype: StateDtype = "auto",
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = defaults.MAX_NUM_SEQS,
@@ -125,6 +127,7 @@ def serve(
             tp=tp,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            state_dtype=state_dtype,
             load_format=load_format,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

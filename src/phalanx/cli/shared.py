@@ -18,6 +18,9 @@ Model = Annotated[
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks to share the model.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32 (float32), bf16 (bfloat16) or fp16 (float16, half).")]
 KvCacheDtype = Annotated[str, typer.Option(help="Keys and values: auto (as dtype) or fp8 (e4m3, half of bf16).")]
+StateDtype = Annotated[
+    str, typer.Option(help="Recurrent states: auto (fp32), fp32 or bf16 (half; answers vary with drafts and batches).")
+]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
 ExecutorOption = Annotated[str, typer.Option(help="local: ranks on this machine; ray: on the nodes of a Ray cluster.")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="ray: default is one a GPU, or one a node on CPUs.")]

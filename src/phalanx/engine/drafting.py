@@ -81,10 +81,10 @@ class Drafting:
         known = [request for request in rows if not request.pending]
         proposed = self.speculation.propose(known, len(rows), room)
         taken: Counter[str] = Counter()
-        plain = []
+        left, plain = budget, []
         for request in rows:
             owner, count = request.owner, request.rest
-            if (taken[owner] and taken[owner] + count > most[owner]) or taken.total() + count > budget:
+            if (taken[owner] and taken[owner] + count > most[owner]) or count > left:
                 continue
             drafts = self._that_fit(agenda, request, proposed.get(request.id, [])[: max(0, spare[owner])])
             masks: list[bytes] = []
@@ -93,6 +93,7 @@ class Drafting:
                 drafts = drafts[: len(masks) - 1]
             spare[owner] -= len(drafts)
             taken[owner] += count + len(drafts)
+            left -= count + len(drafts)
             if drafts or count > 1:
                 self._compute(agenda, request, drafts, masks)
                 continue

@@ -5,7 +5,6 @@ A guess changes no answer: tokens are drawn by seed and position, and only a dra
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,22 +129,16 @@ class Speculation:
             for chance, request in zip(self._chances(requests), requests, strict=True)
             if chance > least and (drafts := self._drafter.propose(request, self.most))
         }
-        queue = [(-chance, id) for id, (chance, _) in proposed.items()]
-        heapq.heapify(queue)
-        made, time, order = float(rows), 1.0, list[int]()
+        worths = sorted(
+            (-(chance**place), id) for id, (chance, drafts) in proposed.items() for place in range(1, 1 + len(drafts))
+        )
+        made, time = float(rows), 1.0
         best, best_pace = 0, made
-        taken = dict.fromkeys(proposed, 0)
-        while queue and len(order) < room:
-            worth, id = heapq.heappop(queue)
-            made, time = made - worth, time * (1 + self._share_of_one_more(rows + len(order)))
-            order.append(id)
+        for number, (worth, _) in enumerate(worths[:room]):
+            made, time = made - worth, time * (1 + self._share_of_one_more(rows + number))
             if made / time > best_pace:
-                best, best_pace = len(order), made / time
-            taken[id] += 1
-            chance, drafts = proposed[id]
-            if taken[id] < len(drafts):
-                heapq.heappush(queue, (worth * chance, id))
-        counts = Counter(order[:best])
+                best, best_pace = number + 1, made / time
+        counts = Counter(id for _, id in worths[:best])
         return {id: proposed[id][1][:count] for id, count in counts.items()}
 
     def _least(self, rows: int) -> float:

@@ -16,7 +16,7 @@ from phalanx.kernels.quantise import quantise
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
 
 FEW_KEYS = 512
-"""Up to so many, a CPU's own kernel attends from prompts more quickly than torch's."""
+"""Of a prompt. Up to so many, a CPU's own kernel attends from its tokens, each by itself, more quickly than torch's."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,21 @@ class PrefillRow:
 class AttentionBatch:
     """How the rows of a step meet the cache. `write_to` is each token's place in the flattened cache.
 
-    A GPU attends by `tiles`, where prompts have them, and not by `prefills`. `windows` are the same rows for groups of
-    layers that have blocks of their own.
+    A GPU attends by `tiles`, where prompts have them, and not by `prefills`. A CPU's own kernels take all tokens of
+    short prompts as rows of one, `each`. `windows` are the same rows for groups of layers with blocks of their own.
     """
 
     write_to: Tensor
     decode: DecodeRows | None
     prefills: list[PrefillRow]
     tiles: PrefillTiles | None = None
+    each: DecodeRows | None = None
     windows: tuple[AttentionBatch, ...] = ()
+
+    @property
+    def alone(self) -> DecodeRows | None:
+        """All tokens as rows of one, where they may be taken so."""
+        return self.each if self.prefills or self.tiles is not None else self.decode
 
     def of(self, group: int) -> AttentionBatch:
         return self.windows[group - 1] if group else self
@@ -125,6 +131,9 @@ def paged_attention(
     step. `scale` is for the scores and `value_scale` for what is attended; an FP8 cache's own scales are in them.
     """
     out = qkv.new_empty(qkv.shape[0], heads, qkv.shape[2])
+    if batch.alone is not None and cpu.runs(cache):
+        decode_attention(qkv[:, :heads], cache, batch.alone, masks, sight, scale, out, value_scale)
+        return out
     if batch.decode is not None:
         rows = batch.decode.positions.shape[0]
         decode_attention(qkv[:rows, :heads], cache, batch.decode, masks, sight, scale, out[:rows], value_scale)
@@ -132,12 +141,7 @@ def paged_attention(
         prefill_attention(qkv, heads, cache, batch.tiles, sight, scale, out, value_scale)
         return out
     for row in batch.prefills:
-        span, length = slice(row.first, row.first + row.count), row.start + row.count
-        if cpu.runs(cache) and length <= FEW_KEYS:
-            slots, positions = torch.zeros(row.count, dtype=torch.int64), torch.arange(row.start, length)
-            _attend_on_cpu(qkv[span, :heads], cache, slots, row.blocks, 0, positions, sight, scale, out[span])
-            continue
-        mask = masks.prefill(row, sight)
+        span, mask = slice(row.first, row.first + row.count), masks.prefill(row, sight)
         fresh = mask is None and cache.dtype is qkv.dtype
         kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
         torch.mul(_prefill(qkv[span, :heads], kv, mask, scale, sight.sinks), value_scale, out=out[span])
@@ -188,31 +192,16 @@ def decode_attention(
 
         gpu.decode_attention(q, cache, rows, sight.window, scale, out, value_scale, sight.sinks)
     elif cpu.runs(cache):
-        table = rows.block_table.contiguous()
-        _attend_on_cpu(q, cache, rows.slots, table, table.shape[1], rows.positions, sight, scale, out)
+        assert rows.tables.dtype is torch.int32
+        count, heads, head_dim = q.shape
+        sizes = (count, q.stride(0), rows.tables.stride(0), cache.shape[1], heads, cache.shape[3], head_dim)
+        cpu.call(
+            "decode_attention",
+            *(q, cache, rows.slots, rows.tables, rows.positions, out, *sizes),
+            *(sight.window or 0, int(sight.chunked), sight.sinks, scale),
+        )
     else:
         out.copy_(decode_attention_torch(q, cache, rows, masks.decode(sight), scale, value_scale, sight.sinks))
-
-
-def _attend_on_cpu(
-    q: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    tables: Tensor,
-    table_width: int,
-    positions: Tensor,
-    sight: Sight,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Each row by the table that lies `table_width` behind that of the row before it."""
-    count, heads, head_dim = q.shape
-    sizes = (cache.shape[1], heads, cache.shape[3], head_dim)
-    cpu.call(
-        "decode_attention",
-        *(q, cache, slots, tables, positions, out),
-        *(count, q.stride(0), table_width, *sizes, sight.window or 0, int(sight.chunked), sight.sinks, scale),
-    )
 
 
 def decode_attention_torch(

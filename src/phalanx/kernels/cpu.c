@@ -12,6 +12,8 @@
 #include <unistd.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__AVX__)
+#include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -36,9 +38,23 @@ static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 static inline float sum(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     for (int apart = 1; apart < LANES; apart *= 2)
         for (int i = 0; i < LANES; i += 2 * apart) v[i] += v[i + apart];
     return v[0];
+#endif
+}
+
+static inline float top_of(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float found = v[0];
+    for (int lane = 1; lane < LANES; lane++) found = v[lane] > found ? v[lane] : found;
+    return found;
+#endif
 }
 
 static inline float dot(const float *a, const float *b, index_t n) {
@@ -123,11 +139,26 @@ void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width)
     }
 }
 
-static inline void rotate(float *head, const float *cos, const float *sin, index_t half) {
+/* out = sigmoid(x), also the same wherever a number stands. */
+void sigmoid(const float *x, float *out, index_t count) {
+#pragma omp parallel for if (count > PARALLEL_FROM)
+    for (index_t start = 0; start < count; start += LANES) {
+        index_t some = count - start < LANES ? count - start : LANES;
+        float given[LANES] = {0};
+        memcpy(given, x + start, some * sizeof(float));
+        vec own = -load(given);
+        vexp(&own, 1);
+        store(given, 1.0f / (1.0f + own));
+        memcpy(out + start, given, some * sizeof(float));
+    }
+}
+
+static inline void rotate(float *restrict left, float *restrict right, const float *restrict cos,
+                          const float *restrict sin, index_t half) {
     for (index_t i = 0; i < half; i++) {
-        float a = head[i], b = head[i + half];
-        head[i] = a * cos[i] + b * sin[i];
-        head[i + half] = b * cos[i + half] + a * sin[i + half];
+        float a = left[i], b = right[i];
+        left[i] = a * cos[i] + b * sin[i];
+        right[i] = b * cos[i + half] + a * sin[i + half];
     }
 }
 
@@ -138,8 +169,8 @@ void rotate_and_store(float *qkv, const float *cos, const float *sin, const inde
 #pragma omp parallel for if (tokens > 1 && tokens * width > PARALLEL_FROM)
     for (index_t token = 0; token < tokens; token++) {
         float *row = qkv + token * width;
-        for (index_t head = 0; head < heads + kv_heads; head++)
-            rotate(row + head * head_dim, cos + token * rotary, sin + token * rotary, rotary / 2);
+        for (float *head = row; head < row + (heads + kv_heads) * head_dim; head += head_dim)
+            rotate(head, head + rotary / 2, cos + token * rotary, sin + token * rotary, rotary / 2);
         memcpy(cache + write_to[token] * entry, row + heads * head_dim, entry * sizeof(float));
     }
 }
@@ -170,6 +201,18 @@ INLINE void put_sums(const vec *of_keys, float *out) {
     typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
     *(four *)out = (four)vpaddq_f32(vpaddq_f32((float32x4_t)of_keys[0], (float32x4_t)of_keys[1]),
                                     vpaddq_f32((float32x4_t)of_keys[2], (float32x4_t)of_keys[3]));
+#elif defined(__AVX__)
+    __m256 half[KEYS];
+    for (int key = 0; key < KEYS; key++) {
+#if defined(__AVX512F__)
+        __m512d own = (__m512d)of_keys[key];
+        half[key] = (__m256)_mm512_castpd512_pd256(own) + (__m256)_mm512_extractf64x4_pd(own, 1);
+#else
+        half[key] = (__m256)of_keys[key];
+#endif
+    }
+    half[0] = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    _mm_storeu_ps(out, _mm256_castps256_ps128(half[0]) + _mm256_extractf128_ps(half[0], 1));
 #else
     for (int key = 0; key < KEYS; key++) out[key] = sum(of_keys[key]);
 #endif
@@ -215,8 +258,7 @@ static void soften(float *scores, index_t count, float scale, float *found, inde
         for (int i = 0; i < AT_ONCE; i++) tops[i] = pick(some[i] > tops[i], some[i], tops[i]);
     }
     for (int i = 1; i < AT_ONCE; i++) tops[0] = pick(tops[i] > tops[0], tops[i], tops[0]);
-    float before = found[0], best = before;
-    for (int lane = 0; lane < LANES; lane++) best = tops[0][lane] * scale > best ? tops[0][lane] * scale : best;
+    float before = found[0], top = top_of(tops[0]) * scale, best = top > before ? top : before;
     for (index_t at = 0; at < count; at += AT_ONCE * LANES) {
         load_all(some, scores + at);
         for (int i = 0; i < AT_ONCE; i++) some[i] = some[i] * scale - best;
@@ -290,13 +332,13 @@ struct sight {
 };
 
 /* The keys or values of one head, from a position on. */
-static const float *entries_at(const struct sight *own, const index_t *blocks, index_t position, index_t head) {
+static const float *entries_at(const struct sight *own, const int *blocks, index_t position, index_t head) {
     index_t place = blocks[position / own->block_size] * own->block_size + position % own->block_size;
     return own->cache + (2 * own->kv_heads * place + head) * own->head_dim;
 }
 
 /* Queries of one KV head, in the order of their positions, against those from `from` up to `to`, no more than PART. */
-static void attend(const struct sight *own, struct query *queries, index_t count, const index_t *blocks, index_t kv,
+static void attend(const struct sight *own, struct query *queries, index_t count, const int *blocks, index_t kv,
                    index_t from, index_t to) {
     float scores[QUERIES][ROOM];
     index_t entry = 2 * own->kv_heads * own->head_dim, size = own->block_size, head_dim = own->head_dim;
@@ -357,7 +399,7 @@ static struct run run_from(const struct sight *own, const index_t *slots, const 
 
 /* One part of a run, for the query heads of one KV head. */
 static void attend_part(const struct sight *own, struct run run, index_t part, index_t kv, const float *q, index_t q_stride,
-                        const index_t *blocks, const index_t *positions, float *found, index_t found_parts) {
+                        const int *blocks, const index_t *positions, float *found, index_t found_parts) {
     struct query queries[QUERIES];
     index_t group = own->heads / own->kv_heads, head_dim = own->head_dim, last = run.first + run.rows - 1, count = 0;
     index_t from = (run.first_part + part) * run.length, to = from + run.length;
@@ -397,8 +439,8 @@ static void join(const float *found, index_t parts, const float *sink, float *ou
 }
 
 /* Attention of rows of one token, of which some that follow each other may be of one slot. q and out rows are q_stride and
- * heads * head_dim apart; window 0 means none. */
-void decode_attention(const float *q, const float *cache, const index_t *slots, const index_t *table,
+ * heads * head_dim apart, tables of slots table_width; window 0 means none. */
+void decode_attention(const float *q, const float *cache, const index_t *slots, const int *tables,
                       const index_t *positions, float *out, index_t rows, index_t q_stride, index_t table_width,
                       index_t block_size, index_t heads, index_t kv_heads, index_t head_dim, index_t window,
                       index_t chunked, const float *sinks, float scale) {
@@ -417,8 +459,8 @@ void decode_attention(const float *q, const float *cache, const index_t *slots, 
             for (index_t part = 0; part < parts; part++)
                 for (index_t kv = 0; kv < kv_heads; kv++)
                     if (part < runs[number].parts)
-                        attend_part(&own, runs[number], part, kv, q, q_stride, table + runs[number].first * table_width,
-                                    positions, found, parts);
+                        attend_part(&own, runs[number], part, kv, q, q_stride,
+                                    tables + slots[runs[number].first] * table_width, positions, found, parts);
 #pragma omp for collapse(2) schedule(static)
         for (index_t number = 0; number < count; number++)
             for (index_t head = 0; head < heads; head++)

@@ -30,6 +30,7 @@ _POINTER, _INDEX, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_float
 _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_INDEX] * 2 + [_FLOAT],
     "silu_and_mul": [_POINTER] * 2 + [_INDEX] * 2,
+    "sigmoid": [_POINTER] * 2 + [_INDEX],
     "rotate_and_store": [_POINTER] * 5 + [_INDEX] * 5,
     "decode_attention": [_POINTER] * 6 + [_INDEX] * 9 + [_POINTER, _FLOAT],
     "skinny_gemm": [_POINTER] * 4 + [_INDEX] * 6,
@@ -39,7 +40,7 @@ _SIGNATURES = {
     "panel_product": [_POINTER] * 4 + [_INDEX],
     "e4m3_product": [_POINTER] * 4 + [_INDEX],
     "widen_e4m3": [_POINTER] * 2 + [_INDEX] * 2,
-    "decode_layer": [_POINTER] * 10 + [_INDEX] * 3,
+    "whole_layer": [_POINTER] * 10 + [_INDEX] * 3,
     "meet": [_POINTER] + [_INDEX] * 4,
     "own_cores": [_POINTER, _INDEX],
 }

@@ -149,17 +149,21 @@ def _weigh(seen: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def delta_rule(rows: DeltaRows, states: Tensor, batch: AttentionBatch, pending: PendingUpdates | None = None) -> Tensor:
-    """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there."""
+    """What every token reads, [tokens, heads, v_dim]; `states`, [places, heads, k_dim, v_dim], go on from there.
+
+    They may be narrower than float32, which all is computed in: they are rounded where they are written.
+    """
     out = torch.empty_like(rows.v)
     if batch.decode is not None:
         slots, positions = batch.decode.slots, batch.decode.positions
         few = rows.span(0, len(positions))
         if pending is None:
-            out[: len(positions)], states[slots] = delta_step(few, _begun(states[slots], positions))
+            out[: len(positions)], moved = delta_step(few, _begun(states[slots].float(), positions))
+            states[slots] = moved.to(states.dtype)
         else:
             out[: len(positions)] = delta_rows(few, states, batch.decode, pending)
     for row in prompts_of(batch):
-        state = states[row.slot] if row.start else torch.zeros_like(states[row.slot])
+        state = states[row.slot].float() if row.start else torch.zeros_like(states[row.slot], dtype=torch.float32)
         stop = row.first + row.count
         if pending is not None:
             slot, start = (torch.tensor([number], device=state.device) for number in (row.slot, row.start))
@@ -192,8 +196,8 @@ def delta_rows(rows: DeltaRows, states: Tensor, decode: DecodeRows, pending: Pen
     slots, positions = decode.slots[firsts], decode.positions[firsts]
     coming = pending.most + (1 if decode.apart else pending.most)
     is_full = (positions + coming > pending.since[slots, 0, 0] + pending.tokens) | (positions == 0)
-    state = _caught_up(_begun(states[slots], positions), pending, slots, positions)
-    states[slots[is_full]] = state[is_full]
+    state = _caught_up(_begun(states[slots].float(), positions), pending, slots, positions)
+    states[slots[is_full]] = state[is_full].to(states.dtype)
     pending.since[slots[is_full]] = positions[is_full].to(torch.int32)[:, None, None]
     number = torch.arange(int(counts.max()), device=slots.device)
     known = number < counts[:, None]

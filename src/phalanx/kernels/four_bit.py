@@ -30,9 +30,12 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Numbers = Literal["int4", "e2m1"]
 
-PLACES = {"int4": ((0, 3), (4, 7), (8, 11), (12, 15)), "e2m1": ((6, 15), (3, 12), (0, 14), (9, 13))}
-"""Where each of four numbers is in sixteen bits: the lowest of three bits, and the fourth bit. Those of e2m1 are where
-half precision has them too, or a shift away."""
+PLACES = {
+    "int4": (((15, 0),), ((15, 4),), ((15, 8),), ((15, 12),)),
+    "e2m1": (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((3, 13), (12, 8))),
+}
+"""Where each of four numbers is in sixteen bits: which of its bits are moved up by how many. Those of e2m1 are where
+bfloat16 has them too, or a shift away; the bits of the fourth, which are left, a shift and a multiplication."""
 
 
 class Groups(NamedTuple):
@@ -94,15 +97,16 @@ def pack(codes: Tensor, numbers: Numbers) -> Tensor:
     """[rows, columns] codes as bytes [rows, blocks * 16], filled up with zeros to whole blocks."""
     quarters = F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, 4, EIGHTH)).int()
     packed = torch.zeros_like(quarters[..., 0, :])
-    for quarter, (low, high) in zip(quarters.unbind(-2), PLACES[numbers], strict=True):
-        packed |= (quarter & 7) << low | (quarter >> 3) << high
+    for quarter, moves in zip(quarters.unbind(-2), PLACES[numbers], strict=True):
+        for bits, up in moves:
+            packed |= (quarter & bits) << up
     return torch.stack((packed & 255, packed >> 8), -1).to(torch.uint8).flatten(-3)
 
 
 def unpack(values: Tensor, columns: int, numbers: Numbers) -> Tensor:
     low_bytes, high_bytes = values.unflatten(-1, (-1, EIGHTH, 2)).int().unbind(-1)
     packed = low_bytes | high_bytes << 8
-    quarters = [(packed >> low) & 7 | ((packed >> high) & 1) << 3 for low, high in PLACES[numbers]]
+    quarters = [sum((packed >> up) & bits for bits, up in moves) for moves in PLACES[numbers]]
     return torch.stack(quarters, -2).flatten(-3)[..., :columns].to(torch.uint8)
 
 

@@ -15,7 +15,7 @@ void add_rms_norm(const float *x, float *residual, const float *weight, float *o
 void silu_and_mul(const float *gate_up, float *out, index_t rows, index_t width);
 void rotate_and_store(float *qkv, const float *cos, const float *sin, const index_t *write_to, float *cache,
                       index_t tokens, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary);
-void decode_attention(const float *q, const float *cache, const index_t *slots, const index_t *table,
+void decode_attention(const float *q, const float *cache, const index_t *slots, const int *tables,
                       const index_t *positions, float *out, index_t rows, index_t q_stride, index_t table_width,
                       index_t block_size, index_t heads, index_t kv_heads, index_t head_dim, index_t window,
                       index_t chunked, const float *sinks, float scale);
@@ -45,17 +45,18 @@ static void product(const struct layer *own, const void *w, const float *x, cons
 
 /* residual += part, and `out` is what is to be added next; it may be `part`, which is missing in the first layer.
    `halfway` gets the ns of the monotonic clock between the mixer and the FFN. */
-void decode_layer(struct layer *own, float *residual, const float *part, float *out, const float *cos,
-                  const float *sin, const index_t *write_to, const index_t *slots, const index_t *table,
-                  const index_t *positions, index_t rows, index_t table_width, index_t rotary) {
+void whole_layer(struct layer *own, float *residual, const float *part, float *out, const float *cos,
+                 const float *sin, const index_t *write_to, const index_t *slots, const int *tables,
+                 const index_t *positions, index_t rows, index_t table_width, index_t rotary) {
     index_t heads = own->heads * own->head_dim, width = heads + 2 * own->kv_heads * own->head_dim;
-    float *normed = malloc(rows * (own->hidden + width + heads + 3 * own->inner) * sizeof(float));
+    index_t mixer = width + heads, ffn = 3 * own->inner;
+    float *normed = malloc(rows * (own->hidden + (mixer > ffn ? mixer : ffn)) * sizeof(float));
     float *qkv = normed + rows * own->hidden, *attended = qkv + rows * width;
-    float *gate_up = attended + rows * heads, *gated = gate_up + rows * 2 * own->inner;
+    float *gate_up = qkv, *gated = gate_up + rows * 2 * own->inner;
     add_rms_norm(part ? part : residual, part ? residual : 0, own->mixer_norm, normed, rows, own->hidden, own->eps);
     product(own, own->qkv, normed, own->qkv_bias, qkv, rows);
     rotate_and_store(qkv, cos, sin, write_to, own->cache, rows, own->heads, own->kv_heads, own->head_dim, rotary);
-    decode_attention(qkv, own->cache, slots, table, positions, attended, rows, width, table_width, own->block_size,
+    decode_attention(qkv, own->cache, slots, tables, positions, attended, rows, width, table_width, own->block_size,
                      own->heads, own->kv_heads, own->head_dim, own->window, own->chunked, own->sinks, own->scale);
     product(own, own->output, attended, own->output_bias, out, rows);
     struct timespec now;

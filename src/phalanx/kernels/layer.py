@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.attention import AttentionBatch, Sight
+from phalanx.kernels.attention import Sight
 from phalanx.kernels.gemm import Gemm, PanelGemm
+from phalanx.kernels.tiling import DecodeRows
 
 
 class _Record(ctypes.Structure):
@@ -87,17 +88,20 @@ class WholeLayer:
         self._address = ctypes.addressof(self._record)
 
     def __call__(
-        self, residual: Tensor, part: Tensor | None, turns: tuple[Tensor, Tensor], batch: AttentionBatch
+        self,
+        residual: Tensor,
+        part: Tensor | None,
+        turns: tuple[Tensor, Tensor],
+        write_to: Tensor,
+        rows: DecodeRows,
     ) -> Tensor:
         """Add `part` to the residual and give what is to be added next, in the memory of `part` where there is one."""
-        rows = batch.decode
-        assert rows is not None
         out = torch.empty_like(residual) if part is None else part
-        table, (cos, sin) = rows.block_table.contiguous(), turns
+        cos, sin = turns
         cpu.call(
-            "decode_layer",
-            *(self._address, residual, part, out, cos, sin, batch.write_to, rows.slots, table, rows.positions),
-            *(residual.shape[0], table.shape[1], cos.shape[-1]),
+            "whole_layer",
+            *(self._address, residual, part, out, cos, sin, write_to, rows.slots, rows.tables, rows.positions),
+            *(residual.shape[0], rows.tables.stride(0), cos.shape[-1]),
         )
         return out
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +10,9 @@ from torch import Tensor
 from phalanx.kernels.sampling_table import TOKEN
 
 NOWHERE = -1
+
+TARGETS = 4
+"""Of what is new: tables, sampling parameters, tokens, positions of the latest ones."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,18 @@ def keep_sampled(pool: TokenPool, slots: Tensor, positions: Tensor, tokens: Tens
     pool.latest_at.index_copy_(0, slots, positions)
 
 
-def take_in(pool: TokenPool, tables: Tensor, sampling: Tensor, news: Tensor, counts: Sequence[int]) -> None:
-    """Numbers for these, as if each were flat, and for the pool's tokens and the positions of its latest ones: so many
-    each. First come the places of all of them, then the numbers.
+def take_in(pool: TokenPool, tables: Tensor, sampling: Tensor, news: Tensor, most: int) -> None:
+    """Up to `most` numbers for these, as if each were flat, and for the pool's tokens and the positions of its latest
+    ones. First comes how many there are up to each of the four, then the places of all, then the numbers.
     """
     if news.is_cuda:
         from phalanx.kernels.gpu import lookup as gpu
 
-        gpu.take_in(tables, sampling, pool.kept, pool.latest_at, news, list(accumulate(counts)))
+        gpu.take_in(tables, sampling, pool.kept, pool.latest_at, news, most)
         return
-    first, numbers = 0, sum(counts)
-    for target, count in zip((tables, sampling, pool.kept, pool.latest_at), counts, strict=True):
-        if count:
-            places, values = (news.narrow(0, begin, count) for begin in (first, numbers + first))
-            target.view(-1).index_copy_(0, places, values.to(target.dtype))
-            first += count
+    ends = news[:TARGETS].tolist()
+    first, last = 0, ends[-1]
+    for target, end in zip((tables, sampling, pool.kept, pool.latest_at), ends, strict=True):
+        places, values = (news.narrow(0, TARGETS + begin, end - first) for begin in (first, last + first))
+        target.view(-1).index_copy_(0, places, values.to(target.dtype))
+        first = end

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.activation import gate_and_mul
+from phalanx.kernels.activation import gate_and_mul, sigmoid
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import E4M3, Activations, Fp8Weight, converts_e4m3, plain
 from phalanx.kernels.gemm import Held
@@ -51,7 +51,7 @@ def route_torch(
     weights, experts = _routed(logits, router, correction, told)
     if not joined:
         return weights, experts
-    last = weights.new_ones(len(logits), 1) if gate is None else gate.float().sigmoid().to(weights.dtype)
+    last = weights.new_ones(len(logits), 1) if gate is None else sigmoid(gate.float()).to(weights.dtype)
     return torch.cat([weights, last], -1), F.pad(experts, (0, 1), value=router.experts)
 
 
@@ -74,7 +74,7 @@ def _scores(logits: Tensor, router: Router) -> Tensor:
     wide = logits.float()
     if router.score == "softmax":
         return wide.softmax(-1)
-    return wide.sigmoid() if router.score == "sigmoid" else F.softplus(wide).sqrt()
+    return sigmoid(wide) if router.score == "sigmoid" else F.softplus(wide).sqrt()
 
 
 def _choice(logits: Tensor, scores: Tensor, router: Router, correction: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 /* Products with weights of 4, 5 and 8 bits, as panels.py lays them out: panels of 16 outputs, blocks of 32 columns.
  *
  * x is brought to whole numbers by blocks of 32 columns of a row: 16 bits each, as two planes of signed bytes (256 * high
- * + low), so that all sums within a block are exact. A block's sum is then scaled in float32. */
-#include <math.h>
+ * + low), or where many rows meet codes of 16 bits (WIDE) as they are. So all sums within a block are exact. A block's sum
+ * is then scaled in float32. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,14 +28,37 @@
 #define LANES (WIDTH / 4)
 #define PLANES 2
 #define BASE 256
+#define FOUR 4                   /* rows that are rounded at once */
 #define LARGEST (127 * BASE + 127)
-#define ROWS 4                   /* whose sums fit into registers at once */
-#define FEW 3                    /* rows for which weights are unpacked in registers */
+#if defined(__AVX512VNNI__)
+#define ROWS 12                  /* whose sums fit into registers at once */
+#define FEW 6                    /* the same of both planes */
+#define PACKED ROWS              /* rows for which weights are unpacked in registers */
+#define UNROLLED WORDS           /* words one after the other */
+#else
+#define ROWS 4
+#define FEW 3
+#define PACKED FEW
+#define UNROLLED (WORDS / 2)
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+#define ASKED_BLOCKS 8           /* ahead of one row */
+#define ASKED_LINES(bits) 2      /* of each of them; the processor asks for others itself */
+#else
+#define ASKED_BLOCKS 16
+#define ASKED_LINES(bits) (bits)
+#endif
+#if defined(__ARM_FEATURE_DOTPROD) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define WIDE 8                   /* bits of the codes that are multiplied by more rows than PACKED */
+#else
+#define WIDE 16
+#endif
 #define PARALLEL_FROM 16384      /* multiply-adds, below which one thread is quicker than two */
 
 typedef long long index_t;
 typedef int8_t bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 typedef uint8_t ubytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+typedef int16_t shorts __attribute__((vector_size(WIDTH), aligned(2), may_alias));
 typedef int32_t ints __attribute__((vector_size(WIDTH), aligned(4), may_alias));
 typedef float floats __attribute__((vector_size(WIDTH), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(WIDTH / 2), aligned(2), may_alias));
@@ -44,9 +67,12 @@ typedef uint16_t halves __attribute__((vector_size(WIDTH / 2), aligned(2), may_a
 
 enum scale_kind { FLOAT, HALF, BFLOAT };
 
-/* acc[i] += the sum over 4 bytes of w[4i + b] * x[4 * word + b]; `small` says that no weight is negative. */
+/* acc[i] += the sum over 4 bytes of (w[4i + b] + TURN) * x[4 * word + b]; without TURN if `small`, which says that no
+ * weight is negative. Where it NEGATES what is in x, that must not be -128. The same over pairs of 16 bits as they are. */
 #if defined(__ARM_FEATURE_DOTPROD)
-typedef int8x16_t quad; /* 4 words of a row of x */
+#define TURN 0
+#define NEGATES 0
+typedef int8x16_t quad; /* 4 words */
 INLINE quad load_quad(const int8_t *x) { return vld1q_s8(x); }
 INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
     (void)small;
@@ -59,45 +85,66 @@ INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
 }
 #else
 typedef const int8_t *quad;
+typedef int32_t four_bytes __attribute__((aligned(1), may_alias));
 INLINE quad load_quad(const int8_t *x) { return x; }
-INLINE int32_t word_of(quad x, const int word) {
-    int32_t value;
-    memcpy(&value, x + 4 * word, 4);
-    return value;
+INLINE four_bytes word_of(quad x, const int word) { return *(const four_bytes *)(x + 4 * word); }
+#if defined(__AVX512VNNI__)
+#define TURN 128
+#define NEGATES 0
+/* Compilers load a word first, which takes half of what the processor can begin in a cycle. */
+INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
+    __m512i weights = small ? (__m512i)w : _mm512_xor_si512((__m512i)w, _mm512_set1_epi8(-TURN));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*(const four_bytes *)(x + 4 * word)));
+    return acc;
 }
-#if defined(__AVX512BW__)
+#elif defined(__AVX512BW__)
+#define TURN 0
+#define NEGATES 1
 INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
     __m512i weights = (__m512i)w, inputs = _mm512_set1_epi32(word_of(x, word));
     if (!small) {
         inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
         weights = _mm512_abs_epi8(weights);
     }
-#if defined(__AVX512VNNI__)
-    return (ints)_mm512_dpbusd_epi32((__m512i)acc, weights, inputs);
-#else
     __m512i pairs = _mm512_maddubs_epi16(weights, inputs);
     return acc + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#endif
+}
+INLINE ints dot_pairs(ints acc, bytes w, quad x, const int word) {
+    return acc + (ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(word_of(x, word)));
+}
+#elif defined(__AVXVNNI__)
+#define TURN 128
+#define NEGATES 0
+INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
+    __m256i weights = small ? (__m256i)w : _mm256_xor_si256((__m256i)w, _mm256_set1_epi8(-TURN));
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)acc, weights, _mm256_set1_epi32(word_of(x, word)));
 }
 #elif defined(__AVX2__)
+#define TURN 0
+#define NEGATES 1
 INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
     __m256i weights = (__m256i)w, inputs = _mm256_set1_epi32(word_of(x, word));
     if (!small) {
         inputs = _mm256_sign_epi8(inputs, weights);
         weights = _mm256_abs_epi8(weights);
     }
-#if defined(__AVXVNNI__)
-    return (ints)_mm256_dpbusd_avx_epi32((__m256i)acc, weights, inputs);
-#else
     __m256i pairs = _mm256_maddubs_epi16(weights, inputs);
     return acc + (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
+}
+INLINE ints dot_pairs(ints acc, bytes w, quad x, const int word) {
+    return acc + (ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(word_of(x, word)));
 }
 #else
+#define TURN 0
+#define NEGATES 0
 INLINE ints dot(ints acc, bytes w, quad x, const int word, const int small) {
     (void)small;
     for (int b = 0; b < 4; b++) acc += (((ints)w << (24 - 8 * b)) >> 24) * x[4 * word + b];
     return acc;
+}
+INLINE ints dot_pairs(ints acc, bytes w, quad x, const int word) {
+    four_bytes both = word_of(x, word);
+    return acc + (((ints)w << 16) >> 16) * (int16_t)both + ((ints)w >> 16) * (both >> 16);
 }
 #endif
 #endif
@@ -118,7 +165,7 @@ INLINE bytes load_bytes(const uint8_t *p) { return *(const bytes *)p; }
 /* A word of all outputs from packed codes. Codes of 4 bits lie two to a byte, 4 words apart; the fifth bits of a byte's 8
  * words lie together behind them. */
 INLINE bytes unpack(const uint8_t *block, const int word, const int vector, const int bits) {
-    if (bits == 8) return load_bytes(block + word * STEP + vector * WIDTH);
+    if (bits >= 8) return load_bytes(block + word * STEP + vector * WIDTH);
     ubytes both = (ubytes)load_bytes(block + word % 4 * STEP + vector * WIDTH);
     ubytes code = both & 15;
     if (word >= 4) code = both >> 4;
@@ -131,42 +178,113 @@ INLINE bytes unpack(const uint8_t *block, const int word, const int vector, cons
 
 INLINE index_t block_bytes(const int bits) { return STEP * bits; }
 
-/* One row of x in whole numbers: blocks of [planes][32] bytes, for each the scale and the sum of its numbers, and what
- * that sum stands for. */
+/* Rows of x in whole numbers, some side by side: [blocks][planes][words][rows][4] bytes, the words of both planes in
+ * place of the planes where numbers are as they are. For each block of each row the scale, the sum of its numbers times it, and what makes up for weights that are not what is multiplied. */
 struct input {
     int8_t *codes;
     float *scales, *shares;
-    int32_t *sums;
+    int32_t *starts;
 };
 
-static void round_row(const float *x, index_t columns, struct input out) {
-    for (index_t at = 0; at < columns; at += BLOCK) {
-        float values[BLOCK] = {0}, largest = 0;
+INLINE struct input input_at(struct input x, index_t block, index_t beside, index_t row) {
+    index_t at = block * beside + row;
+    return (struct input){x.codes + block * beside * PLANES * BLOCK + 4 * row, x.scales + at, x.shares + at, x.starts + at};
+}
+
+/* 4 words of 4 rows, row by row, to be word by word. */
+INLINE void put_four(int8_t (*codes)[PLANES * BLOCK], int8_t *out, index_t apart) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    int32x4_t row[FOUR];
+    for (int r = 0; r < FOUR; r++) row[r] = vreinterpretq_s32_s8(vld1q_s8(codes[r]));
+    for (int odd = 0; odd < 2; odd++) {
+        int64x2_t low = vreinterpretq_s64_s32(odd ? vtrn2q_s32(row[0], row[1]) : vtrn1q_s32(row[0], row[1]));
+        int64x2_t high = vreinterpretq_s64_s32(odd ? vtrn2q_s32(row[2], row[3]) : vtrn1q_s32(row[2], row[3]));
+        vst1q_s8(out + odd * apart, vreinterpretq_s8_s64(vtrn1q_s64(low, high)));
+        vst1q_s8(out + (2 + odd) * apart, vreinterpretq_s8_s64(vtrn2q_s64(low, high)));
+    }
+#elif defined(__AVX2__)
+    __m128i row[FOUR];
+    for (int r = 0; r < FOUR; r++) row[r] = _mm_loadu_si128((const __m128i *)codes[r]);
+    for (int half = 0; half < 2; half++) {
+        __m128i low = half ? _mm_unpackhi_epi32(row[0], row[1]) : _mm_unpacklo_epi32(row[0], row[1]);
+        __m128i high = half ? _mm_unpackhi_epi32(row[2], row[3]) : _mm_unpacklo_epi32(row[2], row[3]);
+        _mm_storeu_si128((__m128i *)(out + 2 * half * apart), _mm_unpacklo_epi64(low, high));
+        _mm_storeu_si128((__m128i *)(out + (2 * half + 1) * apart), _mm_unpackhi_epi64(low, high));
+    }
+#else
+    for (int word = 0; word < 4; word++)
+        for (int r = 0; r < FOUR; r++) memcpy(out + word * apart + 4 * r, codes[r] + 4 * word, 4);
+#endif
+}
+
+/* A block of one row, or of four that lie side by side, of so many that do. One row alone waits for each step of a long
+ * chain. A number added to 1.5 * 2^23 is rounded, and in the lowest bits. */
+INLINE void round_blocks(const float *x, index_t columns, struct input out, index_t beside, int shift, const int rows,
+                         const int bits) {
+    int8_t codes[FOUR][PLANES * BLOCK];
+    float largest[FOUR], inverse[FOUR];
+#define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
+    EACH_ROW {
+        int32_t sizes[BLOCK], most = 0;
+        memcpy(sizes, x + r * columns, sizeof sizes);
+        for (int i = 0; i < BLOCK; i++) most = most > (sizes[i] & INT32_MAX) ? most : sizes[i] & INT32_MAX;
+        memcpy(largest + r, &most, sizeof most);
+    }
+    EACH_ROW inverse[r] = largest[r] > 0x1p-100f ? LARGEST / largest[r] : 0;
+    EACH_ROW out.scales[r] = largest[r] / LARGEST;
+    EACH_ROW {
         int32_t whole[BLOCK], sum = 0;
-        memcpy(values, x + at, (columns - at < BLOCK ? columns - at : BLOCK) * sizeof(float));
-        for (int i = 0; i < BLOCK; i++) largest = fmaxf(largest, fabsf(values[i]));
-        float scale = largest / LARGEST, inverse = largest > 0x1p-100f ? LARGEST / largest : 0;
-        for (int i = 0; i < BLOCK; i++) whole[i] = (int32_t)rintf(values[i] * inverse);
+        int16_t as_they_are[BLOCK];
+        float biased[BLOCK];
+        for (int i = 0; i < BLOCK; i++) biased[i] = x[r * columns + i] * inverse[r] + 0x1.8p23f;
+        memcpy(whole, biased, sizeof whole);
         for (int i = 0; i < BLOCK; i++) {
-            int32_t high = (whole[i] + BASE / 2) >> 8, low = whole[i] - BASE * high;
-            low = low < -127 ? -127 : low; /* some processors cannot negate -128 */
-            out.codes[PLANES * at + i] = high;
-            out.codes[PLANES * at + BLOCK + i] = low;
-            sum += BASE * high + low;
+            whole[i] -= 0x4b400000;
+            if (NEGATES && (whole[i] & 255) == 128) whole[i]++;
+            as_they_are[i] = whole[i];
+            sum += whole[i];
         }
-        out.scales[at / BLOCK] = scale;
-        out.sums[at / BLOCK] = sum;
-        out.shares[at / BLOCK] = scale * sum;
+        if (bits == 16) memcpy(codes[r], as_they_are, sizeof as_they_are);
+        for (int i = 0; i < BLOCK && bits == 8; i++) {
+            codes[r][i] = (whole[i] + BASE / 2) >> 8;
+            codes[r][BLOCK + i] = whole[i];
+        }
+        out.shares[r] = out.scales[r] * sum;
+        out.starts[r] = -shift * sum;
+    }
+#undef EACH_ROW
+    for (int word = 0; word < PLANES * WORDS; word++) {
+        int8_t *own = out.codes + 4 * beside * word;
+        if (rows == 1) memcpy(own, codes[0] + 4 * word, 4);
+        else if (word % 4 == 0) put_four((int8_t(*)[PLANES * BLOCK])(codes[0] + 4 * word), own, 4 * beside);
     }
 }
 
-/* A panel: codes of `bits`, and for each group of blocks the scales and, where there are any, minimums of 16 outputs.
- * A weight is (code - shift) * scale + minimum. */
+INLINE void round_some(const float *x, index_t columns, struct input out, index_t beside, int shift, const int rows,
+                       const int bits) {
+    float rest[FOUR * BLOCK] = {0};
+    index_t done = 0;
+    for (; done + BLOCK <= columns; done += BLOCK, out = input_at(out, 1, beside, 0))
+        round_blocks(x + done, columns, out, beside, shift, rows, bits);
+    if (done == columns) return;
+    for (int r = 0; r < rows; r++) memcpy(rest + r * BLOCK, x + r * columns + done, (columns - done) * sizeof(float));
+    round_blocks(rest, BLOCK, out, beside, shift, rows, bits);
+}
+
+static void round_rows(const float *x, index_t columns, struct input out, index_t beside, int shift, index_t rows, int bits) {
+    if (rows == FOUR && bits == 8) round_some(x, columns, out, beside, shift, FOUR, 8);
+    if (rows == 1 && bits == 8) round_some(x, columns, out, beside, shift, 1, 8);
+#if WIDE == 16
+    if (rows == FOUR && bits == 16) round_some(x, columns, out, beside, shift, FOUR, 16);
+    if (rows == 1 && bits == 16) round_some(x, columns, out, beside, shift, 1, 16);
+#endif
+}
+
+/* A panel: codes of `bits`, and for each group of blocks the scales and, where there are any, minimums of 16 outputs. */
 struct panel {
     const uint8_t *codes;
     const void *scales, *minimums;
     index_t blocks, group;
-    int shift;
 };
 
 INLINE void put(const floats *total, const float *bias, float *y, index_t width) {
@@ -174,6 +292,9 @@ INLINE void put(const floats *total, const float *bias, float *y, index_t width)
     memcpy(out, total, sizeof out);
     for (index_t i = 0; i < width; i++) y[i] = out[i] + (bias ? bias[i] : 0);
 }
+
+/* Of unsigned codes with minimums, no number is shifted. */
+INLINE int adds_starts(const int small, const int has_minimums) { return small ? !has_minimums : TURN != 0; }
 
 /* `some` vectors of outputs, from `first` on, of a few rows: both planes at once, so that each weight is unpacked once. */
 INLINE void multiply(struct panel w, const struct input *x, floats (*out)[VECTORS], const int first, const int some,
@@ -183,8 +304,8 @@ INLINE void multiply(struct panel w, const struct input *x, floats (*out)[VECTOR
     for (index_t block = 0; block < w.blocks; block++) {
         ints acc[PLANES][FEW][VECTORS] = {{{{0}}}};
         const uint8_t *codes = w.codes + block * block_bytes(bits);
-        __builtin_prefetch(codes + 8 * block_bytes(bits));
-        __builtin_prefetch(codes + 8 * block_bytes(bits) + STEP);
+        for (int line = 0; line < ASKED_LINES(bits); line++)
+            __builtin_prefetch(codes + ASKED_BLOCKS * block_bytes(bits) + line * STEP);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half++) {
             quad inputs[PLANES][FEW];
@@ -204,7 +325,7 @@ INLINE void multiply(struct panel w, const struct input *x, floats (*out)[VECTOR
             floats scales = load_scales(w.scales, at + v * LANES, kind);
             for (int r = 0; r < rows; r++) {
                 ints sum = (acc[0][r][v] << 8) + acc[1][r][v];
-                if (!has_minimums && small) sum -= w.shift * x[r].sums[block];
+                if (adds_starts(small, has_minimums)) sum += x[r].starts[block];
                 total[r][v] += __builtin_convertvector(sum, floats) * (scales * x[r].scales[block]);
             }
             if (!has_minimums) continue;
@@ -217,44 +338,51 @@ INLINE void multiply(struct panel w, const struct input *x, floats (*out)[VECTOR
         for (int v = 0; v < some; v++) out[r][first + v] = total[r][v];
 }
 
-/* The same for `rows` rows, which lie `stride` apart in y, with a byte a code and scales in float32. One plane comes after
- * the other: then a sum has one register, and there are enough for four rows. */
-INLINE void multiply_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t stride,
-                          index_t width, const int rows, const int small, const int has_minimums) {
+INLINE ints dot_of(ints acc, bytes w, quad x, const int word, const int bits, const int small) {
+#if WIDE == 16
+    if (bits == 16) return dot_pairs(acc, w, x, word);
+#endif
+    return dot(acc, w, x, word, small);
+}
+
+/* The same for as many rows as lie side by side, with scales in float32. One plane comes after the other: then a sum has
+ * one register, and there are enough for more rows. */
+INLINE void multiply_rows(struct panel w, struct input x, floats (*out)[VECTORS], const int rows, const int bits,
+                          const int small, const int has_minimums) {
     floats total[ROWS][VECTORS] = {{{0}}};
     index_t at = 0, left = w.group;
-    for (index_t block = 0; block < w.blocks; block++) {
+    for (index_t block = 0; block < w.blocks; block++, x = input_at(x, 1, rows, 0)) {
         ints acc[ROWS][VECTORS] = {{{0}}};
-        const uint8_t *codes = w.codes + block * block_bytes(8);
+        const uint8_t *codes = w.codes + block * block_bytes(bits);
 #pragma GCC unroll 1
-        for (int quarter = 0; quarter < 4; quarter++) {
-            quad inputs[ROWS];
-            if (quarter == 2)
+        for (int first = 0; first < PLANES * WORDS; first += UNROLLED) {
+            if (first == WORDS && bits != 16)
                 for (int r = 0; r < rows; r++)
                     for (int v = 0; v < VECTORS; v++) {
                         acc[r][v] <<= 8;
-                        if (!has_minimums && small) acc[r][v] -= w.shift * x[r].sums[block];
+                        if (adds_starts(small, has_minimums)) acc[r][v] += x.starts[r];
                     }
-            for (int r = 0; r < rows; r++) inputs[r] = load_quad(x[r].codes + block * PLANES * BLOCK + quarter * BLOCK / 2);
-#pragma GCC unroll 4
-            for (int word = 0; word < WORDS / 2; word++)
+#pragma GCC unroll 8
+            for (int word = first; word < first + UNROLLED; word++) {
+                quad inputs = load_quad(x.codes + word * rows * 4);
                 for (int v = 0; v < VECTORS; v++) {
-                    bytes weights = load_bytes(codes + (quarter % 2 * WORDS / 2 + word) * STEP + v * WIDTH);
-                    for (int r = 0; r < rows; r++) acc[r][v] = dot(acc[r][v], weights, inputs[r], word, small);
+                    bytes weights = unpack(codes, bits == 16 ? word : word % WORDS, v, bits);
+                    for (int r = 0; r < rows; r++) acc[r][v] = dot_of(acc[r][v], weights, inputs, r, bits, small);
                 }
+            }
         }
         for (int v = 0; v < VECTORS; v++) {
             floats scales = load_scales(w.scales, at + v * LANES, FLOAT);
             for (int r = 0; r < rows; r++)
-                total[r][v] += __builtin_convertvector(acc[r][v], floats) * (scales * x[r].scales[block]);
+                total[r][v] += __builtin_convertvector(acc[r][v], floats) * (scales * x.scales[r]);
             if (has_minimums) {
                 floats minimums = load_scales(w.minimums, at + v * LANES, FLOAT);
-                for (int r = 0; r < rows; r++) total[r][v] += minimums * x[r].shares[block];
+                for (int r = 0; r < rows; r++) total[r][v] += minimums * x.shares[r];
             }
         }
         if (--left == 0) at += PANEL, left = w.group;
     }
-    for (int r = 0; r < rows; r++) put(total[r], bias, y + r * stride, width);
+    memcpy(out, total, rows * sizeof total[0]);
 }
 
 static void one_row(struct panel w, const struct input *x, const float *bias, float *y, index_t width, int bits, int kind) {
@@ -275,14 +403,35 @@ static void one_row(struct panel w, const struct input *x, const float *bias, fl
     put(out[0], bias, y, width);
 }
 
-/* The same panel with a byte a code and scales in float32, for many rows. */
-INLINE void widen_codes(struct panel w, uint8_t *codes, const int bits) {
+/* Bytes 2 * half and 2 * half + 1 of each word, less `shift`, in 16 bits each. */
+INLINE bytes widen_pair(bytes w, const int half, int shift) {
+#if defined(__AVX2__)
+    __m128i lane = _mm_set_epi8(13, -1, 12, -1, 9, -1, 8, -1, 5, -1, 4, -1, 1, -1, 0, -1);
+    lane = _mm_add_epi8(lane, _mm_set1_epi16(2 * half << 8));
+#if defined(__AVX512BW__)
+    shorts high = (shorts)_mm512_shuffle_epi8((__m512i)w, _mm512_broadcast_i32x4(lane));
+#else
+    shorts high = (shorts)_mm256_shuffle_epi8((__m256i)w, _mm256_broadcastsi128_si256(lane));
+#endif
+#else
+    ints own = (ints)w >> 16 * half;
+    shorts high = (shorts)(((own & 0xff) << 8) | ((own & 0xff00) << 16));
+#endif
+    return (bytes)((high >> 8) - (int16_t)shift);
+}
+
+/* The same panel with WIDE bits a code and scales in float32, for many rows. */
+INLINE void widen_codes(struct panel w, uint8_t *codes, int shift, const int bits) {
     for (index_t block = 0; block < w.blocks; block++) {
+        uint8_t *wide = codes + block * block_bytes(WIDE);
         for (int line = 0; line < bits; line++) __builtin_prefetch(w.codes + (block + 8) * block_bytes(bits) + line * STEP);
         for (int word = 0; word < WORDS; word++)
-            for (int v = 0; v < VECTORS; v++)
-                *(bytes *)(codes + block * block_bytes(8) + word * STEP + v * WIDTH) =
-                    unpack(w.codes + block * block_bytes(bits), word, v, bits);
+            for (int v = 0; v < VECTORS; v++) {
+                bytes own = unpack(w.codes + block * block_bytes(bits), word, v, bits);
+                for (int half = 0; half < WIDE / 8; half++)
+                    *(bytes *)(wide + (word * WIDE / 8 + half) * STEP + v * WIDTH) =
+                        WIDE == 8 ? own : widen_pair(own, half, shift);
+            }
     }
 }
 
@@ -290,10 +439,12 @@ INLINE void widen_scales(const void *scales, float *wide, index_t count, const e
     for (index_t i = 0; i < count; i += LANES) *(floats *)(wide + i) = load_scales(scales, i, kind);
 }
 
-static struct panel with_wide_codes(struct panel w, uint8_t *codes, int bits) {
-    if (bits == 4) widen_codes(w, codes, 4);
-    if (bits == 5) widen_codes(w, codes, 5);
-    if (bits != 8) w.codes = codes;
+static struct panel with_wide_codes(struct panel w, uint8_t *codes, int shift, int bits) {
+    if (bits == WIDE) return w;
+    if (bits == 4) widen_codes(w, codes, shift, 4);
+    if (bits == 5) widen_codes(w, codes, shift, 5);
+    if (bits == 8) widen_codes(w, codes, shift, 8);
+    w.codes = codes;
     return w;
 }
 
@@ -312,44 +463,90 @@ static struct panel with_wide_scales(struct panel w, float *scales, int kind) {
     return wide;
 }
 
-/* Two or three rows of weights that are packed: as many outputs at once as have their sums in registers. */
+/* A few rows of weights that are packed: as many outputs at once as have their sums in registers. */
 static void few_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
                      index_t width, int bits) {
     floats out[FEW][VECTORS];
-#define CASE(b, r, some, has_minimums) \
-    if (bits == b && rows == r && !w.minimums == !has_minimums) \
+#define CASE(r, some, b, has_minimums) \
+    if (rows == r && bits == b && !w.minimums == !has_minimums) \
         for (int first = 0; first < VECTORS; first += some) \
             multiply(w, x, out, first, some, r, b, 1, FLOAT, has_minimums)
-    CASE(4, 2, VECTORS, 0);
-    CASE(4, 2, VECTORS, 1);
-    CASE(5, 2, VECTORS, 0);
-    CASE(5, 2, VECTORS, 1);
-    CASE(4, 3, HALF_PANEL, 0);
-    CASE(4, 3, HALF_PANEL, 1);
-    CASE(5, 3, HALF_PANEL, 0);
-    CASE(5, 3, HALF_PANEL, 1);
+#define CASES(r, some) \
+    CASE(r, some, 4, 0); \
+    CASE(r, some, 4, 1); \
+    CASE(r, some, 5, 0); \
+    CASE(r, some, 5, 1)
+    CASES(2, VECTORS);
+    CASES(3, HALF_PANEL);
+#if FEW > 3
+    CASES(4, VECTORS);
+    CASES(5, VECTORS);
+    CASES(6, VECTORS);
+#endif
+#undef CASES
 #undef CASE
     for (index_t r = 0; r < rows; r++) put(out[r], bias, y + r * stride, width);
 }
 
-INLINE void all_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
-                     index_t width, const int small, const int has_minimums) {
-    index_t row = 0;
-#define TAKE(count) \
-    for (; row + count <= rows; row += count) \
-        multiply_rows(w, x + row, bias, y + row * stride, stride, width, count, small, has_minimums)
-    TAKE(ROWS);
-    TAKE(2);
-    TAKE(1);
-#undef TAKE
+/* All rows of x. One, or a few that meet packed weights, lie one after the other; else as many side by side as are
+ * multiplied at once, with zeros for those that are missing. Numbers have `bits`: 8 in planes, 16 as they are. */
+struct inputs {
+    struct input all;
+    index_t rows, blocks;
+    int in_turn, bits;
+};
+
+static index_t beside(const struct inputs *x, index_t row) {
+    index_t left = x->rows - row / ROWS * ROWS;
+    if (x->in_turn) return 1;
+    return left > 8 && ROWS > 8 ? ROWS : left > 4 && ROWS > 4 ? 8 : left > 2 ? 4 : left;
 }
 
-static void many_rows(struct panel w, const struct input *x, const float *bias, float *y, index_t rows, index_t stride,
-                      index_t width, int small) {
-    if (small && w.minimums) all_rows(w, x, bias, y, rows, stride, width, 1, 1);
-    if (small && !w.minimums) all_rows(w, x, bias, y, rows, stride, width, 1, 0);
-    if (!small && w.minimums) all_rows(w, x, bias, y, rows, stride, width, 0, 1);
-    if (!small && !w.minimums) all_rows(w, x, bias, y, rows, stride, width, 0, 0);
+/* Where a block of one of the rows is. */
+static struct input input_of(const struct inputs *x, index_t row, index_t block) {
+    index_t ahead = x->in_turn ? row : row / ROWS * ROWS;
+    return input_at(input_at(x->all, ahead * x->blocks, 1, 0), block, beside(x, row), row - ahead);
+}
+
+static void many_rows(struct panel w, const struct inputs *x, index_t block, const float *bias, float *y, index_t stride,
+                      index_t width, int bits, int small) {
+    for (index_t row = 0; row < x->rows; row += ROWS) {
+        struct input own = input_of(x, row, block);
+        index_t places = beside(x, row);
+        floats out[ROWS][VECTORS];
+        for (index_t r = row; r < row + ROWS && r < x->rows; r++) __builtin_prefetch(y + r * stride, 1);
+#define CASE(p, b, s, has_minimums) \
+    if (places == p && bits == b && small == s && !w.minimums == !has_minimums) \
+        multiply_rows(w, own, out, p, b, s, has_minimums)
+#define CASES(p, b, s) \
+    CASE(p, b, s, 0); \
+    CASE(p, b, s, 1)
+        CASES(2, 8, 0);
+        CASES(4, 8, 0);
+#if WIDE == 8
+        CASES(1, 8, 0);
+        CASES(1, 8, 1);
+        CASES(2, 8, 1);
+        CASES(4, 8, 1);
+#else
+        CASES(1, 16, 0);
+        CASES(2, 16, 0);
+        CASES(4, 16, 0);
+#endif
+#if ROWS > 4
+        CASES(8, 4, 1);
+        CASES(8, 5, 1);
+        CASES(8, 8, 0);
+        CASES(8, 8, 1);
+        CASES(ROWS, 4, 1);
+        CASES(ROWS, 5, 1);
+        CASES(ROWS, 8, 0);
+        CASES(ROWS, 8, 1);
+#endif
+#undef CASES
+#undef CASE
+        for (index_t r = row; r < row + ROWS && r < x->rows; r++) put(out[r - row], bias, y + r * stride, width);
+    }
 }
 
 /* As panels.py has it; a group has `group` columns, and panels have codes and scales so many bytes apart. */
@@ -362,63 +559,82 @@ struct matrix {
 static struct panel panel_of(const struct matrix *w, index_t number) {
     index_t at = number * w->scales_apart;
     return (struct panel){w->codes + number * w->codes_apart, w->scales + at, w->minimums ? w->minimums + at : 0,
-                          (w->columns + BLOCK - 1) / BLOCK, w->group / BLOCK, w->shift};
+                          (w->columns + BLOCK - 1) / BLOCK, w->group / BLOCK};
 }
 
 /* One of equal parts of a panel's columns. */
 static struct panel unit_of(struct panel w, index_t unit, index_t units, int bits, int scale_bytes) {
     index_t blocks = w.blocks / units, at = unit * blocks / w.group * PANEL * scale_bytes;
     return (struct panel){w.codes + unit * blocks * block_bytes(bits), (const char *)w.scales + at,
-                          w.minimums ? (const char *)w.minimums + at : 0, blocks, w.group, w.shift};
+                          w.minimums ? (const char *)w.minimums + at : 0, blocks, w.group};
 }
 
-/* Each sum over the columns is made in one order, block by block, however many rows there are. */
-INLINE void multiply_panel(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
+/* With x from some block on. Each sum over the columns is made in one order, block by block, however many rows there
+ * are. */
+INLINE void multiply_panel(struct panel w, const struct inputs *x, index_t block, const float *bias, float *y,
                            index_t stride, index_t width, int bits, int kind, int small) {
-    if (rows == 1) one_row(w, x, bias, y, width, bits, kind);
-    else if (bits < 8) few_rows(w, x, bias, y, rows, stride, width, bits);
-    else many_rows(w, x, bias, y, rows, stride, width, small);
+    struct input few[FEW];
+    if (!x->in_turn) {
+        many_rows(w, x, block, bias, y, stride, width, bits, small);
+        return;
+    }
+    for (index_t row = 0; row < x->rows; row++) few[row] = input_of(x, row, block);
+    if (x->rows == 1) one_row(w, few, bias, y, width, bits, kind);
+    else few_rows(w, few, bias, y, x->rows, stride, width, bits);
 }
 
 /* The same by units, a power of two, whose sums are added up as a balanced tree: as many of its branches wait as the
  * number of the unit has ones. */
-static void multiply_units(struct panel w, const struct input *x, const float *bias, float *y, index_t rows,
-                           index_t stride, index_t width, int bits, int kind, int small, index_t units, float *branches) {
-    index_t size = rows * width;
+static void multiply_units(struct panel w, const struct inputs *x, const float *bias, float *y, index_t stride,
+                           index_t width, int bits, int kind, int small, index_t units, float *branches) {
+    index_t size = x->rows * width, blocks = x->blocks / units;
     int scale_bytes = kind == FLOAT ? 4 : 2;
-    for (index_t unit = 0; unit < units; unit++, x += rows) {
+    for (index_t unit = 0; unit < units; unit++) {
         float *own = branches + __builtin_popcountll(unit) * size;
         struct panel part = unit_of(w, unit, units, bits, scale_bytes);
-        multiply_panel(part, x, unit ? 0 : bias, own, rows, width, width, bits, kind, small);
+        multiply_panel(part, x, unit * blocks, unit ? 0 : bias, own, width, width, bits, kind, small);
         for (index_t left = unit; left & 1; left >>= 1, own -= size)
             for (index_t i = 0; i < size; i++) own[i - size] += own[i];
     }
-    for (index_t row = 0; row < rows; row++) memcpy(y + row * stride, branches + row * width, width * sizeof(float));
+    for (index_t row = 0; row < x->rows; row++) memcpy(y + row * stride, branches + row * width, width * sizeof(float));
 }
 
 #define MOST_BRANCHES 4 /* of 8 units */
+#define INPUT_BYTES (PLANES * BLOCK + 3 * 4) /* of a block of a row */
+
+/* In fresh memory, with nothing in it but zeros where rows are missing. */
+static struct inputs room_for(index_t rows, index_t blocks, int bits) {
+    index_t places = (rows + ROWS - 1) / ROWS * ROWS * blocks, full = rows / ROWS * ROWS * blocks;
+    int8_t *codes = aligned_alloc(64, (places * INPUT_BYTES + 63) & ~63);
+    float *scales = (float *)(codes + places * PLANES * BLOCK);
+    struct input all = {codes, scales, scales + places, (int32_t *)(scales + 2 * places)}, last = input_at(all, full, 1, 0);
+    memset(last.codes, 0, (places - full) * PLANES * BLOCK);
+    memset(last.scales, 0, (places - full) * sizeof(float));
+    memset(last.shares, 0, (places - full) * sizeof(float));
+    memset(last.starts, 0, (places - full) * sizeof(int32_t));
+    return (struct inputs){all, rows, blocks, rows == 1 || (rows <= FEW && bits < 8), rows > PACKED ? WIDE : 8};
+}
 
 /* y = x @ w.T + bias: x is [m, columns] in float32, y [m, rows]. */
 void panel_product(const struct matrix *w, const float *x, const float *bias, float *y, index_t m) {
-    index_t n = w->rows, k = w->columns, blocks = (k + BLOCK - 1) / BLOCK, panels = (n + PANEL - 1) / PANEL;
-    index_t units = w->units, of_unit = blocks / units;
-    int8_t *rounded = aligned_alloc(64, m * blocks * PLANES * BLOCK);
-    float *scales = malloc(m * blocks * sizeof(float)), *shares = malloc(m * blocks * sizeof(float));
-    int32_t *sums = malloc(m * blocks * sizeof(int32_t));
-    struct input *inputs = malloc(units * m * sizeof(struct input));
-    for (index_t i = 0; i < units * m; i++) {
-        index_t at = i % m * blocks + i / m * of_unit;
-        inputs[i] = (struct input){rounded + at * PLANES * BLOCK, scales + at, shares + at, sums + at};
-    }
-    if (m == 1) round_row(x, k, inputs[0]);
+    index_t n = w->rows, k = w->columns, panels = (n + PANEL - 1) / PANEL, units = w->units;
+    struct inputs inputs = room_for(m, (k + BLOCK - 1) / BLOCK, w->bits);
+    int shift = w->bits < 8 ? w->shift : TURN;
+    if (m == 1) round_rows(x, k, inputs.all, 1, shift, 1, inputs.bits);
 #pragma omp parallel if (m * n * k > PARALLEL_FROM)
     {
-        uint8_t *wide = m > 1 ? aligned_alloc(64, blocks * BLOCK * PANEL) : 0;
-        float *wide_scales = m > 1 ? aligned_alloc(64, blocks * PANEL * 2 * sizeof(float)) : 0;
+        uint8_t *wide = m > PACKED ? aligned_alloc(64, inputs.blocks * block_bytes(WIDE)) : 0;
+        float *wide_scales = m > 1 ? aligned_alloc(64, inputs.blocks * PANEL * 2 * sizeof(float)) : 0;
         float *branches = units > 1 ? malloc(MOST_BRANCHES * m * PANEL * sizeof(float)) : 0;
         if (m > 1) {
 #pragma omp for schedule(static)
-            for (index_t row = 0; row < m; row++) round_row(x + row * k, k, inputs[row]);
+            for (index_t first = 0; first < m; first += FOUR) {
+                index_t places = beside(&inputs, first), row = first;
+                if (places % FOUR == 0 && m - first >= FOUR)
+                    round_rows(x + first * k, k, input_of(&inputs, first, 0), places, shift, FOUR, inputs.bits), row += FOUR;
+                for (; row < first + FOUR && row < m; row++)
+                    round_rows(x + row * k, k, input_of(&inputs, row, 0), places, shift, 1, inputs.bits);
+            }
         }
 #pragma omp for schedule(static)
         for (index_t p = 0; p < panels; p++) {
@@ -427,20 +643,19 @@ void panel_product(const struct matrix *w, const float *x, const float *bias, fl
             index_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
             int bits = w->bits, kind = w->scale_kind, small = bits < 8;
             if (m > 1) own = with_wide_scales(own, wide_scales, kind), kind = FLOAT;
-            if (m > FEW) own = with_wide_codes(own, wide, bits), bits = 8;
+            if (m > PACKED) {
+                own = with_wide_codes(own, wide, own.minimums || bits == 8 ? 0 : w->shift, bits);
+                bits = WIDE, small &= WIDE == 8;
+            }
             if (units > 1)
-                multiply_units(own, inputs, own_bias, y + p * PANEL, m, n, width, bits, kind, small, units, branches);
-            else multiply_panel(own, inputs, own_bias, y + p * PANEL, m, n, width, bits, kind, small);
+                multiply_units(own, &inputs, own_bias, y + p * PANEL, n, width, bits, kind, small, units, branches);
+            else multiply_panel(own, &inputs, 0, own_bias, y + p * PANEL, n, width, bits, kind, small);
         }
         free(wide);
         free(wide_scales);
         free(branches);
     }
-    free(rounded);
-    free(scales);
-    free(shares);
-    free(sums);
-    free(inputs);
+    free(inputs.all.codes);
 }
 
 /* 16 numbers e4m3 as float32 over 2^120: sign, exponent and mantissa just change places. */
@@ -488,7 +703,7 @@ INLINE void multiply_e4m3(struct panel w, const float *x, const float *bias, flo
 }
 
 static struct panel e4m3_panel(const struct matrix *w, index_t number) {
-    return (struct panel){w->codes + number * w->codes_apart, w->scales + number * w->scales_apart, 0, 0, 0, 0};
+    return (struct panel){w->codes + number * w->codes_apart, w->scales + number * w->scales_apart, 0, 0, 0};
 }
 
 /* y = x @ w.T + bias with weights that are e4m3 numbers. */

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from phalanx.kernels.fp8 import Activations
 from phalanx.kernels.layer import WholeLayer
 from phalanx.kernels.moe import summed
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.ffn import build_ffn
+from phalanx.layers.ffn.experts import Experts
 from phalanx.layers.hyper import HyperAround
 from phalanx.layers.mixers import build_mixer
 from phalanx.layers.mixers.gqa import Attention
@@ -52,7 +55,7 @@ class DecoderLayer:
         """Add to the stream; `rows` are those to go on with behind the mixer, all by default."""
         where = self.group.where
         where.at(2 * self.number)
-        if step.only_decodes and rows is None and self.in_one_call(stream, step):
+        if step.is_plain and rows is None and self.in_one_call(stream, step):
             return
         taken = self.around_mixer.enter(stream, step.form(self.mixer.takes))
         if step.watch is not None:
@@ -62,8 +65,13 @@ class DecoderLayer:
         step.rows = rows
         self.around_mixer.leave(mixed, stream)
         where.at(2 * self.number + 1)
-        taken = self.around_ffn.enter(stream, step.form(self.ffn.takes))
-        self.around_ffn.leave(self.ffn(taken, step), stream)
+        self.around_ffn.leave(self.ffn(self._enter_ffn(stream, step), step), stream)
+
+    def _enter_ffn(self, stream: Stream, step: StepContext) -> Activations | Unnormed:
+        around, form, unnormed = self.around_ffn, step.form(self.ffn.takes), None
+        if isinstance(around, Around) and isinstance(self.ffn, Experts) and self.ffn.norms(len(stream.residual)):
+            unnormed = around.enter_unnormed(stream, form)
+        return around.enter(stream, form) if unnormed is None else unnormed
 
     def in_one_call(self, stream: Stream, step: StepContext) -> bool:
         """Whether that was done: a CPU has a kernel for the whole of some layers, `whole`."""
@@ -72,10 +80,9 @@ class DecoderLayer:
         if self._asked_for is not self.mixer.cache:
             self._asked_for = self.mixer.cache
             self.whole = whole_layer(self.around_mixer, self.mixer, self.around_ffn, self.ffn)
-        rope = self.mixer.record.rope
-        if self.whole is None or rope is None or len(stream.residual) > self.whole.most_rows:
+        batch, rope = step.batch.of(self.mixer.cache_group), self.mixer.record.rope
+        if self.whole is None or rope is None or batch.alone is None or len(stream.residual) > self.whole.most_rows:
             return False
-        batch = step.batch.of(self.mixer.cache_group)
         part = None if stream.part is None else summed(stream.part)
-        stream.part = self.whole(stream.residual, part, step.turns(rope), batch)
+        stream.part = self.whole(stream.residual, part, step.turns(rope), batch.write_to, batch.alone)
         return True

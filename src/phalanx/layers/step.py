@@ -23,7 +23,7 @@ class StepContext:
     """Tokens and positions of the rows, how they meet the cache, and what is worked out once for several layers.
 
     `chosen` is what the last indexer made of the step. `rows` are those that it goes on with behind the last mixer.
-    `watch` is shown the residual stream. `only_decodes`: one token a row, and nobody adds to what layers do, or looks.
+    `watch` is shown the residual stream. `is_plain`: nobody adds to what layers do, or looks.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class StepContext:
         self._adapters = adapters
         self.positions = positions
         self.batch = batch
-        prompts = batch.prefills or batch.tiles is not None
-        self.only_decodes = batch.decode is not None and not prompts and adapters is None and watch is None
+        self.is_plain = adapters is None and watch is None
         self.masks = SightMasks(batch, block_size, dtype)
         self._rotary = rotary
         self.chosen: Best | Chosen | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.moe import summed
 from phalanx.kernels.pairs import Unsummed
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.norm import RmsNorm
 from phalanx.layers.place import Place
 
@@ -23,7 +25,7 @@ class Stream:
     def take_rows(self, rows: Tensor | None) -> None:
         """Go on with these rows alone."""
         if rows is not None:
-            self.residual = self.residual[rows]
+            self.residual = self.residual.index_select(0, rows)
 
 
 class Ends:
@@ -70,6 +72,15 @@ class Around:
         if part is not None:
             return self.before.of_sum(part, stream.residual, form)
         return self.before.given_as(form, stream.residual)
+
+    def enter_unnormed(self, stream: Stream, form: Form) -> Unnormed | None:
+        """What the part takes if it norms that itself. None where others have a share in it."""
+        part = stream.part
+        if self.before is None or self.group.size > 1 or not isinstance(part, Tensor):
+            return None
+        residual, kept = stream.residual, torch.empty_like(stream.residual)
+        stream.residual, stream.part = kept, None
+        return Unnormed(part, residual, kept, self.before.weight, self.before.eps, form)
 
     def leave(self, part: Tensor | Unsummed, stream: Stream) -> None:
         """Add this rank's share of what the part gives."""

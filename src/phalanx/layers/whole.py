@@ -1,4 +1,4 @@
-"""Which layers a CPU computes in one call, in steps that only decode."""
+"""Which layers a CPU computes in one call."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from phalanx.plan.speculated import published_acceptance
 from phalanx.plan.systems import OperatingSystem, system
 from phalanx.plan.traffic import read_sessions
 from phalanx.spec.calibration import Calibration
-from phalanx.spec.formats import KV_FORMATS
+from phalanx.spec.formats import DTYPE_NAMES, KV_FORMATS, STATE_DTYPES
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.workload import Workload
@@ -49,6 +49,7 @@ class PlanQuestion:
     tps: str = ""
     formats: str = ""
     kv_format: str = "bf16"
+    state_dtype: str = "auto"
     spread: float = 0.2
     requests: int | None = None
     rate: float | None = None
@@ -113,6 +114,8 @@ def compare(question: PlanQuestion, as_json: bool) -> None:
 def tell_what_fits(question: PlanQuestion, as_json: bool) -> None:
     """Without a model: all that the machine holds."""
     machine = Machine.parse(question.machine, question.network)
+    if question.state_dtype != "auto":
+        raise ConfigError("bad_option", f"state_dtype is {question.state_dtype!r} without a model.", "Name a model.")
     context = question.context or question.input_tokens + question.output_tokens
     found = what_fits(machine, context, _kv_format(question.kv_format))
     if as_json:
@@ -123,7 +126,8 @@ def tell_what_fits(question: PlanQuestion, as_json: bool) -> None:
 
 def ask(question: PlanQuestion) -> Plan:
     """The plan for a question; every word that is not understood is refused with the nearest that is."""
-    spec = _with_drafts(catalog.model(question.model), question)
+    kept = catalog.model(question.model).keeping_states_in(_state_dtype(question.state_dtype))
+    spec = _with_drafts(kept, question)
     there = system(question.os)
     machine = there.on(_machine(question))
     formats = tuple(catalog.check_format(name) for name in _words(question.formats))
@@ -223,6 +227,13 @@ def _kv_format(name: str) -> str:
         raise ConfigError(
             "unknown_format", f"KV cannot be kept as {name!r}.", f"{suggestion}Use {' or '.join(KV_FORMATS)}."
         )
+    return name
+
+
+def _state_dtype(asked: str) -> str:
+    name = DTYPE_NAMES.get(asked, asked)
+    if name not in STATE_DTYPES:
+        raise ConfigError("bad_option", f"state_dtype is {asked!r}.", f"Use one of {', '.join(STATE_DTYPES)}.")
     return name
 
 

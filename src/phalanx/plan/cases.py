@@ -113,7 +113,7 @@ def _work(spec: ModelSpec, measurement: Measurement) -> RankWork:
 
 
 def _spec(measurement: Measurement) -> ModelSpec:
-    spec = catalog.model(measurement.model)
+    spec = catalog.model(measurement.model).keeping_states_in(measurement.state_dtype)
     if measurement.speculates and not measurement.draft_model:
         if spec.head is None:
             found = f"{measurement.model} has no head that drafts, and no draft model is named"

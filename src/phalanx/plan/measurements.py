@@ -83,6 +83,7 @@ class Measurement:
     drafts: int = 3
     draft_model: str = ""
     is_shard: bool = False
+    state_dtype: str = "auto"
     line: int = field(default=0, compare=False)
 
     @property

@@ -65,6 +65,7 @@ def launch_of(plan: Plan, candidate: Candidate) -> Launch:
         prompt_replicas=candidate.prompt_replicas,
         weight_format=wanted,
         kv_format=candidate.fit.kv_format,
+        narrow_states=plan.spec.state_format == "bf16",
         max_model_len=served_context(plan, candidate),
         max_num_seqs=candidate.sequences,
         max_num_batched_tokens=candidate.engine.batched_tokens(plan.machine.smallest),

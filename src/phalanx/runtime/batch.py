@@ -15,15 +15,15 @@ from torch import Tensor
 from phalanx.engine.masks import places_for
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
-from phalanx.kernels.attention import AttentionBatch, PrefillRow
+from phalanx.kernels.attention import FEW_KEYS, AttentionBatch, PrefillRow
 from phalanx.kernels.draft_rows import Cache, Guess
-from phalanx.kernels.lookup import NOWHERE, TokenPool, look_up, take_in, tokens_at
+from phalanx.kernels.lookup import NOWHERE, TARGETS, TokenPool, look_up, take_in, tokens_at
 from phalanx.kernels.sampling_table import GREEDY_BELOW, PARAMETERS, pack
 from phalanx.kernels.tiling import PROMPT_TILE, DecodeRows, PrefillTiles, tile_prompt
 from phalanx.layers.adapters import StepAdapters
 from phalanx.runtime.masks import Masks
 
-_TABLES, _SAMPLING, _TOKENS, _LATEST_AT = range(4)
+_TABLES, _SAMPLING, _TOKENS, _LATEST_AT = range(TARGETS)
 """What is new goes to one of these."""
 
 
@@ -73,26 +73,26 @@ class StepInputs:
     wanted: Tensor
 
 
-class _News:
+class News:
     """Numbers for what a rank remembers and where each goes: in one copy and one launch, see `take_in`."""
 
     def __init__(self) -> None:
-        self.places = [array("q") for _ in range(4)]
-        self.numbers = [array("q") for _ in range(4)]
+        self._places = [array("q") for _ in range(TARGETS)]
+        self._numbers = [array("q") for _ in range(TARGETS)]
 
     def add(self, target: int, places: Iterable[int], numbers: Iterable[int]) -> None:
-        self.places[target].extend(places)
-        self.numbers[target].extend(numbers)
+        self._places[target].extend(places)
+        self._numbers[target].extend(numbers)
 
-    @property
-    def counts(self) -> list[int]:
-        return [len(places) for places in self.places]
+    def __len__(self) -> int:
+        return sum(map(len, self._places))
 
-    def all(self) -> Tensor:
-        found = array("q")
-        for part in (*self.places, *self.numbers):
+    def words(self) -> array[int]:
+        """As `take_in` reads them."""
+        found = array("q", accumulate(map(len, self._places)))
+        for part in (*self._places, *self._numbers):
             found += part
-        return torch.frombuffer(found, dtype=torch.int64)
+        return found
 
 
 def _grouped(batches: list[AttentionBatch]) -> AttentionBatch:
@@ -148,7 +148,7 @@ class Batch:
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Take in what is new in the plan and lay its rows out as tensors."""
-        self.update(plan)
+        self.take_in(self.read(plan))
         return self.lay_out(plan)
 
     def lay_out(self, plan: StepPlan) -> StepInputs:
@@ -158,7 +158,9 @@ class Batch:
         tokens, places = look_up(self.tokens, self._tables, slot_of, positions, self.block_size)
         on_gpu, alone = self.device.type == "cuda", sum(plan.counts[:singles])
         tiles = self._prefill_tiles(plan, singles) if on_gpu and singles < len(plan.counts) else None
-        blocks = -(-max(map(int.__add__, plan.starts[:singles], plan.counts), default=0) // self.block_size)
+        ends = list(map(int.__add__, plan.starts, plan.counts))
+        blocks = -(-max(ends[:singles], default=0) // self.block_size)
+        is_short = max(ends[singles:], default=0) <= FEW_KEYS
         attention = [
             AttentionBatch(
                 write_to=write_to,
@@ -167,6 +169,7 @@ class Batch:
                 else None,
                 prefills=self._prefill_rows(tables, plan, singles) if self._whole_prompts else [],
                 tiles=tiles and replace(tiles, tables=tables),
+                each=DecodeRows(tables, slot_of, positions) if is_short and not on_gpu else None,
             )
             for tables, write_to in zip(self._tables, places, strict=True)
         ]
@@ -208,9 +211,9 @@ class Batch:
         sent = torch.cat(parts).pin_memory().to(self.device, non_blocking=True)
         return sent.split([len(part) for part in parts])
 
-    def update(self, plan: StepPlan) -> None:
-        """Take in new requests, new masks, new blocks and tokens that only the engine knows."""
-        news = _News()
+    def read(self, plan: StepPlan) -> News:
+        """What the device has to know of new requests, of new blocks and of tokens that only the engine knows."""
+        news = News()
         for admission in plan.admissions:
             self._seat(admission, news)
         for slot, blocks in plan.new_blocks:
@@ -221,19 +224,25 @@ class Batch:
             self._tell(news, admission.slot, 0, admission.tokens)
         for slot, position, tokens in plan.told:
             self._tell(news, slot, position, tokens)
-        counts = news.counts
-        if any(counts):
-            (sent,) = self.send(news.all())
-            take_in(self.tokens, self._tables, self.sampling, sent, counts)
         self.masks.take_in(plan.new_masks, self.send)
+        return news
 
-    def _extend(self, news: _News, group: int, slot: int, blocks: list[int]) -> None:
+    def take_in(self, news: News) -> None:
+        if news:
+            (sent,) = self.send(torch.frombuffer(news.words(), dtype=torch.int64))
+            self.take_in_sent(sent, len(news))
+
+    def take_in_sent(self, words: Tensor, most: int) -> None:
+        """News that are on the device, no more than so many."""
+        take_in(self.tokens, self._tables, self.sampling, words, most)
+
+    def _extend(self, news: News, group: int, slot: int, blocks: list[int]) -> None:
         held = self._held[group][slot]
         first = (group * self._tables.shape[1] + slot) * self._tables.shape[2] + len(held)
         news.add(_TABLES, range(first, first + len(blocks)), blocks)
         held += blocks
 
-    def _tell(self, news: _News, slot: int, first: int, tokens: list[int]) -> None:
+    def _tell(self, news: News, slot: int, first: int, tokens: list[int]) -> None:
         """Tokens of a slot from a position on. What was sampled there does not count."""
         size, last, held = self.block_size, first + len(tokens), self._held[0][slot]
         assert last <= len(held) * size, f"slot {slot} has no block for position {last - 1}"
@@ -293,7 +302,7 @@ class Batch:
         ]
         return tokens, _grouped(attention)
 
-    def _seat(self, admission: Admission, news: _News) -> None:
+    def _seat(self, admission: Admission, news: News) -> None:
         slot, params = admission.slot, admission.params
         for held in self._held:
             held[slot] = []

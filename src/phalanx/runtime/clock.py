@@ -33,6 +33,7 @@ class StepClock:
         self._moments: list[float] = []
         self._waited: list[float] = []
         self._events: list[torch.cuda.Event] = []
+        self._draft_s: float | None = None
 
     def mark(self) -> None:
         self._moments.append(time.perf_counter())
@@ -47,7 +48,7 @@ class StepClock:
         one before where they stay. The step before was read at `read_before`, by `time.perf_counter`.
         """
         times = self._parts()
-        draft, now = drafted._drafting() if drafted is not None else 0.0, time.perf_counter()
+        draft, now = drafted.drafting() if drafted is not None else 0.0, time.perf_counter()
         since = read_before if self._began - read_before < _PAUSE_S else self._began
         steady = self.steady and (drafted is None or drafted.steady)
         return msgspec.structs.replace(times, draft=draft, wall=now - since, steady=steady)
@@ -63,11 +64,13 @@ class StepClock:
         waited = self._waited[2]
         return StepTimes(prepared - self._began, computed - prepared - waited, waited, sampled - computed)
 
-    def _drafting(self) -> float:
+    def drafting(self) -> float:
+        """What drafts took. Waits for them."""
         if not self._on_gpu:
             return self._moments[-1] - self._moments[2]
-        third, last = self._events[2], self._events[-1]
-        last.synchronize()
-        seconds = third.elapsed_time(last) / 1e3
-        _spare_events.extend(self._events[2:])
-        return seconds
+        if self._draft_s is None:
+            third, last = self._events[2], self._events[-1]
+            self._group.wait_for(last)
+            self._draft_s = third.elapsed_time(last) / 1e3
+            _spare_events.extend(self._events[2:])
+        return self._draft_s

@@ -7,7 +7,7 @@ import msgspec
 from phalanx.engine import defaults
 from phalanx.errors import ConfigError
 from phalanx.spec.draft_head import MOST_DRAFTS
-from phalanx.spec.formats import DTYPE_NAMES
+from phalanx.spec.formats import DTYPE_NAMES, PLAIN, STATE_DTYPES
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
@@ -24,6 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     what is safe: all but a hundredth of a card, all but 15 % of memory that a GPU shares with its system.
     `dtype` may go by torch's and vLLM's names too, or be a torch dtype: it is kept as "fp32", "bf16", "fp16" or "auto".
     `kv_cache_dtype` is "fp8" for keys and values in e4m3, or "auto" for the dtype that the model is computed in.
+    `state_dtype` is "bf16" for recurrent states of half the size, or "fp32", which "auto" is. Where states are rounded
+    depends on drafts and on how prompts are cut: with "bf16", answers may differ with them.
 
     With `executor="ray"` the ranks run on the machines of a Ray cluster: `ranks_per_node` on each (default: one a GPU,
     or one a machine on CPUs), talking over `interface` (default: the one Ray uses). `node_wait_s` is how long to wait
@@ -63,6 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     kv_cache_dtype: str = "auto"
+    state_dtype: str = "auto"
     prefix_caching: bool = True
     warm_up: str = "off"
     speculate: str = "off"
@@ -91,7 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError("bad_option", f"gpu_memory_utilization is {share!r}.", "Use a share above 0, 1 at most.")
-        msgspec.structs.force_setattr(self, "dtype", _dtype(self.dtype))
+        for name, known in (("dtype", PLAIN), ("state_dtype", STATE_DTYPES)):
+            msgspec.structs.force_setattr(self, name, _dtype(name, getattr(self, name), known))
         self._one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._one_of("load_format", self.load_format, LOAD_FORMATS)
         self._one_of("device", self.device, ("auto", "cpu", "cuda"))
@@ -142,9 +146,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("bad_option", f"{name} is {value!r}.", f"Use one of {', '.join(known)}.")
 
 
-def _dtype(asked: object) -> str:
+def _dtype(option: str, asked: object, known: tuple[str, ...]) -> str:
     """By our name, whichever it goes by: a torch dtype calls itself `torch.bfloat16`."""
-    name = str(asked).removeprefix("torch.")
-    if name == "auto" or name in DTYPE_NAMES:
+    name, names = str(asked).removeprefix("torch."), [each for each, own in DTYPE_NAMES.items() if own in known]
+    if name == "auto" or name in names:
         return DTYPE_NAMES.get(name, name)
-    raise ConfigError("bad_option", f"dtype is {asked!r}.", f"Use one of auto, {', '.join(DTYPE_NAMES)}.")
+    raise ConfigError("bad_option", f"{option} is {asked!r}.", f"Use one of auto, {', '.join(names)}.")

@@ -71,7 +71,8 @@ def _is_near(other: DraftKind, kind: DraftKind) -> bool:
     """Whether this graph takes hardly longer than that one would, which is then not worth a capture: a row that is cut
     where an answer ends would make one.
     """
-    return other.ahead == kind.ahead and other.size <= 2 * kind.size
+    sizes = other.size <= 2 * kind.size and other.sequences <= 2 * kind.sequences
+    return sizes and (other.ahead, other.drawn) == (kind.ahead, kind.drawn)
 
 
 class DraftGraphs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from functools import cached_property
 from itertools import product
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from phalanx.engine.step_plan import StepPlan
 from phalanx.fabric.group import Group
-from phalanx.kernels.lookup import keep_sampled
+from phalanx.kernels.lookup import TARGETS, keep_sampled
 from phalanx.kernels.sampling import draw, flag_broken, likeliest
 from phalanx.kernels.tiling import is_uneven
 from phalanx.layers.decoder import Decoder
-from phalanx.runtime.batch import Batch
+from phalanx.runtime.batch import Batch, News
+from phalanx.runtime.sampler import SamplingRows
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -140,6 +142,26 @@ class GraphKind(NamedTuple):
     apart: bool = False
 
 
+class _Inbox(NamedTuple):
+    """Where a graph of so many rows finds what a step brings: slots, positions, and news as `take_in` reads them."""
+
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Of slots and of positions: each begins where kernels can read two words at once."""
+        return self.size + self.size % 2
+
+    @property
+    def room(self) -> int:
+        """For so many news: of a sequence they are a token, that it is known, and seldom a block of every group."""
+        return 16 + 4 * self.size
+
+    @property
+    def end(self) -> int:
+        return 2 * self.width + TARGETS + 2 * self.room
+
+
 class DecodeGraphs:
     """One graph a batch size; a batch runs in the next larger one. Batches of uneven lengths have their own, and where
     states can go back to before drafts, which takes time, those without drafts.
@@ -152,18 +174,20 @@ class DecodeGraphs:
     A graph reads slots and positions from fixed buffers, gathers tokens and block tables by them on the device, and
     leaves the scores in a fixed place until the next replay. It also puts tokens into the token pool: the likeliest
     ones, or, in a graph of its own, those drawn by the parameters of their slots. Rows beyond the batch point at the
-    spare slot, which is greedy. Graphs are recorded in parts where a step is read before the next one is launched: with
-    two on their way, the GPU has work while the host launches.
+    spare slot, which is greedy.
+
+    Where a step is read before the next one is launched, the GPU has nothing to do meanwhile, and the host is `hasty`:
+    graphs are recorded in parts, and take in what is new themselves. With two steps on their way, which have little
+    that is new, there is time for that.
     """
 
-    def __init__(self, model: Decoder, batch: Batch, in_parts: bool = False) -> None:
+    def __init__(self, model: Decoder, batch: Batch, hasty: bool = False) -> None:
         self._model = model
         self._sketch = model.sketch()
         self._batch = batch
-        self._in_parts = in_parts
+        self._hasty = hasty
         self._sizes = graph_sizes(batch.spare_slot)
-        self._slots = torch.full((self._sizes[-1],), batch.spare_slot, device=batch.device)
-        self._positions = torch.zeros_like(self._slots)
+        self._inbox = torch.zeros(_Inbox(self._sizes[-1]).end, dtype=torch.int64, device=batch.device)
         spec = model.place.spec
         self._kv_heads = -(-spec.kv_heads // model.place.group.size)
         self._ways_apart = (False, True) if spec.has_states and spec.goes_back else (False,)
@@ -195,11 +219,11 @@ class DecodeGraphs:
             return False
         return plan.num_tokens <= self._sizes[-1] and (self.on_demand or bool(self._graphs))
 
-    def _kind_for(self, plan: StepPlan, drawn: bool) -> GraphKind:
-        lengths = plan.yielded()[1]
+    def _kind_for(self, plan: StepPlan, rows: SamplingRows) -> GraphKind:
+        lengths = rows.positions
         size = next(size for size in self._sizes if size >= len(lengths))
         apart = self._ways_apart[-1] and len(lengths) == len(plan.slots)
-        return GraphKind(size, drawn, is_uneven(lengths + [1] * (size - len(lengths)), self._kv_heads), apart)
+        return GraphKind(size, rows.drawn, is_uneven(lengths + [1] * (size - len(lengths)), self._kv_heads), apart)
 
     def _stand_in(self, kind: GraphKind) -> GraphKind | None:
         """The captured graph that does best what this kind would do."""
@@ -212,27 +236,32 @@ class DecodeGraphs:
 
         return min(filter(is_able, self._graphs), key=how_far, default=None)
 
-    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
+    def run(self, plan: StepPlan, rows: SamplingRows, news: News) -> Replayed:
         """Scores, tokens and hidden states of a plan that they take; the next run overwrites them."""
-        slots, after = plan.yielded()
-        positions = [position - 1 for position in after]
-        kind = self._kind_for(plan, drawn)
+        kind = self._kind_for(plan, rows)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
             else:
                 kind = self._stand_in(kind) or kind
-        rows, size = len(slots), kind.size
-        padding = size - rows
-        where = torch.tensor(
-            [slots + [self._batch.spare_slot] * padding, positions + [0] * padding],
-            pin_memory=self._batch.device.type == "cuda",
-        )
-        self._slots[:size].copy_(where[0], non_blocking=True)
-        self._positions[:size].copy_(where[1], non_blocking=True)
+        inbox = _Inbox(kind.size)
+        if not self._hasty or len(news) > inbox.room:
+            self._batch.take_in(news)
+            news = News()
+        self._put(inbox, rows.slots, [after - 1 for after in rows.positions], news)
         graph, (scores, tokens, hidden) = self._graphs[kind]
         graph.replay()
-        return scores[:rows], tokens[:rows], hidden[:rows]
+        count = len(rows)
+        return scores[:count], tokens[:count], hidden[:count]
+
+    def _put(self, inbox: _Inbox, slots: list[int], positions: list[int], news: News) -> None:
+        """All that a graph reads, in one copy that nobody waits for."""
+        padding = inbox.width - len(slots)
+        words = array("q", slots + [self._batch.spare_slot] * padding + positions + [0] * padding) + news.words()
+        found = torch.frombuffer(words, dtype=torch.int64)
+        if self._batch.device.type == "cuda":
+            found = found.pin_memory()
+        self._inbox[: len(words)].copy_(found, non_blocking=True)
 
     @torch.inference_mode()
     def capture(self, kind: GraphKind) -> None:
@@ -242,12 +271,14 @@ class DecodeGraphs:
     @torch.inference_mode()
     def rehearse(self, kind: GraphKind) -> Replayed:
         """Run every kernel of a graph once, with rows that touch the spare slot only."""
-        self._slots[: kind.size] = self._batch.spare_slot
-        self._positions[: kind.size] = 0
+        self._put(_Inbox(kind.size), [], [], News())
         return self._forward(self._sketch, kind)
 
     def _forward(self, model: Decoder, kind: GraphKind) -> Replayed:
-        slots, positions = self._slots[: kind.size], self._positions[: kind.size]
+        inbox = _Inbox(kind.size)
+        slots, positions = (self._inbox[first : first + kind.size] for first in (0, inbox.width))
+        if self._hasty:
+            self._batch.take_in_sent(self._inbox[2 * inbox.width : inbox.end], inbox.room)
         tokens, attention = self._batch.decode_inputs(slots, positions, kind.uneven, kind.apart)
-        hidden = model(tokens, positions, attention, cut=self.recorder.cut if self._in_parts else None)
+        hidden = model(tokens, positions, attention, cut=self.recorder.cut if self._hasty else None)
         return score_and_keep(model, self._batch, hidden, slots, positions, kind.drawn)

@@ -12,8 +12,9 @@ from torch import Tensor
 from phalanx.engine.step_plan import StepPlan
 from phalanx.kernels.tiling import PROMPT_TILE, tile_prompt
 from phalanx.layers.decoder import Decoder
-from phalanx.runtime.batch import Batch, tensor_of
+from phalanx.runtime.batch import Batch, News, tensor_of
 from phalanx.runtime.graphs import Recorded, Recorder, Replayed, score_and_keep
+from phalanx.runtime.sampler import SamplingRows
 from phalanx.spec import ModelSpec
 
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -185,12 +186,13 @@ class PromptGraphs:
         ]
         return min(able, default=None)
 
-    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
+    def run(self, plan: StepPlan, rows: SamplingRows, news: News) -> Replayed:
         """Scores and tokens of the rows that yield one; the next run of any graph overwrites them."""
+        self._batch.take_in(news)
         singles = self._batch.singles(plan)
         size = size_for(plan, singles, self._most_tokens)
         assert size is not None
-        kind = PromptKind(size, drawn)
+        kind = PromptKind(size, rows.drawn)
         if kind not in self._graphs:
             if self.on_demand:
                 self.capture(kind)
@@ -202,7 +204,7 @@ class PromptGraphs:
         inputs, (graph, (scores, tokens, hidden)) = self._graphs[kind]
         inputs.copy_(numbers, non_blocking=True)
         graph.replay()
-        sampled = sum(plan.samples)
+        sampled = len(rows)
         made = sampled if self._model.draft_head is None else plan.num_tokens
         return scores[:sampled], tokens[:sampled], hidden[:made]
 

@@ -105,7 +105,7 @@ class TorchRunner:
             token_by_token=model.place.units is not None,
             token_blocks=0 if spec.keeps_all_tokens else token_blocks(slots, max_model_len, model.block_size),
         )
-        self.graphs = DecodeGraphs(model, self.batch, in_parts=drafts > 0) if DecodeGraphs.serve(model) else None
+        self.graphs = DecodeGraphs(model, self.batch, hasty=drafts > 0) if DecodeGraphs.serve(model) else None
         self.prompt_graphs = None
         if self.graphs is not None and not self.batch.token_by_token:
             self.prompt_graphs = PromptGraphs(model, self.batch, self.graphs.recorder, tokens)
@@ -261,10 +261,10 @@ class TorchRunner:
         return _Ran(sampled, rows, inputs, hidden, found)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs | PromptGraphs, clock: StepClock) -> _Ran:
-        self.batch.update(plan)
+        news = self.batch.read(plan)
         rows = SamplingRows.of(plan, self.batch)
         clock.mark()
-        scores, tokens, hidden = graphs.run(plan, rows.drawn)
+        scores, tokens, hidden = graphs.run(plan, rows, news)
         clock.mark()
         sampled = self.sampler(scores, rows, self.batch, tokens)
         laid_out = self.drafting is not None and not (self.draft_graphs and self.draft_graphs.take(plan))
@@ -272,6 +272,9 @@ class TorchRunner:
 
     def collect(self) -> StepResult:
         step, rows, sampled, clock, done, drafts, stay, held, found, marks, weights = self._launched.popleft()
+        drafted, self._late = (self._late, clock) if stay else (clock if self.drafting is not None else None, None)
+        if stay and drafted is not None:
+            drafted.drafting()  # made before this step was computed: read while nobody waits for the host
         if done is not None:
             self.model.place.group.wait_for(done)
         tokens, logprobs = sampled.read(rows) if sampled is not None else ([], [])
@@ -281,7 +284,6 @@ class TorchRunner:
         of_prompts = found.read() if found is not None else ([], [])
         of_stream = [] if marks is None else marks.tolist()
         made = drafts.read() if drafts is not None else []
-        drafted, self._late = (self._late, clock) if stay else (clock if self.drafting is not None else None, None)
         times, self._read_at = clock.times(self._read_at, drafted), time.perf_counter()
         in_rows = held.tolist() if held is not None else []
         told = [*of_stream, digest(tokens)]

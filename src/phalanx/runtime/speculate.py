@@ -29,8 +29,9 @@ def settle(config: EngineConfig, model_path: Path) -> EngineConfig:
 
 
 def open_checkpoint(config: EngineConfig, model_path: Path) -> Checkpoint:
-    """A checkpoint with what drafts for it: its own head, or a companion."""
+    """A checkpoint, its states as they are to be kept, with what drafts for it: its own head, or a companion."""
     checkpoint = Checkpoint(model_path, config.load_format)
+    checkpoint.spec = checkpoint.spec.keeping_states_in(config.state_dtype)
     if config.speculate != "off":
         checkpoint.spec = checkpoint.spec.going_back(1 + config.most_drafts)
     if config.speculate == "mtp" and not checkpoint.has_draft_head:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from phalanx.engine.step_plan import StepPlan
+from phalanx.runtime.batch import News
 from phalanx.runtime.graphs import DecodeGraphs, GraphKind, Replayed
 from phalanx.runtime.moments import GpuMoments
+from phalanx.runtime.sampler import SamplingRows
 from phalanx.runtime.tracer import Stamped, Tracer
 
 
@@ -16,7 +18,7 @@ class TracedGraphs(DecodeGraphs):
     """
 
     def __init__(self, usual: DecodeGraphs, tracer: Tracer, gpu: GpuMoments) -> None:
-        super().__init__(usual._model, usual._batch, usual._in_parts)
+        super().__init__(usual._model, usual._batch, usual._hasty)
         self.recorder = usual.recorder
         self.replayed = 0
         self._tracer, self._gpu = tracer, gpu
@@ -29,12 +31,12 @@ class TracedGraphs(DecodeGraphs):
             self.rehearse(kind)
         self._gpu.stop()
 
-    def run(self, plan: StepPlan, drawn: bool) -> Replayed:
-        kind = self._kind_for(plan, drawn)
+    def run(self, plan: StepPlan, rows: SamplingRows, news: News) -> Replayed:
+        kind = self._kind_for(plan, rows)
         if kind not in self._graphs:
             self.capture(kind)
             self._tracer.leave_out(plan.step)
-        results = super().run(plan, drawn)
+        results = super().run(plan, rows, news)
         self._tracer.replayed(*self._marks[kind])
         self.replayed += 1
         return results

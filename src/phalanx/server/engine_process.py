@@ -194,9 +194,18 @@ class EngineLoop:
         while True:
             self._take_orders()
             if self.engine.has_work:
-                with self._pulse.step(self.engine.totals.steps + 1):
-                    tokens = self._step()
+                tokens = self._step()
+                if tokens and self._keeps_waiting:
+                    self._take_orders()
+                    tokens += self._step()
                 self._tell(Stepped(tokens, self._books()))
+
+    @property
+    def _keeps_waiting(self) -> bool:
+        """Whether a GPU has nothing to do, though there is work: its next step is launched before its tokens are told.
+        A CPU would compute that step first.
+        """
+        return self.engine.has_work and not self.engine.scheduler.in_flight and self.engine.runner.depth > 1
 
     def _beat(self) -> None:
         """From a thread of its own: the loop may be waiting for a rank that is gone."""
@@ -299,7 +308,9 @@ class EngineLoop:
     def _step(self) -> list[NewToken]:
         """The tokens of a step. An answer that its grammar can no longer follow ends with the reason."""
         tokens = []
-        for output in self.engine.step():
+        with self._pulse.step(self.engine.totals.steps + 1):
+            outputs = self.engine.step()
+        for output in outputs:
             id = self._ids[output.request_id]
             request = self._forget(id) if output.finish_reason is not None else self._requests[id]
             if request.error is not None:

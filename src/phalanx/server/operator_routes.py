@@ -17,7 +17,7 @@ from phalanx.server.trace_route import add_trace_route
 from phalanx.version import __version__
 
 _TOLD_OF_ENGINE = (
-    *("tp", "dtype", "kv_cache_dtype", "max_num_batched_tokens", "prefix_caching", "warm_up"),
+    *("tp", "dtype", "kv_cache_dtype", "state_dtype", "max_num_batched_tokens", "prefix_caching", "warm_up"),
     *("speculate", "speculate_tokens", "executor"),
 )
 """Fields of the engine's configuration that clients may know: no paths, no addresses."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.spec.cache import LayerCache
+from phalanx.spec.formats import FORMATS
 from phalanx.spec.tensors import Run, Stored, Tensor
 
 
@@ -25,7 +26,7 @@ class DeltaNet:
     `grouped`: checkpoints keep all projections of a key head together, in two tensors; otherwise queries, keys and
     values one after the other, and the rest on its own. Of the last tokens, `pending` at most, what they do to a state
     is kept beside it: it can go on before any of them, since drafts may be wrong. With 0 it cannot. A GPU keeps more of
-    them, for its own sake.
+    them, for its own sake. A state is kept in `state_format`, and computed with in float32.
     """
 
     k_heads: int
@@ -36,6 +37,7 @@ class DeltaNet:
     grouped: bool = False
     module: str = "linear_attn"
     pending: int = 0
+    state_format: str = "fp32"
 
     latent = False
     rope = None
@@ -66,8 +68,9 @@ class DeltaNet:
 
     @property
     def state_bytes(self) -> int:
-        """The recurrent state in float32 and in bf16 the last columns."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.channels * self.ring
+        """The recurrent state in its format and in bf16 the last columns."""
+        state = FORMATS[self.state_format].bits // 8 * self.v_heads * self.k_dim * self.v_dim
+        return state + 2 * self.channels * self.ring
 
     @property
     def beside_bytes(self) -> int:

@@ -56,3 +56,5 @@ DTYPE_NAMES = dict(zip(PLAIN, PLAIN, strict=True)) | {
 """The plain formats by every name they go by: ours, torch's and vLLM's."""
 FP8_FORMATS = ("fp8", "fp8-channel")
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
+STATE_DTYPES = ("auto", "fp32", "bf16")
+"""Of recurrent states. With `auto` as checkpoints ask for (`mamba_ssm_dtype`), which is fp32."""

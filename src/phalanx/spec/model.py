@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from phalanx.errors import ConfigError
 from phalanx.spec.cache import LayerCache, WindowGroup, window_groups
 from phalanx.spec.delta import DeltaNet
 from phalanx.spec.draft_head import DraftHead
@@ -142,6 +143,11 @@ class ModelSpec:
     def state_value_heads(self) -> int:
         return max(layer.mixer.state_value_heads for layer in self.layers)
 
+    @cached_property
+    def state_format(self) -> str | None:
+        """That recurrent states are kept in; None where there are none."""
+        return next((layer.mixer.state_format for layer in self.layers if isinstance(layer.mixer, DeltaNet)), None)
+
     @property
     def streams(self) -> int:
         """Residual streams beside each other."""
@@ -189,8 +195,23 @@ class ModelSpec:
 
     def going_back(self, tokens: int) -> ModelSpec:
         """The same model, whose recurrent states can go back by so many tokens."""
+        return self._with_nets(pending=tokens)
+
+    def keeping_states_in(self, asked: str) -> ModelSpec:
+        """The same model, whose recurrent states are kept in this format; `auto` is the usual one."""
+        if asked == "auto":
+            return self
+        if not self.state_heads:
+            raise ConfigError(
+                "no_states",
+                f"state_dtype is {asked!r}, but {self.model_type} has no recurrent states.",
+                "Leave state_dtype out.",
+            )
+        return self._with_nets(state_format=asked)
+
+    def _with_nets(self, **changed: Any) -> ModelSpec:
         layers = (
-            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, pending=tokens))
+            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changed))
             if isinstance(layer.mixer, DeltaNet)
             else layer
             for layer in self.layers

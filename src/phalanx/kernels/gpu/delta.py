@@ -103,7 +103,7 @@ def _caught_up(
             state = updated(state, log + (at % PENDING) * EACH, i, j, some_k, some_v, K_DIM, V_DIM)
     if writes:
         tl.debug_barrier()  # several threads may have loaded what one of them writes
-        tl.store(spot, state, mask=some_k[:, None] & some_v[None, :] & keeps)
+        tl.store(spot, state.to(spot.dtype.element_ty), mask=some_k[:, None] & some_v[None, :] & keeps)
         tl.store(reached + j, position, mask=some_v & keeps)
         begins = position
     return state, begins
@@ -194,7 +194,7 @@ def _decode(
     log = updates + place * (PENDING * each) + head * (K_DIM + V_DIM + 1)
     reached = since + (place * V_HEADS + head) * V_DIM
     begins = tl.minimum(tl.maximum(tl.load(reached + part * V), position - PENDING), position)
-    state = tl.load(spot, mask=some_k[:, None] & some_v[None, :] & (position > 0), other=0.0)
+    state = tl.load(spot, mask=some_k[:, None] & some_v[None, :] & (position > 0), other=0.0).to(tl.float32)
     if TOGETHER == 1:
         e = tl.arange(0, ENTRIES)
         keys, moves, left_by = _log_of(log, e, i, j, some_k, some_v, PENDING, each, K_DIM, V_DIM)

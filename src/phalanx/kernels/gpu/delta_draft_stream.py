@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
 from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
@@ -30,6 +29,7 @@ from phalanx.kernels.gpu.delta_stream import (
     sigmoid,
     silu,
     softplus,
+    tiles_of,
 )
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES, all_threads, multiprocessors
 from phalanx.kernels.tiling import DecodeRows
@@ -171,6 +171,12 @@ def _nothing(TOKENS: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _tile_of(stage, piece, TILE: gl.constexpr, layout: gl.constexpr):
+    """A tile of a state in shared memory, in float32."""
+    return stage.slice(piece * TILE, TILE, 0).load(layout).to(gl.float32)
+
+
+@gluon.jit
 def _read_rows(read, state, turned, tile, TOKENS: gl.constexpr, in_tiles: gl.constexpr, layout: gl.constexpr):
     """What each token reads, with what it reads of a tile of a state; a thread sums up the rows that it has."""
     TILE: gl.constexpr = state.shape[0]
@@ -198,7 +204,7 @@ def _write_tile(
         k = parts.index(entry * 2 * OF_KEY + tile).load(gl.SliceLayout(1, layout))
         moved = entries.index(entry).slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))
         state = state * number_of(fades, number) + k[:, None] * moved[None, :]
-    gl.store(spot + (i + tile * TILE)[:, None] * _DIM + j[None, :], state)
+    gl.store(spot + (i + tile * TILE)[:, None] * _DIM + j[None, :], state.to(spot.dtype.element_ty))
 
 
 @gluon.jit
@@ -286,7 +292,7 @@ def stream_drafts(
     cuda.gdc_launch_dependents()
     first, programs = gl.program_id(0), gl.num_programs(0)
 
-    stages = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, _DIM], tiles.layout)
+    stages = gl.allocate_shared_memory(tiles.dtype, [STAGES, ROWS, _DIM], tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], matrix)
     entries = seen_as(log, gl.float32, [2 * E, 2 * _DIM])
@@ -368,7 +374,7 @@ def stream_drafts(
         for c in range(CHUNKS):
             mbarrier.wait(filled.index(c), 0)
             for piece in gl.static_range(PIECES):
-                state, tile = stages.index(c).slice(piece * TILE, TILE, 0).load(in_tiles), c * PIECES + piece
+                state, tile = _tile_of(stages.index(c), piece, TILE, in_tiles), c * PIECES + piece
                 _write_tile(spot, state, entries, parts, fades, begins, position, 0, tile, PENDING, E, in_tiles)
         gl.store(since + (place.to(gl.int64) * V_HEADS + head) * _DIM + j, j * 0 + position)
     cuda.gdc_wait()
@@ -439,7 +445,7 @@ def stream_drafts(
             stage = stages.index(chunk % STAGES)
             mbarrier.wait(filled.index(chunk % STAGES), chunk // STAGES & 1)
             for piece in gl.static_range(PIECES):
-                state, tile = stage.slice(piece * TILE, TILE, 0).load(in_tiles), c * PIECES + piece
+                state, tile = _tile_of(stage, piece, TILE, in_tiles), c * PIECES + piece
                 of_keys = _read_rows(of_keys, state, key_parts, tile, TOKENS, in_tiles, summed)
                 of_queries = _read_rows(of_queries, state, query_parts, tile, TOKENS, in_tiles, summed)
                 if makes_updates:
@@ -483,12 +489,12 @@ def stream_drafts(
         gate = next_gate
 
 
-def stages_of(way: Way, entries: int, tokens: int) -> int:
+def stages_of(way: Way, entries: int, tokens: int, number_bytes: int) -> int:
     """How many copies a program has room for beside updates, twice, and small things."""
     tables, found = 5 * HEADS_AT_ONCE, entries + 2 * tokens * (1 + entries + tokens)
     small = 4 * (tables + 3 * tokens * DIM + found) + SMALL_BYTES
     room = SHARED_BYTES // way.together - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
-    return room // (way.rows * DIM * 4)
+    return room // (way.rows * DIM * number_bytes)
 
 
 def is_streamed(net: DeltaWeights, most: int, updates: int, states: Tensor) -> bool:
@@ -497,7 +503,8 @@ def is_streamed(net: DeltaWeights, most: int, updates: int, states: Tensor) -> b
     """
     if not (net.k_dim == net.v_dim == DIM and net.taps.shape[1] == KERNEL and 1 < most <= MOST_TOKENS):
         return False
-    room = stages_of(WAY, triton.next_power_of_2(updates), triton.next_power_of_2(most)) * WAY.rows
+    entries, tokens = triton.next_power_of_2(updates), triton.next_power_of_2(most)
+    room = stages_of(WAY, entries, tokens, states.element_size()) * WAY.rows
     return room >= DIM and states.is_cuda and multiprocessors(states.device) > 0
 
 
@@ -510,13 +517,11 @@ def step(
     rows, entries = len(decode.positions), triton.next_power_of_2(pending.tokens)
     tokens, units = triton.next_power_of_2(pending.most), rows * net.v_heads
     programs = max(way.together * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    tiles = TensorDescriptor.from_tensor(states.view(-1, DIM), [way.rows, DIM], layout)
     stream_drafts[(min(programs, units),)](
-        tiles, qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, pending.updates,
-        pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
+        tiles_of(states, way), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
+        pending.updates, pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
         len(decode.tables) - 1, net.eps, net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads,
         RING=columns.shape[1], PENDING=pending.tokens, NEXT=2 * pending.most, E=entries,
-        STAGES=stages_of(way, entries, tokens), TOKENS=tokens, num_warps=way.warps, maxnreg=way.registers,
-        launch_pdl=True,
+        STAGES=stages_of(way, entries, tokens, states.element_size()), TOKENS=tokens, num_warps=way.warps,
+        maxnreg=way.registers, launch_pdl=True,
     )  # fmt: skip

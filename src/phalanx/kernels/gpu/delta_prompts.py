@@ -182,7 +182,7 @@ def _go_along(
     end, row_of_zero = start + count, first - start
     inside = some_k[:, None] & some_v[None, :]
     spot = states + (place * V_HEADS + head) * (K_DIM * V_DIM) + d[:, None] * V_DIM + v[None, :]
-    state = tl.load(spot, mask=inside & (begins > 0), other=0.0)
+    state = tl.load(spot, mask=inside & (begins > 0), other=0.0).to(tl.float32)
     size: tl.constexpr = K_DIM + V_DIM + 1
     log = updates + (place * (PENDING * V_HEADS) + head) * size
     reached = state_since + (place * V_HEADS + head) * V_DIM + v
@@ -215,7 +215,7 @@ def _go_along(
         tl.store(out + (row * V_HEADS + head)[:, None] * V_DIM + v[None, :], read.to(out.dtype.element_ty), mask=there)
         left = tl.exp(over - since) * k_factor
         state = state * tl.exp(over) + _accurate(tl.trans(k), moved * left[:, None], tl.float32)
-    tl.store(spot, state, mask=inside)
+    tl.store(spot, state.to(spot.dtype.element_ty), mask=inside)
     first_value: tl.constexpr = 2 * K_HEADS * K_DIM
     _keep(
         qkvz, columns, place, row_of_zero, begins, end, first_value + head * V_DIM + v, some_v, stride, channels,

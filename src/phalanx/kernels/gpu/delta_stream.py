@@ -56,7 +56,7 @@ class Way(NamedTuple):
         return min(255, REGISTERS // (32 * self.warps * self.together) // 8 * 8)
 
 
-WAY = Way()
+WAY, NARROW_WAY = Way(), Way(rows=64)
 
 SMALL_BYTES = 1024
 """For barriers, and for what threads exchange when they sum up."""
@@ -178,10 +178,11 @@ def copy_rows(
     """Some rows of a state of this program, by their number among all its rows, are on their way."""
     ROWS: gl.constexpr = tiles.block_shape[0]
     CHUNKS: gl.constexpr = _DIM // ROWS
+    BYTES: gl.constexpr = ROWS * _DIM * tiles.dtype.primitive_bitwidth // 8
     number, known = chunk // CHUNKS, chunk < count * CHUNKS
     row = number_of(places, number) * V_HEADS + (first + number * programs) % V_HEADS
     full, stage = filled.index(chunk % STAGES), stages.index(chunk % STAGES)
-    mbarrier.expect(full, ROWS * _DIM * 4, pred=known)
+    mbarrier.expect(full, BYTES, pred=known)
     copy_in(tiles, [row * _DIM + chunk % CHUNKS * ROWS, 0], full, stage, pred=known)
 
 
@@ -250,7 +251,7 @@ def _write_rows(
     ROWS: gl.constexpr = stage.shape[0]
     i, j = gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, _DIM, gl.SliceLayout(0, layout))
     for piece in gl.static_range(ROWS // TILE):
-        state = stage.slice(piece * TILE, TILE, 0).load(layout)
+        state = stage.slice(piece * TILE, TILE, 0).load(layout).to(gl.float32)
         state = gl.where(position > 0, state, 0.0)
         for at in range(begins, position):
             number = at % PENDING
@@ -258,7 +259,8 @@ def _write_rows(
             k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout))
             moved = entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))
             state = state * number_of(fades, number) + k[:, None] * moved[None, :]
-        gl.store(spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :], state)
+        rows = spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :]
+        gl.store(rows, state.to(spot.dtype.element_ty))
 
 
 @gluon.jit(do_not_specialize=["count", "rows", "spare"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -289,7 +291,7 @@ def stream_states(
     first, programs, units = gl.program_id(0), gl.num_programs(0), count * V_HEADS
     own = gl.cdiv(units - first, programs)
 
-    stages = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, _DIM], tiles.layout)
+    stages = gl.allocate_shared_memory(tiles.dtype, [STAGES, ROWS, _DIM], tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     entries = seen_as(log, gl.float32, [2 * E, 2 * _DIM])
@@ -393,7 +395,7 @@ def stream_states(
             stage = stages.index(chunk % STAGES)
             mbarrier.wait(filled.index(chunk % STAGES), chunk // STAGES & 1)
             for piece in gl.static_range(ROWS // TILE):
-                state = stage.slice(piece * TILE, TILE, 0).load(in_tiles)
+                state = stage.slice(piece * TILE, TILE, 0).load(in_tiles).to(gl.float32)
                 by_query += state * turned.index(0).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
                 by_key += state * turned.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
             if makes_updates:
@@ -421,11 +423,17 @@ def stream_states(
     async_copy.wait_group(0)
 
 
-def stages_of(way: Way, entries: int) -> int:
+def stages_of(way: Way, entries: int, number_bytes: int) -> int:
     """How many copies a program has room for beside updates, twice, and small things."""
     small = 4 * (5 * HEADS_AT_ONCE + 2 * DIM + 3 * entries) + SMALL_BYTES
     room = SHARED_BYTES // way.together - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
-    return room // (way.rows * DIM * 4)
+    return room // (way.rows * DIM * number_bytes)
+
+
+def tiles_of(states: Tensor, way: Way) -> TensorDescriptor:
+    """States as they are copied."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * states.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(states.view(-1, DIM), [way.rows, DIM], layout)
 
 
 def is_streamed(net: DeltaWeights, rows: int, states: Tensor) -> bool:
@@ -436,19 +444,19 @@ def is_streamed(net: DeltaWeights, rows: int, states: Tensor) -> bool:
 
 def step(
     qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates,
-    decode: DecodeRows, out: Tensor | Quantised, way: Way = WAY,
+    decode: DecodeRows, out: Tensor | Quantised, way: Way | None = None,
 ) -> None:  # fmt: skip
     """One token of each row, which is the only one of its sequence."""
+    way = way or (WAY if states.element_size() == 4 else NARROW_WAY)
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, entries = len(decode.positions), triton.next_power_of_2(pending.tokens)
     units = rows * net.v_heads
     programs = max(way.together * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    tiles = TensorDescriptor.from_tensor(states.view(-1, DIM), [way.rows, DIM], layout)
     stream_states[(min(programs, units),)](
-        tiles, qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns, pending.updates,
-        pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
+        tiles_of(states, way), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
+        pending.updates, pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
         len(decode.tables) - 1, net.eps, net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads,
         RING=columns.shape[1], PENDING=pending.tokens, NEXT=1 + pending.most, E=entries,
-        STAGES=stages_of(way, entries), num_warps=way.warps, maxnreg=way.registers, launch_pdl=True,
+        STAGES=stages_of(way, entries, states.element_size()), num_warps=way.warps, maxnreg=way.registers,
+        launch_pdl=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from phalanx.kernels.gpu.gemm import HAS_GLUON, LEAST_ROUNDS, Tile, counters, pi
 from phalanx.kernels.gpu.shared_memory import stages_here
 
 if HAS_GLUON:
-    from phalanx.kernels.gpu import four_bit_stream
+    from phalanx.kernels.gpu import four_bit_persistent, four_bit_stream
 
 STEP = 128
 TILES = {
@@ -30,8 +30,8 @@ GROUPED_TILES = {
     64: Tile(64, 128, STEP, 4, 3),
     128: Tile(128, 128, STEP, 8, 3),
 }
-STREAMED_TILES = {rows: Tile(rows, 0, 0, 0, 0) for rows in four_bit_stream.ROW_TILES} if HAS_GLUON else {}
-"""Which cut the rest themselves."""
+STREAMED_TILES = {most: Tile(rows, 0, 0, 0, 0) for most, rows in ((8, 8), (16, 16), (64, 32), (128, 64), (256, 128))}
+"""Which cut the rest themselves. Of many rows, a second tile of some costs less than a larger one of all."""
 
 MOST_ROWS = 256
 """Above these it is quicker to widen the weight once and leave the product to the library."""
@@ -65,14 +65,10 @@ def _number(units, zero, QUARTER: tl.constexpr, E2M1: tl.constexpr):
     """Number QUARTER of each sixteen bits in float32, see `PLACES`: e2m1, or a whole number less its zero point."""
     bits = units.to(tl.int32)
     if E2M1:
-        if QUARTER == 0:
-            low, high = bits >> 6, bits >> 15
-        elif QUARTER == 1:
-            low, high = bits >> 3, bits >> 12
-        elif QUARTER == 2:
-            low, high = bits, bits >> 14
+        if QUARTER == 3:
+            low, high = (bits >> 13) & 3 | (bits >> 8) & 4, bits >> 11
         else:
-            low, high = bits >> 9, bits >> 13
+            low, high = bits >> (6 - 3 * QUARTER), bits >> (15 - 3 * QUARTER)
         number = ((low & 7) << 22) | ((high & 1) << 31)
         return number.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     return ((bits >> (4 * QUARTER)) & 15).to(tl.float32) - zero
@@ -216,7 +212,8 @@ def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
     if x.shape[0] > MOST_ROWS:
         return F.linear(x, widen(weight, x.dtype), bias)
     if HAS_GLUON and four_bit_stream.streams(x.dtype, weight):
-        return four_bit_stream.product(x, weight, bias, counters(x.device))
+        way = four_bit_persistent if four_bit_persistent.stays(weight, len(x)) else four_bit_stream
+        return way.product(x, weight, bias, counters(x.device))
     return run_tiles(x, weight, bias, pick_tile(TILES, x.shape[0]))
 
 
@@ -287,7 +284,8 @@ def grouped_product(
 ) -> Tensor:  # fmt: skip
     _, outputs, inputs = weight.shape
     if tile in STREAMED_TILES.values():
-        return four_bit_stream.grouped_product(
+        stays = four_bit_persistent.experts_stay(weight, tile.rows)
+        return (four_bit_persistent if stays else four_bit_stream).grouped_product(
             x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device)
         )
     out = x.new_empty(pairs, outputs)

@@ -32,14 +32,20 @@ def _whole_numbers(kind: str, large: str, one: str, scaled: bool = True) -> str:
 
 
 def _e2m1() -> str:
-    """Shifted to where bfloat16 has sign, the last two bits of the exponent and the first of the mantissa."""
+    """Shifted to where bfloat16 has sign, the last two bits of the exponent and the first of the mantissa. The bits of
+    the fourth number are two and two: copies of them, next to each other, come by a multiplication."""
     body = "and.b32 p0, $4, 0x81C081C0; shl.b32 t, $4, 3; and.b32 p1, t, 0x81C081C0; "
-    for i, (shift, sign) in ((2, ("shl.b32 t, $4, 6;", 1)), (3, ("shr.u32 t, $4, 3;", 2))):
-        body += f"{shift} and.b32 p{i}, t, 0x01C001C0; shl.b32 t, $4, {sign}; "
-        body += f"lop3.b32 p{i}, t, 0x80008000, p{i}, 0xEA; "
+    body += "shl.b32 t, $4, 6; and.b32 p2, t, 0x81C081C0; "
+    body += "shr.u32 t, $4, 7; and.b32 t, t, 0x00D800D8; mul.lo.u32 t, t, 0x821; and.b32 p3, t, 0x81C081C0; "
     body += " ".join(f"fma.rn.bf16x2 p{i}, p{i}, ${5 + i // 2}, none;" for i in range(4))
     return _assembly(body, {"none": "0x80008000"})
 
+
+FOLDED_SCALES = (
+    "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4140; mad.lo.u32 $0, t, 128, 0x2F002F00; "
+    "prmt.b32 t, $2, 0, 0x4342; mad.lo.u32 $1, t, 128, 0x2F002F00; }"
+)
+"""Four bytes as powers of two in bfloat16, times FOLDED."""
 
 UNSCALED = {
     torch.bfloat16: _whole_numbers("bf16x2", "0x43004300", "0x3F803F80", scaled=False),

@@ -54,6 +54,8 @@ MOST_SCALE_BYTES = 24
 LEAST_STEPS = 4
 """What one program takes: less is not worth a split."""
 
+SCALE_KINDS = {torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
 _STEP, _UNITS = gl.constexpr(STEP), gl.constexpr(STEP // 4)
 _UNFOLD = gl.constexpr(UNFOLD)
 
@@ -262,7 +264,7 @@ def streams(dtype: torch.dtype, weight: FourBitWeight) -> bool:
     return by_steps and aligned and weight.values.data_ptr() % LEAST_BYTES == 0
 
 
-def _bytes_of(part: Tensor, run: int) -> TensorDescriptor:
+def bytes_of(part: Tensor, run: int) -> TensorDescriptor:
     """What a step has of `run` outputs, as one run of bytes, copied four at a time."""
     words = part.flatten(-2).flatten(0, -2).view(torch.int32) if part.dim() > 2 else part
     size = run * part.shape[-1] * part.element_size() // 4
@@ -280,13 +282,12 @@ def _launch(
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     values = TensorDescriptor.from_tensor(packed, [shape.outputs, STEP // 4], by_rows)
     xs = x if order is not None else TensorDescriptor.from_tensor(x, [shape.rows, STEP], by_rows)
-    scale_kinds = {torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
     stream_four_bit[grid](
-        values, xs, _bytes_of(weight.scales, shape.outputs),
-        None if weight.zeros is None else _bytes_of(weight.zeros, shape.outputs), weight.factors, bias, out, partial,
+        values, xs, bytes_of(weight.scales, shape.outputs),
+        None if weight.zeros is None else bytes_of(weight.zeros, shape.outputs), weight.factors, bias, out, partial,
         counter, order, owner, pair_weights, rows, pairs_a_row, outputs, inputs, E2M1=weight.numbers == "e2m1",
         ZEROS=weight.zeros is not None, EACH=weight.scales.shape[-1],
-        SCALE=scale_kinds.get(weight.scales.dtype, gl.float32), STEPS_A_GROUP=max(1, weight.group // STEP),
+        SCALE=SCALE_KINDS.get(weight.scales.dtype, gl.float32), STEPS_A_GROUP=max(1, weight.group // STEP),
         HAS_FACTORS=weight.factors is not None, HAS_BIAS=bias is not None, GROUPED=order is not None,
         WEIGHED=pair_weights is not None, ROWS=shape.rows, SPLITS=shape.splits, STAGES=shape.stages, WARPS=shape.warps,
         num_warps=shape.warps, launch_pdl=True,

@@ -7,12 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from phalanx.kernels.four_bit import STEP
-from phalanx.kernels.gpu.four_bit_numbers import ASSEMBLY, UNSCALED
+from phalanx.kernels.gpu.four_bit_numbers import ASSEMBLY, FOLDED_SCALES, UNSCALED
 from phalanx.kernels.gpu.stream import HAS_REINTERPRET
 
 _STEP, _UNITS = gl.constexpr(STEP), gl.constexpr(STEP // 4)
 _INT4_BF16, _INT4_F16 = gl.constexpr(ASSEMBLY["int4", torch.bfloat16]), gl.constexpr(ASSEMBLY["int4", torch.float16])
 _E2M1_BF16 = gl.constexpr(ASSEMBLY["e2m1", torch.bfloat16])
+_FOLDED_SCALES = gl.constexpr(FOLDED_SCALES)
 _UNSCALED_BF16, _UNSCALED_F16 = (gl.constexpr(UNSCALED[dtype]) for dtype in (torch.bfloat16, torch.float16))
 
 
@@ -103,7 +104,9 @@ def widened(
     else:
         scale = of_half(scale_tile, HALF, EACH).load(of_groups)
         if E2M1:
-            scale = ((scale.to(gl.int32) + 94) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
+            scale = gl.inline_asm_elementwise(
+                _FOLDED_SCALES, "=&r,=r,r", [scale], dtype=gl.bfloat16, is_pure=True, pack=4
+            )
         scales = scale.to(dtype).expand_dims(2).broadcast_to([OUTPUTS, PARTS, INNER])
         WITH: gl.constexpr = _E2M1_BF16 if E2M1 else (_INT4_BF16 if dtype == gl.bfloat16 else _INT4_F16)
         first, second, third, fourth = _assembled(packed, scales, offsets, WITH)

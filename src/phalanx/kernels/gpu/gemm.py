@@ -15,8 +15,11 @@ from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.shared_memory import stages_here
 
-VECTOR_TILE = (4, 2048)
-"""Outputs and inputs that one program of a matrix-vector product takes at once."""
+VECTOR_TILE, LONG_VECTOR_TILE, ODD_VECTOR_TILE = (4, 2048), (2, 4096), (4, 512)
+"""Outputs and inputs that one program of a matrix-vector product takes at once; where it can take all of longer inputs;
+and where blocks would be half empty."""
+MANY_OUTPUTS = 4096
+"""Of which programs hide each other's waiting."""
 
 WIDE_TILES = {8: (4, 2, 2048), 128: (16, 4, 512)}
 """For up to so many rows, the rows, outputs and inputs that one program of a product in float32 takes at once. Of few
@@ -105,9 +108,17 @@ def _matrix_vector(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=row < outputs)
 
 
+def _vector_tile(outputs: int, inputs: int) -> tuple[int, int]:
+    (_, block), (_, long) = VECTOR_TILE, LONG_VECTOR_TILE
+    if inputs > block and 0 < inputs % block < block // 2 and outputs >= MANY_OUTPUTS:
+        return ODD_VECTOR_TILE
+    return LONG_VECTOR_TILE if long // 4 * 3 <= inputs <= long else VECTOR_TILE
+
+
 def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear for one row: the weight streams through once, nearer to memory speed than the library's product."""
-    (outputs, inputs), (rows, block) = weight.shape, VECTOR_TILE
+    outputs, inputs = weight.shape
+    rows, block = _vector_tile(outputs, inputs)
     out = weight.new_empty(1, outputs)
     block = min(block, triton.next_power_of_2(inputs))
     _matrix_vector[(triton.cdiv(outputs, rows),)](

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -52,11 +50,12 @@ def _keep_sampled(latest, latest_at, slots, positions, tokens, rows, ROWS: tl.co
     tl.store(latest_at + slot, tl.load(positions + row, mask=exists, other=0), mask=is_last)
 
 
-@triton.jit(do_not_specialize=["first", "second", "third", "last"])
-def _take_in(tables, sampling, kept, latest_at, news, first, second, third, last, ROWS: tl.constexpr):
+@triton.jit
+def _take_in(tables, sampling, kept, latest_at, news, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first, second, third, last = tl.load(news), tl.load(news + 1), tl.load(news + 2), tl.load(news + 3)
     exists = row < last
-    place, number = tl.load(news + row, mask=exists, other=0), tl.load(news + last + row, mask=exists, other=0)
+    place, number = tl.load(news + 4 + row, mask=exists, other=0), tl.load(news + 4 + last + row, mask=exists, other=0)
     tl.store(tables + place, number, mask=row < first)
     tl.store(sampling + place, number, mask=(row >= first) & (row < second))
     tl.store(kept + place, number, mask=(row >= second) & (row < third))
@@ -89,7 +88,5 @@ def keep_sampled(latest: Tensor, latest_at: Tensor, slots: Tensor, positions: Te
     _keep_sampled[(triton.cdiv(rows, _ROWS),)](latest, latest_at, slots, positions, tokens, rows, ROWS=_ROWS)
 
 
-def take_in(
-    tables: Tensor, sampling: Tensor, kept: Tensor, latest_at: Tensor, news: Tensor, ends: Sequence[int]
-) -> None:
-    _take_in[(triton.cdiv(ends[-1], _ROWS),)](tables, sampling, kept, latest_at, news, *ends, ROWS=_ROWS)
+def take_in(tables: Tensor, sampling: Tensor, kept: Tensor, latest_at: Tensor, news: Tensor, most: int) -> None:
+    _take_in[(triton.cdiv(most, _ROWS),)](tables, sampling, kept, latest_at, news, ROWS=_ROWS)

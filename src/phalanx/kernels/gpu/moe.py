@@ -12,12 +12,13 @@ from torch import Tensor
 
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Activations, Fp8Weight, InBoth, Quantised, converts_e4m3, plain
+from phalanx.kernels.gpu import expert_vectors
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
 from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
-from phalanx.kernels.gpu.sort import sort_by_expert
+from phalanx.kernels.gpu.sort import apart, sort_by_expert
 from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
@@ -31,6 +32,9 @@ SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 64, 128, 4, 3)
 
 WIDE_INPUTS, WIDE_TILE = {256: range(2**30), 512: range(17, 1025)}, Tile(16, 128, 128, 8, 3)
 """Up to these inputs, with so many pairs, fewer and wider programs are faster."""
+
+EXPERTS_A_PAIR = 6
+"""Where there are as many in FP8, few pairs share one: to read it again, from the cache, is quicker than to sort."""
 
 SHALLOW_TILE, SHALLOW_PROGRAMS = Tile(16, 64, 256, 4, 2), range(3 * 132 + 1, 5 * 132 + 1)
 """So many programs run at once on an H200 only if each takes less of the shared memory."""
@@ -78,7 +82,9 @@ def expert_pairs(
     rows, top, experts = len(given), chosen.shape[1], gate_up[0].shape[0]
     way = _way(gate_up[0], down[0], given.dtype)
     tile = way.tile(rows * top, experts)
-    pairs = ExpertPairs(*sort_by_expert(chosen, experts, tile.rows), rows * top, tile, given.dtype)
+    few = way.quantised and EXPERTS_A_PAIR * rows * top <= experts
+    by_expert = apart(chosen, tile.rows) if few else sort_by_expert(chosen, experts, tile.rows)
+    pairs = ExpertPairs(*by_expert, rows * top, tile, given.dtype, rows == 1)
     taken: Tensor | Quantised
     if weighs_input:
         taken, pairs_a_row = (given[:, None] * weights[..., None].to(given.dtype)).flatten(0, 1), 1
@@ -90,13 +96,14 @@ def expert_pairs(
 
 
 class ExpertPairs(NamedTuple):
-    """Pairs of token and expert, sorted by expert into tiles."""
+    """Pairs of token and expert, sorted by expert into tiles. Those of one token have a tile each."""
 
     order: Tensor
     owner: Tensor
     number: int
     tile: Tile
     dtype: torch.dtype
+    of_one_token: bool
 
 
 class _Way(NamedTuple):
@@ -129,7 +136,7 @@ def _four_bit_grouped(
     pairs_a_row: int,
     pair_weights: Tensor | None,
 ) -> Tensor:
-    order, owner, count, tile, _ = pairs
+    order, owner, count, tile, *_ = pairs
     return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile)
 
 
@@ -146,7 +153,7 @@ def _grouped(
     x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: ExpertPairs, pairs_a_row: int,
     pair_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    order, owner, count, tile, dtype = pairs
+    order, owner, count, tile, dtype, of_one_token = pairs
     if isinstance(weight, Fp8Weight):
         matrices, scales, row_block = weight.values, weight.scales, weight.row_block
         if converts_e4m3(matrices.device):
@@ -158,9 +165,15 @@ def _grouped(
         assert isinstance(x, Tensor)
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
+    out = torch.empty(count, outputs, dtype=dtype, device=values.device)
+    if of_one_token and (scales is None or x_scales is not None):
+        vector = expert_vectors.tile_for(inputs, row_block, scales is not None)
+        if vector is not None:
+            return expert_vectors.product(
+                values, x_scales, matrices, scales, row_block, bias, owner, pairs_a_row, pair_weights, out, vector
+            )
     if x_scales is not None and tile.rows == SHORT_TILE.rows:
         tile = _tile_in_fp8(tile, count, outputs, inputs)
-    out = torch.empty(count, outputs, dtype=dtype, device=values.device)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
         outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,

@@ -17,7 +17,8 @@ from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 COLUMNS_AT_ONCE = 1024
-HEADS_AT_ONCE = 8
+HEADS_AT_ONCE = {True: 8, False: 2}
+"""Rotated whole, or in part: those are long, and a program of many would have to hold too much of them."""
 FEW_TOKENS = 64
 """Of which programs with half the warps find room beside the kernel ahead."""
 
@@ -104,12 +105,18 @@ def sum_pairs(pairs: Unsummed) -> Tensor:
 
 
 @triton.jit
+def norm_of(h, scale, width, eps):
+    """Of a row whose columns beyond `width` are zero."""
+    wide = h.to(tl.float32)
+    return (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(scale.dtype)).to(h.dtype)
+
+
+@triton.jit
 def norm_and_store(
     h, scale, out, out_fp8, out_scales, row, rows, width, eps, BLOCK: tl.constexpr, LARGEST: tl.constexpr
 ):
     """A row's norm, as it is, in FP8, or both: where there is room. Columns of h beyond `width` are zero."""
-    wide = h.to(tl.float32)
-    normed = (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(scale.dtype)).to(h.dtype)
+    normed = norm_of(h, scale, width, eps)
     if out is not None:
         column = tl.arange(0, BLOCK)
         tl.store(out + row * width + column, normed, mask=column < width)
@@ -149,9 +156,14 @@ def add_rms_norm(
     _add_rms_norm[(rows,)](
         given, residual, weight, *places, rows, given.stride(0), inner, width, eps, taken(),
         HAS_RESIDUAL=residual is not None, TOP=top, BLOCK=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
-        num_warps=8 if width > 2048 else 4, launch_pdl=starts_early(),
+        num_warps=warps_of_row(width, top), launch_pdl=starts_early(),
     )  # fmt: skip
     return out
+
+
+def warps_of_row(width: int, top: int = 0) -> int:
+    """Of a norm, which may sum up so many experts. Others sum up in another order."""
+    return 8 if width > 2048 else 16 if top else 4
 
 
 @triton.jit
@@ -235,10 +247,15 @@ def _as_cached(x, inverse, cache, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, shrink, query_norm, key_norm, d, known, is_query, turns):
-    """These dimensions of query and key heads by their norms' weights; values stay as they are."""
+def _weights(query_norm, key_norm, d, known, is_query):
+    """Of these dimensions, for query and key heads."""
     of_queries = tl.load(query_norm + d, mask=known, other=0.0)
-    weight = tl.where(is_query, of_queries, tl.load(key_norm + d, mask=known, other=0.0))
+    return tl.where(is_query, of_queries, tl.load(key_norm + d, mask=known, other=0.0))
+
+
+@triton.jit
+def _normed(x, shrink, weight, turns):
+    """These dimensions of query and key heads by their norms' weights; values stay as they are."""
     return tl.where(turns, (weight * (x.to(tl.float32) * shrink).to(weight.dtype)).to(x.dtype), x)
 
 
@@ -263,26 +280,31 @@ def _rotate_and_store(
     exists, turns = head < heads + 2 * kv_heads, head < heads + kv_heads
     mask = exists & (d < half)
     place = qkv + (token * (heads + 2 * kv_heads) + head) * head_dim
+    at, known, is_query = token * rotary + d, d < half, head < heads
+    if NORMED:
+        low_weight = _weights(query_norm, key_norm, d, known, is_query)
+        high_weight = _weights(query_norm, key_norm, half + d, known, is_query)
+    if rotary < head_dim:
+        r = rotary + tl.arange(0, REST)[None, :]
+        behind = r < head_dim
+        if NORMED:
+            rest_weight = _weights(query_norm, key_norm, r, behind, is_query)
     wait_for_ahead()
     slot = tl.load(write_to + token)
-    at, known = token * rotary + d, d < half
     low_cos, high_cos = tl.load(cos + at, mask=known, other=1.0), tl.load(cos + half + at, mask=known, other=1.0)
     low_sin, high_sin = tl.load(sin + at, mask=known, other=0.0), tl.load(sin + half + at, mask=known, other=0.0)
     low = tl.load(place + d, mask=mask, other=0.0)
     high = tl.load(place + half + d, mask=mask, other=0.0)
     if rotary < head_dim:
-        r = rotary + tl.arange(0, REST)[None, :]
-        behind = r < head_dim
         rest = tl.load(place + r, mask=exists & behind, other=0.0)
     if NORMED:
         squares = tl.sum(_squares(low) + _squares(high), 1)
         if rotary < head_dim:
             squares += tl.sum(_squares(rest), 1)
-        shrink, is_query = tl.rsqrt(squares / head_dim + eps)[:, None], head < heads
-        low = _normed(low, shrink, query_norm, key_norm, d, known, is_query, turns)
-        high = _normed(high, shrink, query_norm, key_norm, half + d, known, is_query, turns)
+        shrink = tl.rsqrt(squares / head_dim + eps)[:, None]
+        low, high = _normed(low, shrink, low_weight, turns), _normed(high, shrink, high_weight, turns)
         if rotary < head_dim:
-            rest = _normed(rest, shrink, query_norm, key_norm, r, behind, is_query, turns)
+            rest = _normed(rest, shrink, rest_weight, turns)
             tl.store(place + r, rest, mask=exists & behind & turns)
     turned_low = low.to(tl.float32) * low_cos + high.to(tl.float32) * low_sin
     turned_high = high.to(tl.float32) * high_cos + low.to(tl.float32) * high_sin
@@ -315,9 +337,10 @@ def rotate_and_store(
     tokens, all_heads, head_dim = qkv.shape
     rotary = cos.shape[-1]
     query_norm, key_norm, eps = norms or (None, None, 0.0)
-    _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
+    at_once = HEADS_AT_ONCE[rotary == head_dim]
+    _rotate_and_store[(tokens, triton.cdiv(all_heads, at_once))](
         qkv, cos, sin, write_to, cache, query_norm, key_norm, heads, kv_heads, eps, 1 / scales.key,
-        1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=HEADS_AT_ONCE,
+        1 / scales.value, head_dim, rotary, NORMED=norms is not None, HEADS_AT_ONCE=at_once,
         HALF=triton.next_power_of_2(rotary // 2), REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
         LARGEST=LARGEST, num_warps=2 if steady or tokens <= FEW_TOKENS else 4, launch_pdl=starts_early(),
     )  # fmt: skip

@@ -118,10 +118,15 @@ def _one_row_a_tile(pairs: int, tile: int, device: torch.device) -> Tensor:
     return order.flatten()
 
 
+def apart(chosen: Tensor, tile: int) -> ByExpert:
+    """Every pair in a tile of its own, as if no two had the same expert."""
+    return ByExpert(_one_row_a_tile(chosen.numel(), tile, chosen.device), chosen.flatten())
+
+
 def sort_by_expert(chosen: Tensor, experts: int, tile: int) -> ByExpert:
     """The experts of a single token are all different: each gets a tile."""
     if len(chosen) == 1:
-        return ByExpert(_one_row_a_tile(chosen.numel(), tile, chosen.device), chosen[0])
+        return apart(chosen, tile)
     pairs, block = chosen.numel(), triton.next_power_of_2(experts)
     tiles = min(pairs, triton.cdiv(pairs, tile) + experts)
     order, owner = torch.empty(tiles * (tile + 1), dtype=torch.int32, device=chosen.device).split([tiles * tile, tiles])

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.kernels.activation import sigmoid
 from phalanx.kernels.fp8 import Activations, Form, plain
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.panels import Panels
+from phalanx.kernels.router import MOST_ROWS, NORMED_ROWS, RouterAtOnce
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
@@ -34,9 +37,9 @@ class Experts:
         hidden, first = place.spec.hidden, place.group.rank == 0
         self.units, self.alone, self.dtype = place.units, place.group.size == 1, place.dtype
         self.joins = self._joins(place)
-        self._build_router(place)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
+        self._build_router(place)
         self.table = place.empty_for(f"{self.path}{self.names.table}") if record.router.hashed else None
         self.gate_up = self._stack(place, [self.inner, self.inner], hidden)
         self.down = self._stack(place, [hidden], self.inner)
@@ -73,6 +76,10 @@ class Experts:
                 self.router_and_gate = place.gemm(both)
         self.router = place.gemm(weight, bias)
         self.shared_gate = None if gate_weight is None else place.gemm(gate_weight)
+        asked = self.router_and_gate or (self.router if self.shared_gate is None else None)
+        self.at_once: RouterAtOnce | None = None
+        if asked is not None and place.units is None:
+            self.at_once = RouterAtOnce.of(asked.weight, asked.bias, self.record.router, self.correction)
 
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
         return place.matrix(self._matrices, rows, columns, self.record.experts + self.joins)
@@ -125,14 +132,23 @@ class Experts:
             del self.gate_up, self.down
         return held.matrices()
 
-    def __call__(self, x: Activations, step: StepContext) -> Tensor | Unsummed:
+    def norms(self, rows: int) -> bool:
+        """Whether so many may come unnormed."""
+        return self.at_once is not None and rows <= NORMED_ROWS
+
+    def __call__(self, x: Activations | Unnormed, step: StepContext) -> Tensor | Unsummed:
         """This rank's part of a sum over ranks. One alone may leave it to the next norm to sum up experts."""
-        record, given = self.record, plain(x)
+        record, rows = self.record, len(x.x if isinstance(x, Unnormed) else plain(x))
         told = self.table[step.tokens].long() if self.table is not None else None
-        logits, gate = self._scored(given)
-        joined = self.joins and len(given) <= JOINED_ROWS
-        weights, experts = route(logits, record.router, self.correction, told, joined, gate)
+        joined = self.joins and rows <= JOINED_ROWS
+        if self.at_once is not None and rows <= MOST_ROWS:
+            gate, (x, weights, experts) = None, self.at_once(x, told, joined)
+        else:
+            assert not isinstance(x, Unnormed)
+            logits, gate = self._scored(plain(x))
+            weights, experts = route(logits, record.router, self.correction, told, joined, gate)
         if self.units is not None:
+            given = plain(x)
             beside = self._beside(given, gate)
             return invariant_experts(
                 given, self.held, weights, experts, record.activation, self.units, not self.alone, beside
@@ -141,7 +157,7 @@ class Experts:
         if self.shared is None or joined:
             return expert_pairs(*asked) if self.alone else fused_experts(*asked)
         out, shared = fused_experts(*asked), self.shared(x, step)
-        return out + (shared if gate is None else shared * torch.sigmoid(gate))
+        return out + (shared if gate is None else shared * sigmoid(gate))
 
     def _scored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the router and the shared expert's gate say."""
@@ -155,7 +171,7 @@ class Experts:
         if self.shared is None:
             return None
         sums = self.shared.unit_sums(x)
-        return sums if gate is None else sums * torch.sigmoid(gate.float())
+        return sums if gate is None else sums * sigmoid(gate.float())
 
 
 RECORD, PART = Moe, Experts

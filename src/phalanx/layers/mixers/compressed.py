@@ -113,13 +113,13 @@ class CompressedAttention:
         low, kept = self.enter(x).split([record.q_rank, record.head_dim], -1)
         if self.by_rows:
             attended = self._attended_by_rows(x, low, kept, step)
-            return self._leave(attended if rows is None else attended[rows])
+            return self._leave(attended if rows is None else attended.index_select(0, rows))
         narrow, kept = self._normed(low), self.norm(kept.contiguous())
         lines = self._keep(turn(kept[:, None], cos, sin)[:, 0], x, step)
         q = self.query(narrow).view(-1, self.heads, record.head_dim)
         q = q * (q.float().square().mean(-1, keepdim=True) + self.eps).rsqrt().to(q.dtype)
         attended = turn(self._attended(turn(q, cos, sin), lines, x, narrow, step), cos, -sin)
-        return self._leave(attended if rows is None else attended[rows])
+        return self._leave(attended if rows is None else attended.index_select(0, rows))
 
     def _attended_by_rows(self, x: Activations, low: Tensor, kept: Tensor, step: StepContext) -> Tensor:
         """The same on a GPU, by its kernels: every token is a row of its own, and nothing asks the host."""

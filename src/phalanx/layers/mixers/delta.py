@@ -18,10 +18,13 @@ from phalanx.layers.place import Part, Place
 from phalanx.layers.step import StepContext
 from phalanx.spec.delta import DeltaNet, updates_beside
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 def _updates_kept(record: DeltaNet, device: torch.device) -> int:
-    """A CPU keeps those that may be wrong."""
-    return updates_beside(max(1, record.pending)) if device.type == "cuda" else record.pending
+    """A CPU keeps those that may be wrong; as many as a GPU where a state is rounded when it is written."""
+    often = device.type == "cpu" and record.state_format == "fp32"
+    return record.pending if often else updates_beside(max(1, record.pending))
 
 
 class DeltaMixer:
@@ -50,7 +53,8 @@ class DeltaMixer:
             place.spec.norm_eps,
         )  # fmt: skip
         self.columns = place.empty(0, record.ring, sum(self.widths))
-        self.memory = torch.empty(0, self.v_heads, record.k_dim, record.v_dim, device=place.device)
+        state, dtype = (self.v_heads, record.k_dim, record.v_dim), _DTYPES[record.state_format]
+        self.memory = torch.empty(0, *state, dtype=dtype, device=place.device)
         self.pending: PendingUpdates | None = None
         if kept := _updates_kept(record, place.device):
             self.pending = PendingUpdates(
@@ -93,7 +97,8 @@ class DeltaMixer:
         if self.columns.is_cuda:
             of_chunks = self.v_heads * (CHUNK + 3) * 4
             return tokens * ((2 * channels + 3 * read + self.v_heads * CHUNK) * self.columns.element_size() + of_chunks)
-        return 4 * (tokens * (5 * channels + read) + rows * read * self.record.k_dim)
+        copied = 4 if self.memory.dtype == torch.float32 else 4 + self.memory.element_size()
+        return 4 * tokens * (5 * channels + read) + copied * rows * read * self.record.k_dim
 
     def states(self) -> list[Tensor]:
         pending = [] if self.pending is None else [self.pending.updates, self.pending.since]
@@ -114,7 +119,7 @@ class DeltaMixer:
         mixed = delta_net(qkvz, rates, self.weights, self.memory, self.columns, step.batch, quantised, self.pending)
         if rows is not None:
             assert isinstance(mixed, Tensor)
-            mixed = mixed[rows]
+            mixed = mixed.index_select(0, rows)
         return self.output(mixed, step.adapters_of(rows))
 
 

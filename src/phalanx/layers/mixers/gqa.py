@@ -89,10 +89,10 @@ class Attention(Stateless):
             return self.output(paged_attention_quantised(*self._asked(qkv, step)))
         attended = self._attended(qkv, step)
         if self.gate is None:
-            return self.output(attended if rows is None else attended[rows], adapters)
+            return self.output(attended if rows is None else attended.index_select(0, rows), adapters)
         gate = self.gate(x, step.adapters_of(None))
         if rows is not None:
-            attended, gate = attended[rows], gate[rows]
+            attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
         gated = sigmoid_and_mul_quantised if in_fp8 else sigmoid_and_mul
         return self.output(gated(attended, gate), adapters)
 

@@ -91,7 +91,7 @@ class LatentAttention(Stateless):
         chosen = step.chosen if self.indexer is not None else None
         heads = Heads(self.widening.view(self.heads, -1, record.kv_rank), record.nope_dim)
         attended = latent_attention(q, turns, kept, self.cache, step.batch, heads, record.scale, chosen).flatten(1)
-        return self.output(attended if rows is None else attended[rows], step.adapters_of(rows))
+        return self.output(attended if rows is None else attended.index_select(0, rows), step.adapters_of(rows))
 
     def _normed(self, x: Tensor, step: StepContext) -> Activations:
         assert self.query_norm is not None

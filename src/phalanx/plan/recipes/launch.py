@@ -33,7 +33,7 @@ class Launch:
     """What to start: `replicas` engines of `tp` GPUs, times `stages` of a pipeline; with `attention_ranks` each of them
     has sequences of its own, up to `max_num_seqs`; `prompt_replicas` of the replicas compute prompts alone. `prepare`:
     the command that first writes the checkpoint, `note`: what to do where none is known, `flags`: what else the engine
-    is told. The model's own head makes up to `drafts` of tokens.
+    is told. The model's own head makes up to `drafts` of tokens. With `narrow_states` recurrent states are in bf16.
     """
 
     model: str
@@ -51,6 +51,7 @@ class Launch:
     attention_ranks: int = 1
     prompt_replicas: int = 0
     drafts: int = 0
+    narrow_states: bool = False
     prepare: tuple[str, ...] = ()
     note: str = ""
     flags: tuple[str, ...] = ()
@@ -134,6 +135,8 @@ def _phalanx(launch: Launch) -> list[str]:
         words += ["--dtype", launch.weight_format]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
+    if launch.narrow_states:
+        words += ["--state-dtype", "bf16"]
     if launch.drafts:
         words += ["--speculate", "mtp", "--speculate-tokens", str(launch.drafts)]
     return [
@@ -154,6 +157,8 @@ def _vllm(launch: Launch) -> list[str]:
         words += ["--enable-expert-parallel"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8"]
+    if launch.narrow_states:
+        words += ["--mamba-ssm-cache-dtype", "bfloat16"]
     if launch.drafts:
         words += ["--speculative-config", f'{{"method": "mtp", "num_speculative_tokens": {launch.drafts}}}']
     return [
@@ -176,6 +181,8 @@ def _sglang(launch: Launch) -> list[str]:
         words += ["--dp-size", str(launch.attention_ranks), "--enable-dp-attention"]
     if launch.kv_format == "fp8":
         words += ["--kv-cache-dtype", "fp8_e4m3"]
+    if launch.narrow_states:
+        words += ["--mamba-ssm-dtype", "bfloat16"]
     if launch.drafts:
         words += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(launch.drafts)]
         words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(launch.drafts + 1)]
@@ -211,6 +218,7 @@ def trtllm_options(launch: Launch) -> str:
         "kv_cache_config:\n"
         f"  free_gpu_memory_fraction: {launch.engine.share:g}\n"
         f"  dtype: {dtype}\n"
+        + ("  mamba_ssm_cache_dtype: bfloat16\n" if launch.narrow_states else "")
         + (
             f"speculative_config:\n  decoding_type: MTP\n  num_nextn_predict_layers: {launch.drafts}\n"
             if launch.drafts
