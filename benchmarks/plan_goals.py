@@ -17,7 +17,7 @@ from phalanx.plan.cases import Case
 from phalanx.plan.fit_data import Array, Data, load_data
 from phalanx.plan.held_out import ALWAYS_SEEN, FOLDS, bounds, fold_of, group_of, predict_unseen, read_cases, widths
 
-RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
+RESULTS = [Path(__file__).parent / "results" / f"{name}.jsonl" for name in ("h200", "h200_frontier")]
 NEW_ARCHITECTURE = 1.5
 """How much wider intervals are on an architecture without serving rows: a rule of thumb, not fitted."""
 NVIDIA_OVERVIEW = ("trt014", "trt10", "trt12")
@@ -40,7 +40,7 @@ def files_of(words: Sequence[str] | None = None) -> list[Path]:
 
 
 def main() -> None:
-    data = load_data(read_cases([*files_of(), RESULTS]))
+    data = load_data(read_cases([*files_of(), *RESULTS]))
     hopper, blackwell, independent, ours = (rows(data, test) for test in (is_hopper, is_blackwell, is_other, is_ours))
     by_series = fold_of(data.cases, FOLDS)
     say("Hopper, folds of series", *unseen(data, hopper, by_series, hopper))

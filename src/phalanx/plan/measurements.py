@@ -272,7 +272,7 @@ def _from_benchmark(line: str) -> Measurement | None:
         "model": name,
         "precision": catalog.model(name).number_format,
         "kv_dtype": "bf16",
-        "throughput": told["out_tok_s"],
+        "throughput": told.get("out_tok_s"),
         "publisher": "phalanx",
         "is_shard": shard is not None,
     }
@@ -288,5 +288,5 @@ def _from_benchmark(line: str) -> Measurement | None:
         return Measurement(**common, **sizes, **times, kind="offline")
     batch, inputs, outputs = (int(part) for part in told["case"].split("x"))
     sizes = {"input_tokens": inputs, "output_tokens": outputs, "concurrency": batch, "requests": batch}
-    times = {"ttft": told["prefill_s"], "tpot": told["tpot_ms"] / 1e3, "spread": 0.0}
+    times = {"ttft": told.get("prefill_s"), "tpot": told["tpot_ms"] / 1e3, "spread": 0.0}
     return Measurement(**common, **sizes, **times, kind="burst")
