@@ -124,6 +124,11 @@ def shown_as(page: Page, scheme: Literal["light", "dark"], width: int, height: i
     page.emulate_media(color_scheme=scheme)
 
 
+def next_frame(page: Page) -> None:
+    """What was done is shown with the next frame. Until then the page looks as it did before."""
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+
+
 def watch(page: Page, complaints: list[str], refused: tuple[int, ...] = ()) -> None:
     """Write down errors, broken policies and requests to other machines."""
 

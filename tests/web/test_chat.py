@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.server.running import eventually
-from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible, check_on_both, shown_as
+from tests.web.browser import DESKTOP, PHONE, NewPage, check_accessible, check_on_both, next_frame, shown_as
 from tests.web.scripted import HOSTILE_NAME, Script, ScriptedServer, says, scripted_server
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,8 @@ def send(page: Page, text: str) -> None:
 
 
 def finished(page: Page) -> None:
+    """The answer to what was done last."""
+    next_frame(page)
     expect(page.get_by_role("button", name=re.compile("Regenerate|Try again"))).to_be_visible()
 
 

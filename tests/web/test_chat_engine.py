@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from phalanx.weights.checkpoint import locate
 from tests.server.running import Server, eventually, running
-from tests.web.browser import NewPage
+from tests.web.browser import NewPage, next_frame
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,7 @@ def ask(page: Page, text: str, longest: int) -> None:
 
 
 def finished(page: Page) -> None:
+    next_frame(page)
     expect(page.get_by_role("button", name=re.compile("Regenerate|Try again"))).to_be_visible(timeout=PATIENCE_MS)
 
 
@@ -51,10 +52,11 @@ GROWTH = """() => {
 }"""
 
 
-def test_the_default_models_answer_grows_before_the_readers_eyes(page: Page) -> None:
+def test_the_default_models_answer_grows_before_the_readers_eyes(page: Page, server: Server) -> None:
     page.evaluate(GROWTH)
-    ask(page, "What is the capital of France? Tell me about its history.", 32)
-    finished(page)
+    with server.braked():
+        ask(page, "What is the capital of France? Tell me about its history.", 16)
+        finished(page)
     expect(page.get_by_role("article", name="Answer")).to_contain_text("Paris")
     assert len(page.evaluate("[...window.lengths]")) > 3
 

@@ -89,6 +89,7 @@ def test_what_has_come_of_an_answer_is_kept_when_another_is_opened_or_the_page_l
     begin(page, "first")
     for leave in (lambda: page.get_by_role("button", name=re.compile("^first")).click(), page.reload):
         page.keyboard.press("Alt+n")
+        expect(answers(page)).to_have_count(0)
         server.scripts.append(Script([{"content": "half an"}], waits=True))
         send(page, "second")
         expect(answers(page)).to_contain_text("half an")

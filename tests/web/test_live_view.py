@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.server.running import eventually
 from tests.web.browser import NewPage, check_accessible, shown_as
 from tests.web.made_up import event, gpu_sample, sample
 from tests.web.scripted import ScriptedServer
@@ -35,7 +36,7 @@ def test_the_range_is_chosen_asked_for_and_kept_for_the_tab(new_page: NewPage, s
     page.get_by_label("5 min", exact=True).press("ArrowRight")
     page.get_by_label("15 min").press("ArrowRight")
     expect(slider).to_have_attribute("max", "3589")
-    assert server.live_asked[-1] == {"seconds": "3600"}
+    assert eventually(lambda: server.live_asked[-1] == {"seconds": "3600"}, 60)
     expect(page.get_by_text("in the last 60 minutes")).to_be_visible()
     page.reload()
     expect(page.get_by_label("60 min")).to_be_checked()
