@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,20 @@ def test_a_compiler_that_fails_is_no_compiler(monkeypatch: pytest.MonkeyPatch, t
     finally:
         monkeypatch.undo()
         cpu.library.cache_clear()
+
+
+def test_ranks_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler, calls, sources = tmp_path / "cc", tmp_path / "calls", [tmp_path / "a.c", tmp_path / "b.c"]
+    compiler.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec {shutil.which("cc")} "$@"\n')
+    compiler.chmod(0o700)
+    names = list(cpu._SIGNATURES)
+    for source, part in zip(sources, (names[:3], names[3:]), strict=True):
+        source.write_text("\n".join(f"void {name}(void) {{}}" for name in part))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: str(compiler))
+    monkeypatch.setattr(cpu, "_SOURCES", sources)
+    with ThreadPoolExecutor(3) as ranks:
+        made = [ranks.submit(cpu.library.__wrapped__) for _ in range(3)]
+    assert all(each.result() is not None for each in made)
+    assert len(calls.read_text().splitlines()) == len(sources) + 1
+    assert len(list(tmp_path.rglob("*.so"))) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -71,12 +73,29 @@ def _compiled(compiler: str) -> Path:
     target = folder / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / target.name
-            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(fresh), *openmp[:1], "-lm"]
-            subprocess.run(command, check=True, capture_output=True)
-            fresh.rename(target)
+        with (folder / "compiling").open("w") as turn:
+            with contextlib.suppress(OSError):  # folders of other machines may have no locks
+                fcntl.flock(turn, fcntl.LOCK_EX)  # the other ranks of a first start wait, and find them compiled
+            if not target.exists():
+                _compile(compiler, target, openmp[:1])
     return target
+
+
+def _compile(compiler: str, target: Path, libraries: list[str]) -> None:
+    """All sources side by side."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        parts = [f"{folder}/{source.stem}.o" for source in _SOURCES]
+        making = [
+            subprocess.Popen([compiler, *_FLAGS, "-c", str(source), "-o", part], stderr=subprocess.DEVNULL)
+            for source, part in zip(_SOURCES, parts, strict=True)
+        ]
+        statuses = {each.wait() for each in making}
+        if statuses != {0}:
+            raise OSError(f"{compiler} does not compile the kernels")
+        fresh = Path(folder) / target.name
+        together = [compiler, *_FLAGS, *parts, "-o", str(fresh), *libraries, "-lm"]
+        subprocess.run(together, check=True, capture_output=True)
+        fresh.rename(target)
 
 
 def _cpu_model() -> str:
