@@ -33,7 +33,7 @@ _LOOSE_SWEEP = 1000
 """NVIDIA sweeps in lengths of round thousands: their times to first token show requests that do not end together."""
 _MIX = (256, 100, 1024)
 """Requests, and the shortest and longest prompt and answer, of the case `256xmix`."""
-_SHARD = re.compile(r"-tp(\d+)-shard$")
+_SHARD = re.compile(r"-tp(\d+)-(?:shard|rank)$")
 
 
 class MeasurementError(PhalanxError):
