@@ -139,11 +139,17 @@ class DraftingRunner(ModelledRunner):
     def __init__(self, prices: Prices, by_ranks: bool) -> None:
         super().__init__(lambda plan: prices.step(plan.sums()), depth=2, token=_token)
         self._prices, self._by_ranks = prices, by_ranks
+        self._late_s = 0.0
 
     def collect(self) -> StepResult:
+        """Drafts that stay are timed when the next step is read, as a GPU's are."""
         plan = self._launched[0]
         result, drafting_s = super().collect(), self._drafting_s(plan)
         self.clock += drafting_s
+        if plan.drafts_stay:
+            drafting_s, self._late_s = self._late_s, drafting_s
+        else:
+            self._late_s = 0.0
         drafts = [[0] * plan.ahead for samples in plan.samples if samples] if plan.ahead else []
         times = msgspec.structs.replace(result.times, draft=drafting_s)
         return msgspec.structs.replace(result, times=times, drafts=drafts)

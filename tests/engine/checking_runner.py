@@ -93,6 +93,7 @@ class CheckingRunner:
         """Of each group, the prefixes that were computed, by place: what one group writes, no other finds there."""
         self.right, self.draft_s, self._random = 1.0, 0.0, Random(0)
         """How often drafts that are made here come true, and what one of every row takes, or to take a step in."""
+        self._late_s = 0.0
         self._drafts: deque[list[list[int]]] = deque()
         self._drafted: deque[list[int]] = deque()
         self._stayed: dict[int, int] = {}
@@ -141,6 +142,10 @@ class CheckingRunner:
         result = self._inner.collect()
         self._sampled.popleft()
         self._inner.clock += drafting_s
+        if plan.drafts_stay:  # timed when the next step is read, as on a GPU
+            drafting_s, self._late_s = self._late_s, drafting_s
+        else:
+            self._late_s = 0.0
         times = msgspec.structs.replace(result.times, draft=drafting_s)
         drafts, drafted = self._drafts.popleft(), self._drafted.popleft()
         return msgspec.structs.replace(result, times=times, drafts=drafts, drafted=drafted)

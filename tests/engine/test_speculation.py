@@ -8,6 +8,7 @@ from functools import cache
 import msgspec
 import pytest
 
+from phalanx.engine.agenda import Launched
 from phalanx.engine.request import Request
 from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.engine.step_curve import STALE, StepCurve
@@ -89,14 +90,27 @@ def by_ranks() -> Speculation:
     return speculation
 
 
+def test_the_time_of_drafts_that_stay_is_of_those_of_the_step_before() -> None:
+    """They are read with the next step, whose own may be more or fewer."""
+    drafting = make_engine(speculation=by_ranks())[0].scheduler._drafting
+    assert drafting is not None
+    made = 0
+    for number, ahead in enumerate((4, 1, 4, 4, 1, 2)):
+        plan = StepPlan(number, [], [0], [9], [1], [1], [], ahead=ahead, drafts_stay=True)
+        times = StepTimes(device=1.0, draft=0.1 * made, steady=True)
+        drafting.observe(Launched(plan, [], []), StepResult(number, [], [], times))
+        made = ahead
+    assert drafting.speculation._draft_s == pytest.approx(0.1)
+
+
 def test_one_draft_that_waited_for_a_graph_ends_no_drafting() -> None:
     """Drafts take a tenth of a step. One in a row that takes as long as 25 steps is no sign; some are."""
     speculation, requests = by_ranks(), [Request(0, [1], greedy(9), 0, None)]
-    for draft_s in (100.0, 0.4, 100.0, 0.4):
-        speculation.observe(1, 1.0, ahead=4, draft_s=draft_s)
+    for each in (25.0, 0.1, 25.0, 0.1):
+        speculation.observe(1, 1.0, ahead=4, each=each)
         assert speculation.ahead(requests) >= 3
     for _ in range(3):
-        speculation.observe(1, 1.0, ahead=4, draft_s=100.0)
+        speculation.observe(1, 1.0, ahead=4, each=25.0)
     assert speculation.ahead(requests) == 0
 
 

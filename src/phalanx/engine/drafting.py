@@ -28,13 +28,16 @@ class Drafting:
         self.speculation = speculation
         self._roster = roster
         self._most_rows = most_rows
+        self._stayed = 0
+        """Drafts of each row that the step before left with the ranks."""
 
     def observe(self, launched: Launched, result: StepResult) -> None:
-        """What the step took, and the drafts that came with it."""
+        """What the step took, and the drafts that came with it. Where they stay, their time is that of those before."""
         plan, times = launched.plan, result.times
         seconds, counts = _seconds(times) - times.draft, launched.decodes and times.steady
+        timed, self._stayed = (self._stayed, plan.ahead) if plan.drafts_stay else (plan.ahead, 0)
         if counts:
-            self.speculation.observe(plan.num_tokens, seconds, plan.ahead, times.draft)
+            self.speculation.observe(plan.num_tokens, seconds, plan.ahead, times.draft / timed if timed else 0.0)
         if not launched.drafted and (rows := plan.counts.count(1)):
             self.speculation.trials.without_drafts(rows, seconds if counts else None)
         if plan.drafts_stay:

@@ -222,12 +222,13 @@ class Speculation:
         for position in range(accepted):
             totals.by_position[position] += 1
 
-    def observe(self, tokens: int, seconds: float, ahead: int = 0, draft_s: float = 0.0) -> None:
-        """What a step without prompts took, and beside it the drafts that ranks made, so many of every row."""
+    def observe(self, tokens: int, seconds: float, ahead: int = 0, each: float = 0.0) -> None:
+        """What a step without prompts took. Ranks make so many drafts of every row with it, and one takes them `each`
+        beside such a step.
+        """
         self._curve.observe(tokens, seconds)
-        if ahead and draft_s:
-            each, last = draft_s / ahead, self._last_draft_s
-            self._last_draft_s = each
+        if each:
+            last, self._last_draft_s = self._last_draft_s, each
             if last is not None:
                 shorter = min(each, last)
                 before = shorter if self._draft_s is None else self._draft_s
