@@ -10,11 +10,12 @@ import pytest
 
 from phalanx.engine.agenda import Launched
 from phalanx.engine.request import Request
+from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.engine.step_curve import STALE, StepCurve
 from phalanx.engine.step_plan import StepPlan, StepResult, StepTimes
 
-from .books import Guesser, check_answer, greedy, make_engine, run
+from .books import Guesser, answer_alone, check_answer, greedy, make_engine, run
 
 LONG = 400
 CONTEXT = 512
@@ -81,6 +82,28 @@ def test_ranks_take_in_no_step_of_those_that_were_given_up(depth: int) -> None:
     _check_nobody_drafts_behind_a_gap(runner.plans)
     resting = [plan for plan in runner.plans if not plan.taken_in]
     assert 0.5 < len(resting) / len(runner.plans) < 0.9
+
+
+def test_drafts_behind_the_end_are_not_of_the_answer() -> None:
+    """All come true, and an end that nobody foresaw is among them."""
+    known, _ = answer_alone([1, 2, 3], greedy(30), 64)
+    ended = 0
+    for end in range(3, 20):
+        speculation = Speculation(Guesser(1.0), 8)
+        speculation._wants_plain = lambda rows: False  # type: ignore[method-assign]
+        engine, runner = make_engine(speculation=speculation)
+        asked = SamplingParams(max_tokens=30, seed=0, ignore_eos=True, stop_token_ids=[known[end]])
+        request = engine.add([1, 2, 3], asked)
+        outputs = run(engine)
+        accepted, rejected = request.drafted
+        assert outputs[-1].drafted == request.drafted
+        rows = [count for plan in runner.plans for count in plan.samples if count]
+        drafts, behind = sum(rows) - len(rows), sum(rows) - len(request.output)
+        assert request.output == known[: known.index(known[end]) + 1]
+        assert accepted + rejected == drafts
+        assert rejected == max(0, behind - 1), "of what is behind the end one is no draft"
+        ended += rejected > 0
+    assert ended > 5
 
 
 def by_ranks() -> Speculation:

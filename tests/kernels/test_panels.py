@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.errors import CheckpointError
 from phalanx.kernels import cpu
 from phalanx.kernels.invariant import tree_sum
 from phalanx.kernels.panels import Panels, product, product_torch, unit_sums
@@ -135,3 +136,24 @@ def test_no_rows_and_no_outputs() -> None:
     assert product(torch.empty(0, 32), panels, None).shape == (0, 16)
     none, _ = make(0, 32, 4, 32, torch.float16, minimums=False)
     assert product(torch.randn(2, 32), none, None).shape == (2, 0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(number: float) -> None:
+    """The kernels would make numbers of them."""
+    codes, scales = torch.ones(16, 32, dtype=torch.uint8), torch.ones(16, 1)
+    spoilt = scales.clone()
+    spoilt[5] = number
+    for given in ((spoilt, None), (scales, spoilt)):
+        with pytest.raises(CheckpointError, match="not finite"):
+            Panels.of(codes, given[0], 32, 4, 0, given[1])
+    with pytest.raises(CheckpointError, match="not finite"):
+        Panels.of_e4m3(codes.float().to(torch.float8_e4m3fn), spoilt, 32)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_codes_of_e4m3_that_are_no_numbers_are_refused(code: int) -> None:
+    codes = torch.ones(16, 32).to(torch.float8_e4m3fn)
+    codes.view(torch.uint8)[7, 9] = code
+    with pytest.raises(CheckpointError, match="not finite"):
+        Panels.of_e4m3(codes, torch.ones(16, 1), 32)

@@ -39,6 +39,22 @@ def without(config: Config, name: str) -> Config:
             "desc_act is true",
         ),
         (TINY | {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "unsupported_quantization", "'e5m2'"),
+        (
+            TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4, "format": "marlin"}},
+            "unsupported_quantization",
+            "'marlin'",
+        ),
+        (
+            TINY | {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:*.lm_head"]}},
+            "bad_config",
+            "'re:*.lm_head', which is no pattern: nothing to repeat",
+        ),
+        (TINY | {"quantization_config": {"quant_method": "fp8", "ignored_layers": [None]}}, "bad_config", "None"),
+        (
+            TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "bad_config",
+            "a token goes to 5 of 4 experts",
+        ),
         (TINY | {"torch_dtype": "float64"}, "bad_dtype", "'float64'"),
         (TINY | {"num_key_value_heads": 3}, "bad_heads", "4 query heads do not share 3 KV heads"),
         (TINY | {"num_hidden_layers": 0}, "bad_config", "num_hidden_layers is 0"),

@@ -75,6 +75,10 @@ def test_draft_models_that_cannot_draft_are_refused(
     assert refusal(tiny_llama, speculate=str(references("qwen3_next").folder)).code == "unsupported_draft_model"
     with_few_heads = references("mixtral").folder
     assert "heads" in refusal(tiny_llama, speculate=str(with_few_heads), tp=5).found
+    for asked in ("", "MTP"):
+        assert "off, auto, ngram, mtp" in refusal(tiny_llama, speculate=asked).fix
+    invariant = refusal(tiny_llama, speculate=str(references("deepseek_v3").folder), invariant=True)
+    assert invariant.code in ("draft_model_ranks", "other_vocabulary")
     with pytest.raises(ModelError, match="ngrams is neither a folder"):
         settle(EngineConfig(speculate="ngrams"), tiny_llama)
 

@@ -126,5 +126,7 @@ def test_a_models_files_say_how_it_pools(tmp_path: Path) -> None:
     assert pooling_of(tmp_path, "last").kind == "last"
     config.write_text(json.dumps({"pooling_mode_cls_token": True}))
     assert pooling_of(tmp_path).kind is None
+    config.unlink()
+    assert pooling_of(tmp_path) == Pooling(None, False, "that of 1_Pooling/config.json, which is not there")
     with pytest.raises(ConfigError, match="max"):
         pooling_of(tmp_path, "max")

@@ -6,6 +6,9 @@ import asyncio
 import errno
 import signal
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from phalanx.bench.forced import AllDrafts
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.core import Engine
 from phalanx.engine.modelled import ModelledRunner
+from phalanx.engine.request import Request
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.scheduler import Limits, Scheduler
 from phalanx.engine.speculation import Speculation
@@ -44,6 +48,7 @@ from phalanx.server.messages import (
     decode_report,
     encode,
 )
+from tests.engine.books import Guesser, ToyMatcher, greedy, make_engine
 
 
 class Over(Exception):
@@ -197,6 +202,37 @@ def test_what_cannot_be_run_is_refused_by_name_and_others_go_on(monkeypatch: pyt
     assert isinstance(refused, Refused)
     assert (refused.id, refused.code) == (1, "prompt_too_long")
     assert tokens(reports) == [[(2, 41, "length")]]
+
+
+def test_what_stands_ahead_of_an_error_is_told_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts bring several tokens at once, the last of which the grammar cannot follow."""
+    monkeypatch.setattr(engine_process, "every_beat", lambda tell: tell())
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    told: list[list[EngineReport]] = []
+    for speculation in (None, Speculation(Guesser(1.0), 4)):
+        engine, runner = make_engine(speculation=speculation)
+        for name in ("where", "beats", "tend", "nodes"):
+            monkeypatch.setattr(runner, name, getattr(runner._inner, name), raising=False)
+        if speculation is not None:
+            monkeypatch.setattr(speculation, "_wants_plain", lambda requests: False)
+        monkeypatch.setattr(engine, "add", partial(_add_with_toy, engine.add))
+        reports = Told()
+        channels: Any = (Orders(Submit(70, [1, 2, 3, 4, 5], greedy(30))), reports, Told(), pytest.fail)
+        with pytest.raises(Over):
+            EngineLoop(engine, Path(), "cpu", *channels).run()
+        told.append(reports.reports)
+    plain, drafted = (list(chain.from_iterable(tokens(reports))) for reports in told)
+    assert len(tokens(told[1])) < len(tokens(told[0]))
+    assert drafted == plain
+    for reports in told:
+        assert [report.id for report in reports if isinstance(report, Refused)] == [70]
+        assert isinstance(reports[-1], Refused)
+
+
+def _add_with_toy(
+    add: Callable[..., Request], prompt: list[int], asked: SamplingParams, salt: str, *_: object
+) -> Request:
+    return add(prompt, asked, salt, ToyMatcher(30, fails_at=8))
 
 
 def test_a_step_without_memory_refuses_its_youngest_request_and_the_other_goes_on(

@@ -96,12 +96,19 @@ def test_an_unknown_quantization_is_refused(told: dict[str, Any]) -> None:
         ("gate", "model.layers.3.mlp.gate.weight", True),
         ("model.layers.*.self_attn", "model.layers.7.self_attn.q_proj.weight", True),
         ("model.layers.*.self_attn", "model.layers.7.mlp.up_proj.weight", False),
+        ("*.gate", "model.layers.3.mlp.gate.weight", True),
+        ("*.mlp.gate", "model.layers.3.mlp.gate_proj.weight", False),
+        ("*.gate", "model.layers.3.mlp.experts.0.gate_proj.weight", False),
+        ("*.experts.gate_up_proj", "model.layers.3.mlp.experts.gate_up_proj", True),
+        ("model.layers.3*", "model.layers.3.mlp.up_proj.weight", True),
+        ("mlp.experts.down_proj", "model.layers.3.mlp.experts.down_proj", True),
+        ("", "model.layers.3.mlp.up_proj.weight", False),
         (r"re:.*mlp\.(gate|up|down)_proj.*", "model.layers.0.mlp.up_proj.weight", True),
         (r"re:.*mlp\.(gate|up|down)_proj.*", "model.layers.1.mlp.experts.*.up_proj.weight", False),
     ],
 )
 def test_skipped_modules_are_named_in_four_ways(module: str, tensor: str, skipped: bool) -> None:
-    assert Quantization(DEFAULTS["fp8"], (module,)).skips(tensor) is skipped
+    assert Quantization(DEFAULTS["fp8"], (module,)).skips([tensor]) is skipped
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_file_that_does_not_fit_its_format_is_refused_with_the_numbers(tmp_pat
         (awq(128).told | {"version": "gemv"}, "version is 'gemv'"),
         (awq(128).told | {"group_size": 48}, "group_size is 48, no multiple of 32"),
         (gptq(128).told | {"desc_act": True}, "desc_act is true"),
-        (gptq(128).told | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (gptq(128).told | {"checkpoint_format": "marlin"}, "its format is 'marlin'"),
         (FORMS["w4a16"].told | {"format": "marlin-24"}, "format is 'marlin-24'"),
         (
             FORMS["w4a16"].told | {"config_groups": FORMS["w4a16"].told["config_groups"] | {"group_1": {}}},

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from phalanx.cli import app
@@ -15,7 +19,9 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.llm import LLM
 from phalanx.models import read_config
+from phalanx.spec.pooling import Pooling, pooling_of
 from phalanx.weights import quantize as module
+from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.quantize import REPORT_FILE, quantize
 from phalanx.weights.reader import SafetensorsReader
 from tests.weights.conftest import COMMON, Config, random_tensors, save_folder
@@ -148,6 +154,57 @@ def test_nothing_is_left_behind_where_it_fails(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         quantize(source, tmp_path / "quantised", "fp8-block", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_an_empty_folder_is_filled_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made(tmp_path / "plain", MODELS["dense"])
+    for name in ("here", "linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path(), tmp_path / "link", Path("..") / "deep" / "new" / ".." / "new"):
+        quantize(source, output, "w4a16", silent)
+        assert Checkpoint(output.resolve()).spec.number_format == "int4"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "here", "link", "linked", "plain"]
+    assert Path.cwd() == tmp_path / "here"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        quantize(source, source / "config.json" / "new", "w4a16", silent)
+
+
+def test_an_embedding_model_pools_as_before(tmp_path: Path) -> None:
+    source = made(tmp_path / "plain", MODELS["dense"])
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    module = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
+    (source / "modules.json").write_text(json.dumps([module]))
+    quantize(source, tmp_path / "quantised", "w4a16", silent)
+    assert (
+        pooling_of(tmp_path / "quantised") == pooling_of(source) == Pooling("mean", False, "pooling_mode_mean_tokens")
+    )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, number: float) -> None:
+    source = made(tmp_path / "plain", MODELS["dense"])
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = number
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight has numbers that are not finite"):
+        quantize(source, tmp_path / "quantised", "fp8-channel", silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    source = made(tmp_path / "plain", MODELS["dense"])
+    script = (
+        "import os, signal, phalanx.weights.quantize as module\n"
+        "from phalanx.cli import app\n"
+        "module._Shards.close = lambda shards: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"app(['quantize', {str(source)!r}, '--output', {str(tmp_path / 'new')!r}])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 128 + signal.SIGTERM, ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 

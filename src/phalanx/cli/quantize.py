@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,8 +43,12 @@ def quantize(
 
         from phalanx.bench.quality import Comparison, compare_checkpoints, read_text
         from phalanx.weights.checkpoint import locate
+        from phalanx.weights.quantize import new_folder
         from phalanx.weights.quantize import quantize as run
 
+        new_folder(output)
+        for told in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(told, lambda number, frame: sys.exit(128 + number))
         text = read_text(check) if check is not None else None
         inputs = _inputs(model, calibration) if number_format == "awq" else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

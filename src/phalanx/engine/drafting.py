@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -105,33 +105,39 @@ class Drafting:
                 self._tell(agenda, request, [])
         return plain
 
-    def proven(self, launched: Launched, result: StepResult) -> list[tuple[Request, int, TokenLogprobs | None]]:
-        """The tokens of a step that stand: of a row of drafts those that came true, and the one behind them."""
+    def proven(self, launched: Launched, result: StepResult) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
+        """The tokens of a step that stand: of a row of drafts those that came true, and the one behind them. Each is
+        booked before the next one is asked for.
+        """
         drafted = {row.request.id: row for row in launched.drafted}
         tokens, logprobs, held = iter(result.tokens), iter(result.logprobs), iter(result.drafted)
-        proven: list[tuple[Request, int, TokenLogprobs | None]] = []
+        proven = 0
         for request in launched.sampled:
             row = drafted.get(request.id)
             count = 1 + len(row.drafts) if row else 1
             found = list(islice(zip(tokens, logprobs, strict=True), count))
+            accepted = 0
             if row is not None:
                 if result.drafted:
                     row.drafts[:] = islice(held, len(row.drafts))
                 accepted = self.speculation.right(row.drafts, [token for token, _ in found])
                 self._settle(row, accepted)
                 found = found[: 1 + accepted]
-            proven += [(request, token, told) for token, told in found]
+            proven += len(found)
+            for number, (token, told) in enumerate(found):
+                if number < accepted and request.phase is not Phase.FINISHED:
+                    request.drafted = (request.drafted[0] + 1, request.drafted[1] - 1)
+                yield request, token, told
         if launched.decodes and result.times.steady:
-            self.speculation.trials.with_drafts(len(launched.plan.slots), len(proven), _seconds(result.times))
-        return proven
+            self.speculation.trials.with_drafts(len(launched.plan.slots), proven, _seconds(result.times))
 
     def _settle(self, row: Drafted, accepted: int) -> None:
         """Take back what was computed behind the last draft that came true. A state with a twin is taken back as a
-        whole.
+        whole. A draft counts as rejected until its token is in the answer.
         """
         request, rejected = row.request, len(row.drafts) - accepted
         request.pending -= rejected
-        request.drafted = (request.drafted[0] + accepted, request.drafted[1] + rejected)
+        request.drafted = (request.drafted[0], request.drafted[1] + len(row.drafts))
         if request.phase is Phase.FINISHED:
             return
         self.speculation.verified(request, len(row.drafts), accepted)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.errors import CheckpointError
 from phalanx.kernels import cpu
 
 PANEL, BLOCK, WORD = 16, 32, 4
@@ -59,6 +60,7 @@ class Panels:
     ) -> Panels:
         """From codes [rows, columns], one a byte, and what each group of a row has."""
         rows, columns = codes.shape
+        _refuse_damaged(all(bool(part.isfinite().all()) for part in (scales, minimums) if part is not None))
         spread = (_by_panels(part) if part is not None else None for part in (scales, minimums))
         packed = _pack(codes.view(torch.uint8), bits)
         own_scales, own_minimums = spread
@@ -69,6 +71,7 @@ class Panels:
     def of_e4m3(cls, values: Tensor, scales: Tensor, group: int) -> Panels:
         """From e4m3 numbers [rows, columns] and the scales of each group of a row."""
         rows, columns = values.shape
+        _refuse_damaged(bool(scales.isfinite().all()) and not bool((values.view(torch.uint8) & 127 == 127).any()))
         return cls(rows, columns, group, 8, 0, _by_panels(values.view(torch.uint8)), _by_panels(scales), e4m3=True)
 
     @cached_property
@@ -125,6 +128,16 @@ class Panels:
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.columns]
+
+
+def _refuse_damaged(finite: bool) -> None:
+    """The kernels widen numbers by moving bits, which makes large numbers of those that are none."""
+    if not finite:
+        raise CheckpointError(
+            "bad_values",
+            "A quantised matrix has numbers or scales that are not finite.",
+            "The file seems damaged: download it again.",
+        )
 
 
 def product(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:

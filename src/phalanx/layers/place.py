@@ -93,9 +93,12 @@ class Place:
             return quantization.scheme_for(tensor.expert)
         return self.stored.get(tensor.name)
 
-    def matrix(self, names: Sequence[str], rows: list[int], columns: int, *stack: int) -> Part:
-        """Memory for matrices of these heights, one below the other."""
-        kept = self.kept(names)
+    def matrix(self, names: Sequence[str], rows: list[int], columns: int) -> Part:
+        """Memory for these checkpoint matrices, one below the other."""
+        return self.empty_matrix(self.kept(names), rows, columns)
+
+    def empty_matrix(self, kept: SchemeAtWork | None, rows: list[int], columns: int, *stack: int) -> Part:
+        """Memory for matrices of these heights, one below the other, in this format."""
         return self.empty(*stack, sum(rows), columns) if kept is None else kept.empty(stack, rows, columns, self.device)
 
     def gemm(self, weight: Tensor, bias: Tensor | None = None, outputs: int | None = None) -> Gemm:
@@ -115,7 +118,8 @@ class Place:
         self, names: Sequence[str], rows: list[int], columns: int, bias: Tensor | None, summed: bool = False
     ) -> Product:
         """`summed`: its results are parts of a sum over ranks."""
-        kept, weight = self.kept(names), self.matrix(names, rows, columns)
+        kept = self.kept(names)
+        weight = self.empty_matrix(kept, rows, columns)
         if kept is None:
             assert isinstance(weight, Tensor)
             outputs = sum(self.spec.tensors[f"{name}.weight"].shape[0] for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 
 from phalanx.errors import ModelError
@@ -35,7 +36,18 @@ def quantization(config: Config) -> Quantization | None:
             f"Known formats: {', '.join(FORMATS)}.",
         )
     skipped = next((told[key] for key in _SKIP_KEYS if told.get(key)), ())
-    return Quantization(scheme, (*skipped, *_left_out(told)), targets=_targets(told))
+    return Quantization(scheme, _modules(*skipped, *_left_out(told)), targets=_modules(*_targets(told)))
+
+
+def _modules(*told: object) -> tuple[str, ...]:
+    for module in told:
+        if not isinstance(module, str):
+            raise ValueError(f"quantization_config names a module {module!r}")
+        try:
+            re.compile(module[3:] if module.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"quantization_config has {module!r}, which is no pattern: {error}") from error
+    return tuple(map(str, told))
 
 
 def _left_out(told: Config) -> Iterator[str]:
@@ -57,8 +69,8 @@ def _told_scheme(told: Config, config: Config) -> Scheme | None:
         return _modelopt(told)
     known: dict[str, Callable[[], Scheme | None]] = {
         "fp8": lambda: _fp8(told),
-        "awq": lambda: schemes.awq(_group(told)) if told.get("bits", 4) == 4 else None,
-        "gptq": lambda: schemes.gptq(_group(told), _zero_shift(told)) if told.get("bits", 4) == 4 else None,
+        "awq": lambda: schemes.awq(_group(told)) if _bits(told) == 4 else None,
+        "gptq": lambda: schemes.gptq(_group(told), _zero_shift(told)) if _bits(told) == 4 else None,
         "mxfp4": schemes.mxfp4,
         "compressed-tensors": lambda: _compressed((_groups(told) or [{}])[0].get("weights") or {}, config),
     }
@@ -84,9 +96,17 @@ def _group(told: Config, default: int = 128) -> int | None:
     return group if group > 0 else None
 
 
+def _bits(told: Config) -> object:
+    return told.get("bits", told.get("w_bit", 4))
+
+
 def _zero_shift(told: Config) -> int:
     """The first form of GPTQ's files keeps zero points less one."""
-    return 0 if told.get("checkpoint_format") == "gptq_v2" else 1
+    return 0 if _gptq_form(told) == "gptq_v2" else 1
+
+
+def _gptq_form(told: Config) -> object:
+    return told.get("checkpoint_format") or told.get("format") or "gptq"
 
 
 def _modelopt(told: Config) -> Scheme | None:
@@ -139,8 +159,10 @@ def _packed_obstacles(told: Config, method: str) -> Iterator[str]:
         yield f"version is {told['version']!r}"
     if method == "awq" and not told.get("zero_point", True):
         yield "zero_point is false"
-    if method == "gptq" and told.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        yield f"checkpoint_format is {told['checkpoint_format']!r}"
+    if method == "gptq" and _gptq_form(told) not in ("gptq", "gptq_v2"):
+        yield f"its format is {_gptq_form(told)!r}"
+    if told.get("rotation"):
+        yield f"rotation is {told['rotation']!r}"
     yield from (f"dynamic has {rule!r}" for rule in told.get("dynamic") or {} if not rule.startswith("-:"))
 
 
@@ -161,6 +183,8 @@ def _compressed_obstacles(told: Config) -> Iterator[str]:
         return
     if form not in _FORMS:
         yield f"format is {form!r}"
+    if (told.get("transform_config") or {}).get("config_groups"):
+        yield "transform_config tells of transforms"
     weights = groups[0].get("weights") or {}
     if weights.get("actorder") not in (None, False, "weight", "static"):
         yield f"actorder is {weights['actorder']!r}: inputs are reordered"

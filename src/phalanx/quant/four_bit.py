@@ -115,5 +115,5 @@ def _check_exact(scales: Tensor, dtype: torch.dtype) -> None:
         raise CheckpointError(
             "scales_do_not_fit",
             f"Scales are stored as {scales.dtype}, and {dtype} does not hold them exactly.",
-            "Set torch_dtype in config.json to that of the scales.",
+            "Load it with dtype fp32, which widens its weights, or use a version whose scales are in 16 bits.",
         )

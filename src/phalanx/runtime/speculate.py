@@ -12,6 +12,7 @@ from phalanx.engine.speculation import RankDrafter, Speculation
 from phalanx.errors import ConfigError, LayoutError
 from phalanx.runtime.config import SPECULATIONS, EngineConfig
 from phalanx.spec import Layout, ModelSpec
+from phalanx.spec.invariant import invariant_layout
 from phalanx.weights.checkpoint import Checkpoint, locate, model_name
 
 _OTHERWISE = "Use speculate ngram, which needs no weights, or name a small model with the same tokens."
@@ -22,6 +23,12 @@ def settle(config: EngineConfig, model_path: Path) -> EngineConfig:
     if config.speculate in SPECULATIONS:
         open_checkpoint(config, model_path)
         return config
+    if config.speculate.lower() in ("", *SPECULATIONS):
+        raise ConfigError(
+            "bad_option",
+            f"speculate is {config.speculate!r}.",
+            f"Use one of {', '.join(SPECULATIONS)}, or name a draft model.",
+        )
     path = locate(config.speculate)
     settled = msgspec.structs.replace(config, speculate=str(path.absolute()))
     _check_companion(settled, model_path, path)
@@ -65,10 +72,10 @@ def _check_companion(config: EngineConfig, model_path: Path, path: Path) -> None
         )
     _check_tokens(checkpoint.spec, spec, model_path, path)
     try:
-        Layout(spec, config.tp)
-    except LayoutError as error:
+        (invariant_layout if config.invariant else Layout)(spec, config.tp)
+    except (ConfigError, LayoutError) as error:
         raise ConfigError(
-            "draft_model_ranks", f"The draft model {name} has too few heads. {error.found}", error.fix
+            "draft_model_ranks", f"The draft model {name} cannot be dealt to the ranks. {error.found}", error.fix
         ) from None
 
 

@@ -180,6 +180,8 @@ class EngineLoop:
         self._device = device
         self._ids: dict[int, int] = {}
         self._requests: dict[int, Request] = {}
+        self._broken: list[tuple[int, PhalanxError]] = []
+        """Answers that end with a reason, which is told behind their tokens."""
         self._traced: tuple[int, EngineTracer] | None = None
 
     def run(self) -> None:
@@ -199,6 +201,8 @@ class EngineLoop:
                     self._take_orders()
                     tokens += self._step()
                 self._tell(Stepped(tokens, self._books()))
+                while self._broken:
+                    self._refuse(*self._broken.pop())
 
     @property
     def _keeps_waiting(self) -> bool:
@@ -313,8 +317,8 @@ class EngineLoop:
         for output in outputs:
             id = self._ids[output.request_id]
             request = self._forget(id) if output.finish_reason is not None else self._requests[id]
-            if request.error is not None:
-                self._refuse(id, request.error)
+            if request.error is not None and output.finish_reason is not None:
+                self._broken.append((id, request.error))
                 continue
             tokens.append(
                 NewToken(

@@ -46,6 +46,10 @@ class Router:
     wide: bool = False
     hashed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(f"a token goes to {self.experts_per_token} of {self.experts} experts")
+
 
 @dataclass(frozen=True)
 class ExpertNames:

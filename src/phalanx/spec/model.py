@@ -330,9 +330,10 @@ class ModelSpec:
         return DEFAULTS["fp8"] if self.quantization is None else self.quantization.scheme_for(tensor.expert)
 
     def is_quantised(self, tensor: Tensor) -> bool:
-        return tensor.is_linear and not (
-            self.quantization is not None and any(map(self.quantization.skips, self.names(tensor.stored_name)))
-        )
+        if not tensor.is_linear or self.quantization is None:
+            return tensor.is_linear
+        stored = [source.name for source in tensor.sources] or [tensor.name]
+        return not self.quantization.skips([name for each in stored for name in self.names(each)])
 
     def names(self, stored: str) -> Iterator[str]:
         """What a checkpoint may call a tensor, whatever its names begin with."""

@@ -35,7 +35,9 @@ def pooling_of(folder: Path, asked: str | None = None) -> Pooling:
         return Pooling(asked, normalised)
     paths = [module.get("path", "") for module in modules if str(module.get("type", "")).endswith("Pooling")]
     config = _read(folder / str(paths[0]) / "config.json") if paths else None
-    known = config.items() if isinstance(config, dict) else ()
+    if paths and not isinstance(config, dict):
+        return Pooling(None, normalised, f"that of {paths[0]}/config.json, which is not there")
+    known = config.items() if config else ()
     on = [name for name, value in known if value is True and "mode" in name]
     if not on:
         return Pooling("last", normalised)

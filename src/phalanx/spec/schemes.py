@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from phalanx.spec.formats import FORMATS, NumberFormat
@@ -243,15 +245,43 @@ class Quantization:
     def scheme_for(self, expert: bool) -> Scheme:
         return self.scheme if expert or self.others is None else self.others
 
-    def skips(self, tensor: str) -> bool:
-        """Checkpoints name modules by path, by a part of the path, with `*`, or as `re:` and a pattern."""
-        named = not self.targets or any(_names(module, tensor) for module in self.targets)
-        return not named or any(_names(module, tensor) for module in self.skipped)
+    def skips(self, names: Sequence[str]) -> bool:
+        """Whether a tensor, by any of its names, is left as it is. Checkpoints name modules by path, by a part of the
+        path, with `*`, or as `re:` and a pattern.
+        """
+        targeted = not self.targets or any(map(self._targeted.name, names))
+        return not targeted or any(map(self._skipped.name, names))
+
+    @cached_property
+    def _targeted(self) -> _Modules:
+        return _Modules(self.targets)
+
+    @cached_property
+    def _skipped(self) -> _Modules:
+        return _Modules(self.skipped)
 
 
-def _names(module: str, tensor: str) -> bool:
-    if module.startswith("re:"):
-        return re.match(module[3:], tensor.rpartition(".")[0]) is not None
-    if "*" in module:
-        return fnmatchcase(tensor, f"{module}*")
-    return f".{module}." in f".{tensor}"
+class _Modules:
+    """Modules that a configuration tells of, for looking up many tensors among hundreds of them."""
+
+    def __init__(self, told: tuple[str, ...]) -> None:
+        spelt = [module for module in told if not module.startswith("re:")]
+        self._patterns = [re.compile(module[3:]) for module in told if module.startswith("re:")]
+        self._starred = [module for module in spelt if "*" in module]
+        self._paths = {module for module in spelt if "*" not in module}
+        self._lengths = {module.count(".") + 1 for module in self._paths}
+        self._ends = {module.rpartition(".")[2] for module in self._paths}
+
+    def name(self, tensor: str) -> bool:
+        path = tensor.removesuffix(".weight")
+        return (
+            self._name_a_part(tensor.split("."))
+            or any(pattern.match(path) for pattern in self._patterns)
+            or any(fnmatchcase(f"{tensor}.", f"{module}.*") or fnmatchcase(tensor, module) for module in self._starred)
+        )
+
+    def _name_a_part(self, parts: list[str]) -> bool:
+        if self._ends.isdisjoint(parts):
+            return False
+        within = (".".join(parts[at : at + many]) for many in self._lengths for at in range(len(parts) - many + 1))
+        return any(part in self._paths for part in within)

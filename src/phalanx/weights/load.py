@@ -83,10 +83,14 @@ def check_tensors(layout: Layout, reader: Reader, rank: int | None = None) -> No
         if scheme is None:
             _check_shape(reader, tensor.name, tensor.shape)
             _check_told(reader, layout, tensor)
+            if isinstance(reader, ViewReader):
+                reader.check_plain(tensor)
         elif isinstance(reader, ViewReader):
             reader.check_pieces(tensor)
         else:
             _check_shape(reader, tensor.name, tensor.shape)
+    if isinstance(reader, ViewReader):
+        reader.check_stacks()
     _check_values(layout, reader, schemes, rank)
 
 

@@ -24,7 +24,8 @@ from phalanx.weights.reader import Pieces, Reader
 from phalanx.weights.targets import Target, target_of
 
 REPORT_FILE = "quantization_report.json"
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "[0-9]*_*/config.json")
+"""The last one is of modules that sentence-transformers put behind a model."""
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", REPORT_FILE)
 _SHARD_BYTES = 4 * 2**30
 
@@ -86,25 +87,45 @@ def quantize(
     """
     checkpoint = _readable(source)
     target = target_of(number_format, checkpoint.spec, list(_skipped(checkpoint.spec)))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError("output_exists", f"{output} is there already.", "Name a new folder with --output.")
+    output = new_folder(output)
     unfinished = output.with_name(f".{output.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            "output_unwritable", f"{output} cannot be written: {error.strerror}.", "Name another folder with --output."
+        ) from error
     reader = checkpoint.open_reader(torch.device("cpu"))
     try:
         report = _write(checkpoint.spec, reader, target, number_format, unfinished, progress, inputs)
         _write_config(source, unfinished, target)
         (unfinished / REPORT_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
+        _put(unfinished, output)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     finally:
         reader.close()
     return report
+
+
+def _put(folder: Path, output: Path) -> None:
+    """In the place of nothing, or into an empty folder, which may be where somebody is."""
+    if not output.exists():
+        folder.rename(output)
+        return
+    for path in folder.iterdir():
+        path.rename(output / path.name)
+    folder.rmdir()
+
+
+def new_folder(output: Path) -> Path:
+    """Where it is, if it is not there yet or empty."""
+    output = output.resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError("output_exists", f"{output} is there already.", "Name a new folder with --output.")
+    return output
 
 
 def _readable(source: Path) -> Checkpoint:
@@ -127,8 +148,9 @@ def _readable(source: Path) -> Checkpoint:
     if kept_otherwise:
         raise CheckpointError(
             "not_quantizable",
-            f"{checkpoint.spec.model_type} checkpoints keep tensors together with others, such as {kept_otherwise[0]}.",
-            "Phalanx quantizes models whose tensors each stand on their own.",
+            f"{checkpoint.spec.model_type} checkpoints keep tensors together with others or less one, "
+            f"such as {kept_otherwise[0]}.",
+            "Phalanx quantizes models whose tensors each stand on their own, as they are.",
         )
     return checkpoint
 
@@ -182,6 +204,10 @@ def _write(
     for name, tensor in spec.tensors.items():
         values = reader.read(name, tuple(slice(0, size) for size in tensor.shape))
         before += values.nbytes
+        if not values.isfinite().all():
+            raise CheckpointError(
+                "bad_values", f"{name} has numbers that are not finite.", "The file seems damaged: download it again."
+            )
         change = factors.get(name, Factors())
         if tensor.is_linear:
             pieces = target.quantise(change.apply(values))
@@ -215,8 +241,10 @@ def _write_config(source: Path, folder: Path, target: Target) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in _COPIED:
         for path in source.glob(pattern):
-            if path.name not in _NOT_COPIED:
-                shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            if copy.parent != folder or path.name not in _NOT_COPIED:
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _skipped(spec: ModelSpec) -> Iterator[str]:

@@ -20,6 +20,9 @@ from phalanx.weights.reader import Pieces, SafetensorsReader, Slices
 _FOR_ACTIVATIONS = re.compile(
     r".*\.(k_scale|v_scale|q_scale|input_scale|input_global_scale|output_scale|activation_scale)"
 )
+_NUMBERS = ("F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2")
+_WHOLE_NUMBERS = ("I64", "I32", "I16", "U8")
+"""Of tables."""
 _WHOLE = Piece("values", "", 1, 1, ())
 """A matrix that is not quantised is its own only piece."""
 
@@ -69,9 +72,11 @@ class ViewReader:
         """Rows first, and as many as are ours."""
         shape = self._files.shape(place.name)
         assert shape is not None
-        if place.stored.is_plain and not place.transposed:
+        if place.piece.tall is None or (place.stored.is_plain and not place.transposed):
             return shape
         rest = shape[1:] if place.stored.stacked else shape
+        if not rest:
+            return rest
         rows, *others = (rest[1], rest[0], *rest[2:]) if place.transposed and len(rest) > 1 else rest
         run = place.run
         if run is None or rows % run.stride:
@@ -123,10 +128,46 @@ class ViewReader:
 
     def _read_piece(self, place: _Place, slices: Slices) -> Tensor:
         piece, shape = place.piece, self._shape(place)
-        if piece.vector or (piece.tall is None and piece.wide is None):
+        if piece.tall is None:
             return self._files.read(place.name, tuple(slice(0, size) for size in shape))
         inside = tuple(slice(0, size) for size in piece.trailing)
         return self._read(place, (*piece.part(slices), *inside))
+
+    def check_plain(self, tensor: TensorSpec) -> None:
+        """Refuse a tensor that is no plain numbers, or has the scales of a quantised one beside it."""
+        place, scheme = self._find_piece(tensor, _WHOLE), self._spec.scheme_of(tensor)
+        assert place is not None
+        dtype = self._files.dtype(place.name)
+        if dtype not in _NUMBERS and not (tensor.wide and dtype in _WHOLE_NUMBERS):
+            raise CheckpointError(
+                "wrong_dtype",
+                f"{place.name} is stored as {dtype}, where numbers are {', '.join(_NUMBERS)}.",
+                "Check that config.json tells of how these weights are quantised.",
+            )
+        for piece in scheme.pieces[1:] if scheme else ():
+            beside = self._find_piece(tensor, piece)
+            if scheme and beside is not None:
+                raise CheckpointError(
+                    "wrong_dtype",
+                    f"{place.name} is stored as {dtype}, and yet {beside.name} is there, which belongs to "
+                    f"{scheme.format.name} values in {' or '.join(scheme.pieces[0].dtypes)}.",
+                    "Use a version of the model that was quantised otherwise, or one that is not.",
+                )
+
+    def check_stacks(self) -> None:
+        """Refuse stacks of more or fewer experts than the model has, among the tensors that were looked for."""
+        told: dict[str, int] = {}
+        for place in self._places.values():
+            if place is not None and place.stored.expert is not None:
+                told[place.name] = max(told.get(place.name, 0), place.stored.expert + 1)
+        for name, experts in told.items():
+            shape = self._files.shape(name) or ()
+            if shape[:1] != (experts,):
+                raise CheckpointError(
+                    "misshapen_tensor",
+                    f"{name} has shape {list(shape)}, but the configuration tells of {experts} experts.",
+                    "Check that config.json belongs to these weights.",
+                )
 
     def check_pieces(self, tensor: TensorSpec) -> None:
         """Refuse a quantised matrix of which a piece is missing, misshapen or of a wrong kind."""
@@ -154,7 +195,7 @@ class ViewReader:
             )
         wanted = piece.stored_shape(tensor.shape)
         meant = (wanted[1], wanted[0], *wanted[2:]) if piece.transposed else wanted
-        single = piece.tall is None and piece.wide is None and not piece.vector
+        single = piece.tall is None and not piece.vector
         if found != meant and not (single and set(found) <= {1}):
             seen = (found[1], found[0], *found[2:]) if piece.transposed and len(found) > 1 else found
             raise CheckpointError(

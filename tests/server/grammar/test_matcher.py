@@ -162,6 +162,16 @@ def test_a_grammar_that_takes_too_long_gives_up(grammars: Grammars, monkeypatch:
     assert caught.value.code == "grammar_too_complex"
 
 
+def test_what_drafts_take_ends_drafts_and_no_answer(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUDGET_S", 0.02)
+    matcher = matcher_of(grammars, "grammar", 'root ::= (("a"*)*)*')
+    drafts = list(b"aaaaaaaa")
+    assert len(matcher.masks(drafts)) == 1 + len(drafts)
+    assert any(len(matcher.masks(drafts)) == 1 for _ in range(10_000))
+    assert matcher._left_s == module._BUDGET_S
+    follow(matcher, "a")
+
+
 def test_time_that_tokens_bring_with_them_is_enough_for_long_answers(grammars: Grammars) -> None:
     matcher = follow(matcher_of(grammars, "json_object"), '{"' + "a" * 3000)
     assert matcher._left_s > module._BUDGET_S

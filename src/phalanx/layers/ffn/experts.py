@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Experts:
         self.inner = len(place.shard.expert_ffn)
         hidden, first = place.spec.hidden, place.group.rank == 0
         self.units, self.alone, self.dtype = place.units, place.group.size == 1, place.dtype
+        matrices = product(range(record.experts), (self.names.gate, self.names.up, self.names.down))
+        self.kept = place.kept([f"{self.path}experts.{expert}.{name}" for expert, name in matrices])
         self.joins = self._joins(place)
         correction = f"{self.path}{self.names.correction}"
         self.correction = place.empty_for(correction) if record.router.correction else None
@@ -51,17 +54,13 @@ class Experts:
         if self.shared is not None and self.joins:
             self.shared.move_to(self.gate_up[record.experts], self.down[record.experts])
 
-    @property
-    def _matrices(self) -> list[str]:
-        return [f"{self.path}experts.0.{name}" for name in (self.names.gate, self.names.up, self.names.down)]
-
     def _joins(self, place: Place) -> bool:
         if not self.record.shared or place.units is not None:
             return False
-        own = [f"{self.path}{self.names.shared}.{name}_proj" for name in ("gate", "up", "down")]
-        theirs, its = (kept.scheme if kept else None for kept in map(place.kept, (self._matrices, own)))
-        in_panels = place.in_panels and theirs is not None
-        return theirs == its and not in_panels and place.shard.shared_ffn == place.shard.expert_ffn
+        gate, up, down = (f"{self.path}{self.names.shared}.{name}_proj" for name in ("gate", "up", "down"))
+        ways = {kept.scheme if kept else None for kept in (self.kept, place.kept([gate, up]), place.kept([down]))}
+        in_panels = place.in_panels and self.kept is not None
+        return len(ways) == 1 and not in_panels and place.shard.shared_ffn == place.shard.expert_ffn
 
     def _build_router(self, place: Place) -> None:
         router, gate = (f"{self.path}{name}." for name in (self.names.router, self.names.shared_gate))
@@ -82,7 +81,7 @@ class Experts:
             self.at_once = RouterAtOnce.of(asked.weight, asked.bias, self.record.router, self.correction)
 
     def _stack(self, place: Place, rows: list[int], columns: int) -> Part:
-        return place.matrix(self._matrices, rows, columns, self.record.experts + self.joins)
+        return place.empty_matrix(self.kept, rows, columns, self.record.experts + self.joins)
 
     in_graphs = True
 

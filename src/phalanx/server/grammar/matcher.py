@@ -138,14 +138,15 @@ class GrammarMatcher:
     """Walks a compiled grammar token by token (see `phalanx.engine.request.Matcher`).
 
     A step through a grammar costs microseconds; one made to be slow would hold up every other request. So a matcher has
-    a budget of time that grows with its tokens, and gives up when it has spent it.
+    a budget of time that grows with its tokens, and gives up when it has spent it. What drafts take is paid from one of
+    their own: when that is spent there are none.
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocabulary = vocabulary
         self._allowed = np.zeros((1, len(vocabulary.ends)), np.int32)
-        self._left_s = _BUDGET_S
+        self._left_s = self._left_for_drafts_s = _BUDGET_S
         self.finished = False
         self._look_ahead()
         if not self._allowed.any():
@@ -155,6 +156,8 @@ class GrammarMatcher:
         return self._allowed.tobytes()
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        if self._left_for_drafts_s < 0:
+            return [self.mask()]
         started, allowed, masks, walked = time.thread_time(), self._allowed.copy(), [self.mask()], 0
         for draft in drafts:
             if not masks[-1][draft // 8] >> draft % 8 & 1 or not self._matcher.accept_token(draft):
@@ -169,7 +172,7 @@ class GrammarMatcher:
             masks.append(self.mask())
         self._matcher.rollback(walked)
         self._allowed, self.finished = allowed, False
-        self._left_s -= time.thread_time() - started
+        self._left_for_drafts_s -= time.thread_time() - started
         return masks
 
     def accept(self, token: int) -> None:
@@ -180,6 +183,7 @@ class GrammarMatcher:
             )
         self._look_ahead(token)
         self._left_s += _BUDGET_PER_TOKEN_S - (time.thread_time() - started)
+        self._left_for_drafts_s += _BUDGET_PER_TOKEN_S
         if self._left_s < 0:
             raise _too_complex(
                 f"took more than {_BUDGET_S:g} s and {_BUDGET_PER_TOKEN_S * 1000:g} ms a token to follow"
