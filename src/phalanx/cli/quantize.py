@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.compare import tell
-from phalanx.cli.shared import AsJson, told_errors
+from phalanx.cli.shared import AsJson, tidy_when_told_to_end, told_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +36,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Write a model's linear layers in FP8 or four bits, in a form that vLLM, SGLang and transformers load too."""
-    with told_errors():
+    with told_errors(), tidy_when_told_to_end():
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
@@ -47,8 +46,6 @@ def quantize(
         from phalanx.weights.quantize import quantize as run
 
         new_folder(output)
-        for told in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(told, lambda number, frame: sys.exit(128 + number))
         text = read_text(check) if check is not None else None
         inputs = _inputs(model, calibration) if number_format == "awq" else None
         columns = ("Quantizing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

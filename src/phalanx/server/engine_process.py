@@ -202,7 +202,7 @@ class EngineLoop:
                     tokens += self._step()
                 self._tell(Stepped(tokens, self._books()))
                 while self._broken:
-                    self._refuse(*self._broken.pop())
+                    self._refuse(*self._broken.pop(0))
 
     @property
     def _keeps_waiting(self) -> bool:
