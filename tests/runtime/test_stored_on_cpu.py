@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from phalanx import SamplingParams
+from phalanx.errors import CheckpointError
 from phalanx.fabric.group import Solo
 from phalanx.kernels import cpu
 from phalanx.kernels.gemm import PanelGemm
@@ -95,6 +96,23 @@ def test_gguf_files_as_stored(tmp_path: Path, kind: Kind, model: str) -> None:
     wanted = said(path, dtype="fp32")
     for tp in (1, 3):
         assert_same(said(path, tp), wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("form", "model", "scale", "where"),
+    [
+        ("w4a16", "llama", "layers.1.mlp.up_proj.weight_scale", r"layers\.1\.mlp\.gate_proj and .*up_proj"),
+        ("gptq", "qwen3_moe", "layers.1.mlp.experts.2.up_proj.scales", "an expert of layer 1"),
+    ],
+)
+def test_a_damaged_scale_is_refused_with_its_place(
+    tmp_path: Path, form: str, model: str, scale: str, where: str
+) -> None:
+    config, stored, _ = written(MODELS[model] | {"num_hidden_layers": 2}, form)
+    stored[f"model.{scale}"].view(-1)[3] = float("nan")
+    with pytest.raises(CheckpointError, match=where):
+        ThreadedEngine(save_folder(tmp_path, config, stored), 1, dtype="auto")
 
 
 @needs_compiler

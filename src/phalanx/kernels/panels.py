@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.errors import CheckpointError
 from phalanx.kernels import cpu
 
 PANEL, BLOCK, WORD = 16, 32, 4
 _FEW = 16
 """Rows up to which e4m3 weights are widened in registers."""
 _TILE = 256
+_NO_NUMBER = 0x7F
+"""In e4m3, whatever its sign."""
 _SCALE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -60,7 +61,6 @@ class Panels:
     ) -> Panels:
         """From codes [rows, columns], one a byte, and what each group of a row has."""
         rows, columns = codes.shape
-        _refuse_damaged(all(bool(part.isfinite().all()) for part in (scales, minimums) if part is not None))
         spread = (_by_panels(part) if part is not None else None for part in (scales, minimums))
         packed = _pack(codes.view(torch.uint8), bits)
         own_scales, own_minimums = spread
@@ -71,7 +71,6 @@ class Panels:
     def of_e4m3(cls, values: Tensor, scales: Tensor, group: int) -> Panels:
         """From e4m3 numbers [rows, columns] and the scales of each group of a row."""
         rows, columns = values.shape
-        _refuse_damaged(bool(scales.isfinite().all()) and not bool((values.view(torch.uint8) & 127 == 127).any()))
         return cls(rows, columns, group, 8, 0, _by_panels(values.view(torch.uint8)), _by_panels(scales), e4m3=True)
 
     @cached_property
@@ -96,6 +95,16 @@ class Panels:
 
     def numel(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def is_finite(self) -> bool:
+        """If not it must not be multiplied: kernels widen numbers by moving bits, and make large ones of those that are
+        none.
+        """
+        factors = [part for part in (self.scales, self.minimums) if part is not None]
+        return all(bool(part.isfinite().all()) for part in factors) and not (
+            self.e4m3 and bool((self.codes & _NO_NUMBER == _NO_NUMBER).any())
+        )
 
     @cached_property
     def leaves(self) -> list[Panels]:
@@ -128,16 +137,6 @@ class Panels:
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.columns]
-
-
-def _refuse_damaged(finite: bool) -> None:
-    """The kernels widen numbers by moving bits, which makes large numbers of those that are none."""
-    if not finite:
-        raise CheckpointError(
-            "bad_values",
-            "A quantised matrix has numbers or scales that are not finite.",
-            "The file seems damaged: download it again.",
-        )
 
 
 def product(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:

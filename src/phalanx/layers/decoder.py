@@ -10,6 +10,7 @@ from math import prod
 from torch import Tensor
 
 from phalanx.engine.whereabouts import EMBEDDING, HEAD
+from phalanx.errors import CheckpointError
 from phalanx.kernels.attention import AttentionBatch
 from phalanx.kernels.gemm import Gemm, PanelGemm
 from phalanx.kernels.panels import Panels
@@ -100,6 +101,13 @@ class Decoder:
                     found.append((named.get(id(product), f"a matrix of layer {number}"), product.weight))
             found += ((f"an expert of layer {number}", weight) for weight in layer.ffn.lay_out())
         panels = [(name, weight) for name, weight in found if isinstance(weight, Panels)]
+        for name, weight in panels:
+            if not weight.is_finite:
+                raise CheckpointError(
+                    "bad_values",
+                    f"There are numbers or scales that are not finite in {name}.",
+                    "The file seems damaged: download it again.",
+                )
         if panels:
             self._laid_out = [*plain, *panels]
 
