@@ -129,7 +129,10 @@ def test_attention_to_scores_that_fall_steeply() -> None:
     close(out, decode_attention_torch(q.double(), cache.double(), decode, masks.decode(Sight()), 1.0))
 
 
-SIGHTS = [Sight(), Sight(window=7), Sight(window=300), Sight(window=64, chunked=True), Sight(sinks=torch.randn(6))]
+SIGHTS = [
+    *(Sight(), Sight(window=7), Sight(window=300), Sight(sinks=torch.randn(6))),
+    *(Sight(window=window, chunked=True) for window in (5, 64)),
+]
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -161,6 +164,18 @@ def test_rows_of_one_sequence_share_a_reading_of_its_keys(start: int, sight: Sig
     cache[tables[1, last // block_size], last % block_size] = float("nan")  # no row before it may look there
     others = torch.arange(len(slots)) != 13
     assert torch.equal(attended(slice(None))[0][others], alone[others])
+
+
+@pytest.mark.parametrize("window", [66, 129, 258])
+def test_rows_on_both_sides_of_a_border_of_chunks(window: int) -> None:
+    """What the last ones see begins behind what the first ones see."""
+    sight, positions = Sight(window, chunked=True), torch.arange(window - 3, window + 1)
+    tables = torch.arange(20, dtype=torch.int32)[None]
+    cache, q = torch.randn(20, 16, 2, 1, 16), torch.randn(4, 1, 16)
+    decode = DecodeRows(tables, torch.zeros(4, dtype=torch.int64), positions)
+    masks, out = SightMasks(AttentionBatch(positions, decode, []), 16, torch.float64), poisoned(4, 1, 16)
+    decode_attention(q, cache, decode, masks, sight, 0.25, out)
+    close(out, decode_attention_torch(q.double(), cache.double(), decode, masks.decode(sight), 0.25))
 
 
 @pytest.mark.parametrize("sight", SIGHTS)

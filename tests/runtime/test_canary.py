@@ -283,6 +283,18 @@ def test_a_request_whose_numbers_break_ends_with_the_layer_and_the_others_go_on(
         breaking.generate([9], params)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+def test_blocks_of_a_request_that_broke_do_no_harm(references: Callable[[str], Reference], family: str) -> None:
+    """The next ones have them as they were left, behind their own last tokens."""
+    with LLM(references(family).folder, progress=False, canary=False, num_blocks=8) as llm:
+        wanted = llm.generate([3, 5, 8], GREEDY).token_ids
+        llm.engine.runner.model.embedding.weight[7] = float("nan")  # type: ignore[attr-defined]
+        with pytest.raises(RequestError, match="ceased to be finite"):
+            llm.generate([7, *range(20, 90)], GREEDY)
+        for _ in range(8):
+            assert llm.generate([3, 5, 8], GREEDY).token_ids == wanted
+
+
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks_find_the_layer_together(tiny_llama: Path) -> None:
     """What only rank 0 holds is wrong: its part of a sum makes all of it infinite."""

@@ -15,9 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 
 from phalanx.errors import CheckpointError, ModelError, PhalanxError
 from phalanx.models import read_config
+from phalanx.models.gguf import gguf_spec
 from phalanx.quant.gguf import GgufWeight
 from phalanx.spec import Layout, ModelSpec
 from phalanx.spec.gguf import GgufFile
+from phalanx.text import tokenizer
 from phalanx.weights.checkpoint import Checkpoint, locate
 from phalanx.weights.gguf_reader import GgufReader
 from phalanx.weights.load import check_tensors, load_weights
@@ -206,6 +208,77 @@ def test_an_architecture_that_is_not_run_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"qwen3", b"gemma"))
     with pytest.raises(ModelError, match="gemma"):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.ffn_gate.bias", "blk.2.attn_norm.weight", "output.bias"])
+def test_a_tensor_that_belongs_to_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    path, _, _ = make(tmp_path, CONFIGS["llama"], extra={name: np.ones(8, dtype=np.float32)})
+    checkpoint = Checkpoint(path)
+    reader = checkpoint.open_reader(torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=rf"1 tensors that .* such as {name}"):
+        check_tensors(Layout(checkpoint.spec, 1), reader)
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope.dimension_count": 8}, "rope.dimension_count = 8"),
+        ({"rope.scaling.factor": 4.0}, "rope.scaling.factor = 4.0"),
+        ({"rope.scale_linear": 4.0}, "rope.scale_linear"),
+        ({"attention.sliding_window": 512}, "sliding_window"),
+        ({"logit_scale": 7.0}, "logit_scale"),
+        ({"rope.dimension_count": 16, "rope.scaling.factor": 4.0, "rope.scaling.type": "linear"}, None),
+        ({"attention.sliding_window": 0, "logit_scale": 1.0, "rope.scale_linear": 1.0}, None),
+    ],
+)
+def test_a_field_that_would_change_answers_and_is_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], named: str | None
+) -> None:
+    path, _, _ = make(tmp_path, CONFIGS["llama"])
+    file = GgufFile(path)
+    for key, value in fields.items():
+        monkeypatch.setitem(file.fields, f"llama.{key}", value)
+    if named is None:
+        gguf_spec(file)
+        return
+    with pytest.raises(ModelError, match=named) as error:
+        gguf_spec(file)
+    assert error.value.code == "unknown_field"
+
+
+LIES: list[dict[str, Any]] = [
+    {"eos_token_id": 5},
+    {"bos_token_id": -1},
+    {"eos_token_id": [1]},
+    {"merges": ["a q"]},
+    {"merges": ["ab"]},
+    {"token_type": [1, 1]},
+    {"tokens": 5},
+    {"tokens": "llama-bpe"},
+    {"pre": []},
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_tokenizer_that_lies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
+    path, _, _ = make(tmp_path, CONFIGS["llama"])
+    told = {
+        "model": "gpt2",
+        "tokens": ["a", "b", "ab", "c", "d"],
+        "token_type": [1] * 5,
+        "merges": ["a b"],
+        "pre": "default",
+    }
+    file = GgufFile(path)
+    for key, value in ({"bos_token_id": 3, "eos_token_id": 4} | told).items():
+        monkeypatch.setitem(file.fields, f"tokenizer.ggml.{key}", value)
+    assert tokenizer._read_gguf(file).encode("ab") == [2]
+    for key, value in lie.items():
+        monkeypatch.setitem(file.fields, f"tokenizer.ggml.{key}", value)
+    with pytest.raises(PhalanxError) as error:
+        tokenizer._read_gguf(file)
+    assert error.value.code in ("broken_file", "unsupported_tokenizer")
 
 
 def test_a_file_that_is_no_language_model_is_refused(tmp_path: Path) -> None:

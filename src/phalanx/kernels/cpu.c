@@ -311,7 +311,7 @@ INLINE void blend_block(const struct query *queries, const float *values, float 
     blend(queries + which, values + ((begin) - from) * entry, (float(*)[ROOM])(weights[which] + (begin) - from), \
           (end) - (begin), entry, head_dim, many)
     index_t start = BETWEEN(queries[together - 1].start, from, to), stop = BETWEEN(queries[0].stop, start, to);
-    for (int q = 0; q < together; q++) SOME(q, 1, BETWEEN(queries[q].start, from, start), start);
+    for (int q = 0; q < together; q++) SOME(q, 1, BETWEEN(queries[q].start, from, start), BETWEEN(queries[q].stop, from, start));
     SOME(0, together, start, stop);
     for (int q = 0; q < together; q++) SOME(q, 1, stop, BETWEEN(queries[q].stop, stop, to));
 #undef SOME

@@ -126,12 +126,10 @@ def latent_attention_torch(
     if batch.decode is not None:
         table, positions = batch.decode.block_table, batch.decode.positions
         rows = len(positions)
-        if chosen is not None and chosen.decode is not None:
-            mask = chosen.decode
-        else:
-            keys = torch.arange(table.shape[1] * cache.shape[1], device=q.device)
-            mask = additive(visible(positions[:, None], keys, None), q.dtype)
+        seen = visible(positions[:, None], torch.arange(table.shape[1] * cache.shape[1], device=q.device), None)
+        mask = chosen.decode if chosen is not None and chosen.decode is not None else additive(seen, q.dtype)
         kept = take(cache, table.flatten(), q.dtype).view(rows, -1, cache.shape[-1])
+        kept = kept.masked_fill(~seen[..., None], 0.0)  # what others left there may be no numbers
         out[:rows] = _absorbed(q[:rows], kept, mask, heads, scale)
     for index, row in enumerate(spans(batch, cache.shape[1])):
         span = slice(row.first, row.first + row.count)

@@ -250,7 +250,7 @@ INLINE void round_blocks(const float *x, index_t columns, struct input out, inde
             codes[r][BLOCK + i] = whole[i];
         }
         out.shares[r] = out.scales[r] * sum;
-        out.starts[r] = -shift * sum;
+        out.starts[r] = (int32_t)(-(uint32_t)shift * (uint32_t)sum);
     }
 #undef EACH_ROW
     for (int word = 0; word < PLANES * WORDS; word++) {

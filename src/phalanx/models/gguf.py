@@ -20,7 +20,15 @@ def keeps_pairs_together(file: GgufFile) -> bool:
 def gguf_spec(file: GgufFile) -> ModelSpec:
     """The model a file holds, read as the Hugging Face configuration it came from."""
     architecture, experts = file.fields["general.architecture"], file.get("expert_count")
-    family = {"llama": "mixtral" if experts else "llama", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    families = {"llama": "mixtral" if experts else "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+    if architecture not in families:
+        raise ModelError(
+            "unsupported_architecture",
+            f"{file.path.name} is of the architecture {architecture!r}.",
+            f"Phalanx reads {', '.join(families)} from GGUF; for others use the safetensors version of the model.",
+        )
+    _refuse_unread(file)
+    family = families[architecture]
     if "rope_freqs.weight" in file.tensors:
         raise ModelError(
             "unsupported_rope",
@@ -60,6 +68,32 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         }
         | _told_by_some(file, family)
     )
+
+
+_UNREAD = {
+    "attention.scale": 0.0,
+    "attention.sliding_window": 0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+"""Fields that would change what a model computes, with what changes nothing."""
+
+
+def _refuse_unread(file: GgufFile) -> None:
+    like_head_dim = dict.fromkeys(("rope.dimension_count", "attention.value_length"), file.get("attention.key_length"))
+    untyped = {} if file.get("rope.scaling.type") else {"rope.scaling.factor": 1.0}
+    for key, neutral in (_UNREAD | like_head_dim | untyped).items():
+        found = file.get(key)
+        if found is not None and neutral is not None and found != neutral:
+            raise ModelError(
+                "unknown_field",
+                f"{file.path.name} has {key} = {found}, which Phalanx does not read from GGUF.",
+                "Use the safetensors version of this model.",
+            )
 
 
 def _told_by_some(file: GgufFile, family: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from phalanx.errors import CheckpointError, ModelError, RequestError
+from phalanx.errors import CheckpointError, ModelError, PhalanxError, RequestError
 from phalanx.spec.gguf import GgufFile
 
 Messages = Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer | None:
         """The tokenizer of a checkpoint; None where it has none and only token ids can be served."""
         if path.suffix == ".gguf":
-            return cls(_from_gguf(GgufFile(path)))
+            return cls(_read_gguf(GgufFile(path)))
         if not (path / "tokenizer.json").is_file():
             return None
         try:
@@ -146,6 +146,19 @@ def _check_messages(messages: Messages) -> None:
             )
 
 
+def _read_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
+    try:
+        return _from_gguf(file)
+    except (PhalanxError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers package panics with one that is no Exception
+        raise CheckpointError(
+            "broken_file",
+            f"The tokenizer in {file.path} cannot be read: {type(error).__name__}: {str(error)[:200]}.",
+            "Download the file again, or use the safetensors version of the model.",
+        ) from None
+
+
 def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer from the vocabulary and merges in the file."""
     fields = file.fields
@@ -171,11 +184,10 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         chosen = [word for word, its_kind in zip(words, kinds, strict=True) if its_kind == kind]
         raw.add_tokens([AddedToken(word, special=special, normalized=False) for word in chosen])
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
-    named = {
-        f"{name}_token": words[fields[f"tokenizer.ggml.{key}"]]
-        for name, key in names.items()
-        if f"tokenizer.ggml.{key}" in fields
-    }
+    ids = {name: fields[f"tokenizer.ggml.{key}"] for name, key in names.items() if f"tokenizer.ggml.{key}" in fields}
+    if strange := {name: token for name, token in ids.items() if token not in range(len(words))}:
+        raise ValueError(f"of {len(words)} tokens there is none of the number of {strange}")
+    named = {f"{name}_token": words[token] for name, token in ids.items()}
     if fields.get("tokenizer.ggml.add_bos_token", rules == "llama-bpe") and "bos_token" in named:
         bos = named["bos_token"]
         raw.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])])

@@ -51,7 +51,8 @@ class GgufReader:
             _check_kind(path, name, stored.kind)
         self._bytes = np.memmap(path, mode="r", dtype=np.uint8)
         self._interleaved = keeps_pairs_together(self._file)
-        self._head_dim = gguf_spec(self._file).head_dim
+        self._spec = gguf_spec(self._file)
+        self._head_dim = self._spec.head_dim
 
     def names(self) -> list[str]:
         return list(self._file.tensors)
@@ -104,20 +105,30 @@ class GgufReader:
         rows = rows if expert is None else rows[expert]
         return _as_numbers(np.atleast_2d(rows), stored.kind)
 
+    def unknown(self) -> list[str]:
+        known = {_place(name)[0] for name in self._spec.tensors}
+        return [name for name in self._file.tensors if name not in known]
+
     def _find(self, name: str) -> tuple[StoredTensor | None, int | None]:
-        stem, _, leaf = name.rpartition(".")
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-        if layer is None:
-            return self._file.tensors.get(f"{_TOP_NAMES.get(stem, stem)}.{leaf}"), None
-        number, path = layer.groups()
-        expert = re.fullmatch(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", path)
-        if expert is None:
-            return self._file.tensors.get(f"blk.{number}.{_LAYER_NAMES.get(path, path)}.{leaf}"), None
-        matrix = _EXPERT_NAMES[expert.group(2)]
-        return self._file.tensors.get(f"blk.{number}.ffn_{matrix}_exps.{leaf}"), int(expert.group(1))
+        place, expert = _place(name)
+        return self._file.tensors.get(place), expert
 
     def close(self) -> None:
         del self._bytes
+
+
+def _place(name: str) -> tuple[str, int | None]:
+    """What the file calls a tensor, and which expert of it ours is."""
+    stem, _, leaf = name.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    if layer is None:
+        return f"{_TOP_NAMES.get(stem, stem)}.{leaf}", None
+    number, path = layer.groups()
+    expert = re.fullmatch(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", path)
+    if expert is None:
+        return f"blk.{number}.{_LAYER_NAMES.get(path, path)}.{leaf}", None
+    matrix = _EXPERT_NAMES[expert.group(2)]
+    return f"blk.{number}.ffn_{matrix}_exps.{leaf}", int(expert.group(1))
 
 
 @cache

@@ -70,8 +70,7 @@ def check_tensors(layout: Layout, reader: Reader, rank: int | None = None) -> No
     tensors = layout.spec.tensors.values()
     schemes = {tensor.name: reader.scheme_of(tensor.name) for tensor in tensors}
     _refuse_missing([name for name, scheme in schemes.items() if scheme is None and reader.shape(name) is None], layout)
-    unknown = reader.unknown() if isinstance(reader, ViewReader) else []
-    if unknown:
+    if unknown := reader.unknown():
         named = ", ".join(unknown[:_NAMED_IN_ERROR])
         raise CheckpointError(
             "unknown_tensor",

@@ -42,6 +42,10 @@ class Reader(Protocol):
         """A part of a tensor, in the dtype it is stored in; no other part is read."""
         ...
 
+    def unknown(self) -> list[str]:
+        """Tensors that belong to nothing in the model and are not among those it leaves alone."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -53,6 +57,9 @@ class Unquantised:
 
     def read_pieces(self, name: str, slices: Slices, roles: Sequence[Role] = ()) -> Pieces:
         raise LookupError(name)
+
+    def unknown(self) -> list[str]:
+        return []
 
 
 class SafetensorsReader(Unquantised):
