@@ -44,6 +44,9 @@ class CountingReader:
         self._reads.append((name, values.numel()))
         return values
 
+    def unknown(self) -> list[str]:
+        return self._reader.unknown()
+
     def close(self) -> None:
         self._reader.close()
 
