@@ -77,8 +77,13 @@ def test_draft_models_that_cannot_draft_are_refused(
     assert "heads" in refusal(tiny_llama, speculate=str(with_few_heads), tp=5).found
     for asked in ("", "MTP"):
         assert "off, auto, ngram, mtp" in refusal(tiny_llama, speculate=asked).fix
-    invariant = refusal(tiny_llama, speculate=str(references("deepseek_v3").folder), invariant=True)
-    assert invariant.code in ("draft_model_ranks", "other_vocabulary")
+    with_latents = shutil.copytree(references("deepseek_v3").folder, tmp_path / "with_latents")
+    config = json.loads((with_latents / "config.json").read_text())
+    (with_latents / "config.json").write_text(json.dumps(config | {"vocab_size": 512}))
+    settle(EngineConfig(speculate=str(with_latents)), tiny_llama)
+    refused = refusal(tiny_llama, speculate=str(with_latents), invariant=True)
+    assert refused.code == "draft_model_ranks"
+    assert "The draft model with_latents cannot be dealt" in refused.found
     with pytest.raises(ModelError, match="ngrams is neither a folder"):
         settle(EngineConfig(speculate="ngrams"), tiny_llama)
 

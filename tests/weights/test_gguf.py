@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from phalanx.errors import CheckpointError, ModelError, PhalanxError
+from phalanx.errors import CheckpointError, ModelError, PhalanxError, RequestError
 from phalanx.models import read_config
 from phalanx.models.gguf import gguf_spec
 from phalanx.quant.gguf import GgufWeight
@@ -279,6 +279,20 @@ def test_a_tokenizer_that_lies_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(PhalanxError) as error:
         tokenizer._read_gguf(file)
     assert error.value.code in ("broken_file", "unsupported_tokenizer")
+
+
+def test_a_tokenizer_with_odd_words_and_a_template_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = make(tmp_path, CONFIGS["llama"])
+    words = ["a", "\u2581x", "\U0001f600"]
+    told = {"model": "gpt2", "tokens": words, "token_type": [1] * 3, "merges": [], "pre": "default"}
+    file = GgufFile(path)
+    for key, value in told.items():
+        monkeypatch.setitem(file.fields, f"tokenizer.ggml.{key}", value)
+    monkeypatch.setitem(file.fields, "tokenizer.chat_template", "{{ 1 / 0 }}")
+    found = tokenizer.Tokenizer(tokenizer._read_gguf(file))
+    assert [found.token_bytes(token).decode() for token in range(3)] == ["a", " x", "\U0001f600"]
+    with pytest.raises(RequestError, match="division by zero"):
+        found.render_chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_file_that_is_no_language_model_is_refused(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli.compare import tell
-from phalanx.cli.shared import AsJson, tidy_when_told_to_end, told_errors
+from phalanx.cli.shared import AsJson, told_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +39,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Write a model's linear layers in FP8 or four bits, in a form that vLLM, SGLang and transformers load too."""
-    with told_errors(), tidy_when_told_to_end():
+    with told_errors(), _tidy_when_told_to_end():
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
@@ -72,6 +75,21 @@ def quantize(
             )
         if checked is not None:
             tell(checked, as_json=False)
+
+
+@contextmanager
+def _tidy_when_told_to_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end it as Ctrl-C does: what is unfinished is taken away first."""
+    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _inputs(model: str, calibration: Path | None) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,21 +28,6 @@ Interface = Annotated[str | None, typer.Option(help="ray: network interface rank
 RayAddress = Annotated[str | None, typer.Option(help="ray: HOST:PORT. Default: RAY_ADDRESS, or this machine's.")]
 ShareGpus = Annotated[bool, typer.Option("--share-gpus", help="Ranks may share GPUs. For tests: slow.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@contextmanager
-def tidy_when_told_to_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it as Ctrl-C does: what is unfinished is taken away first."""
-    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-def _leave(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 @contextmanager

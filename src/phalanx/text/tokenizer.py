@@ -107,7 +107,7 @@ class Tokenizer:
         word = self._raw.id_to_token(token)
         if word is None:
             return b""
-        if self._byte_level and token not in self._added:
+        if self._byte_level and token not in self._added and all(character in _BYTE_OF for character in word):
             return bytes(_BYTE_OF[character] for character in word)
         if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
             return bytes([int(word[3:5], 16)])
@@ -128,7 +128,7 @@ class Tokenizer:
             return self._backend.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise RequestError(
                 "bad_conversation",
                 f"The model's chat template refuses this conversation: {error}.",

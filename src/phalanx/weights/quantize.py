@@ -111,12 +111,12 @@ def quantize(
 
 
 def _put(folder: Path, output: Path) -> None:
-    """In the place of nothing, or into an empty folder, which may be where somebody is."""
+    """In the place of nothing, or into an empty folder, which may be where somebody is, or on another disk."""
     if not output.exists():
         folder.rename(output)
         return
     for path in folder.iterdir():
-        path.rename(output / path.name)
+        shutil.move(path, output / path.name)
     folder.rmdir()
 
 
