@@ -23,9 +23,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 ALIKE = (
-    "arange", "load", "store", "where", "exp", "log", "rsqrt", "abs", "maximum", "minimum", "sum", "max", "cdiv",
-    "zeros", "split", "join", "permute", "reshape", "program_id", "num_programs", "static_range", "associative_scan",
-    "atomic_add",
+    "arange", "load", "store", "where", "exp", "exp2", "log", "rsqrt", "abs", "maximum", "minimum", "sum", "max",
+    "cdiv", "zeros", "zeros_like", "full", "split", "join", "permute", "reshape", "program_id", "num_programs",
+    "static_range", "associative_scan", "atomic_add",
 )  # fmt: skip
 NUMBERS = {
     "fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int16": np.int16, "int32": np.int32, "int64": np.int64,
@@ -34,6 +34,7 @@ KINDS = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16,
     torch.int32: tl.int32,
 }  # fmt: skip
+BEFORE_LAYOUT = {"arange": 2, "zeros": 2, "full": 3}
 NO_NUMBERS = {"f": np.nan, "u": 0x7FC0, "i": -(2**15)}
 """What is in memory before anything is, by numpy's kinds. The interpreter has bf16 as whole numbers: this is NaN."""
 WARPS, LANES = 4, 32
@@ -235,6 +236,7 @@ def _allocate(kind: tl.dtype, shape: list[int], layout: object) -> Memory:
 
 
 def _multiply(left: Any, right: Memory, acc: Any, use_acc: bool = True, is_async: bool = False) -> tl.tensor:
+    left = left.load(None) if isinstance(left, Memory) else left
     sums = left.handle.data.astype(np.float32) @ right.held.astype(np.float32)
     found = acc.handle.data + sums if use_acc else sums
     return tl.tensor(TensorHandle(found, tl.float32), tl.block_type(tl.float32, list(found.shape)))
@@ -242,8 +244,7 @@ def _multiply(left: Any, right: Memory, acc: Any, use_acc: bool = True, is_async
 
 def _without_layout(name: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
-        given = args[:2] if name in ("arange", "zeros") else args
-        return getattr(tl, name)(*given, **options)
+        return getattr(tl, name)(*args[: BEFORE_LAYOUT.get(name)], **options)
 
     return call
 

@@ -19,9 +19,18 @@ PAGE = 8
 
 
 def check_prompts(
-    heads: int, kv_heads: int, head_dim: int, window: int | None, spans: list[tuple[int, int]], sunk: bool = False
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    spans: list[tuple[int, int]],
+    sunk: bool = False,
+    broken: int | None = None,
 ) -> None:
-    """Prompts from their start, or chunks of longer ones, against a cache that already holds this step's keys."""
+    """Prompts from their start, or chunks of longer ones, against a cache that already holds this step's keys.
+
+    One may be broken: the others are as they would be beside a whole one.
+    """
     tokens, width = sum(count for _, count in spans), 40
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim)
     cache = torch.randn(len(spans) * width, PAGE, 2, kv_heads, head_dim)
@@ -31,14 +40,23 @@ def check_prompts(
         positions = torch.arange(start, start + count)
         places = tables[sequence, positions // PAGE] * PAGE + positions % PAGE
         cache.flatten(0, 1)[places] = qkv[first : first + count, heads:].unflatten(1, (2, kv_heads))
+        if sequence == broken:
+            qkv[first : first + count] = float("nan")
         tiles += tile_prompt(sequence, first, count, start)
         first += count
     cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32), any(start for start, _ in spans))
     found, wanted = (torch.full((tokens, heads, head_dim), float("nan")) for _ in range(2))
     sinks = torch.randn(heads) * 2 if sunk else None
-    gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found, sinks=sinks)
     prefill_attention_torch(qkv[:, :heads], cache, cut, Sight(window, sinks=sinks), 0.2, wanted)
-    torch.testing.assert_close(found, wanted)
+    for sequence, (start, _) in enumerate(spans if window else []):
+        gone = torch.arange(max(0, start - window + 1))  # type: ignore[operator]
+        cache.flatten(0, 1)[tables[sequence, gone // PAGE] * PAGE + gone % PAGE] = float("nan")
+    gpu.prefill_attention(qkv, heads, cache, cut, window, 0.2, found, sinks=sinks)
+    assert broken is None or wanted.isnan().any()
+    torch.testing.assert_close(found, wanted, equal_nan=broken is not None)
+    if broken is not None:
+        gpu.prefill_attention(qkv.half(), heads, cache.half(), cut, window, 0.2, half := found.half(), sinks=sinks)
+        torch.testing.assert_close(half.float(), wanted, rtol=1e-2, atol=1e-2, equal_nan=True)
     if head_dim == GROUP:
         in_fp8, half = empty_quantised(tokens, heads * head_dim, qkv.device), found.half()
         for out in (half, in_fp8):
@@ -107,6 +125,9 @@ def main() -> None:
     check_decode(2, 1, [70, 5], None, parts=8, head_dim=256)
     check_decode(4, 4, [1, 200, 3, 4, 5], None, parts=1, head_dim=128)
     check_prompts(2, 1, 128, None, [(37, 20), (0, 70)])
+    for broken in (0, 1):
+        check_prompts(2, 1, 16, None, [(0, 20), (0, 150), (0, 7)], broken=broken)
+        check_prompts(2, 1, 16, 40, [(37, 100), (60, 50), (0, 64)], broken=broken)
     for window in (None, 40):
         check_prompts(4, 2, 16, window, [(0, 130), (0, 5)])
         check_prompts(4, 2, 16, window, [(37, 130), (0, 129), (64, 5)])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import AttentionBatch
-from phalanx.kernels.gpu import latent, latent_rows
+from phalanx.kernels.gpu import latent, latent_prompts, latent_rows
 from phalanx.kernels.indexer import Best, Chosen, choose_gpu, choose_torch, rows_of
 from phalanx.kernels.latent import Heads, by_heads, keep_latents, latent_attention_gpu, latent_attention_torch
 from phalanx.kernels.rotary import apply_rotary
@@ -62,6 +62,23 @@ def _choices(step: Step, top: int, heads: int = 5, width: int = 24) -> tuple[Bes
     return best, choose_torch(q, weights, keys, step.batch, top, torch.float32)
 
 
+def check_beside_a_broken_prompt(dtype: torch.dtype) -> None:
+    """Prompts from their start are as they would be beside a whole one."""
+    step, heads, nope, v = Step([], [(0, 20), (0, 70), (0, 5)]), 2, 24, 16
+    q, kept = (torch.randn(step.tokens, *size, dtype=dtype) for size in ((heads, nope + ROPE), (RANK + ROPE,)))
+    turns, wide = torch.randn(2, step.tokens, 1, ROPE).unbind(), torch.randn(step.tokens, heads, nope + v, dtype=dtype)
+    whole, found = torch.full((2, step.tokens, heads, v), float("nan"), dtype=dtype).unbind()
+    tiles = step.batch.tiles
+    assert tiles is not None
+    latent_prompts.prefill_wide(q, *turns, wide, kept, tiles, 0.2, whole)
+    wide[20:90] = kept[20:90] = float("nan")
+    latent_prompts.prefill_wide(q, *turns, wide, kept, tiles, 0.2, found)
+    assert not whole.isnan().any()
+    assert found[20:90].isnan().all()
+    assert torch.equal(found[:20], whole[:20])
+    assert torch.equal(found[90:], whole[90:])
+
+
 def check_kept(tokens: int, rank: int, rope: int) -> None:
     """From columns of a wider matrix, to places in no order."""
     entered, weight = torch.randn(tokens, 3 + rank + rope)[:, 3:], torch.randn(rank)
@@ -98,6 +115,8 @@ def main() -> None:
     make_ready()
     torch.manual_seed(0)
     check_kept(3, 40, 8)
+    for dtype in (torch.float32, torch.float16):
+        check_beside_a_broken_prompt(dtype)
     latent_rows.NUMBERS_AT_ONCE = 1024
     for turned in (False, True):
         check_by_heads(1, 3, 24, 70, turned)

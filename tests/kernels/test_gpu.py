@@ -259,6 +259,30 @@ def test_prefill_attention(
     close(paged_attention(qkv, heads, cache, fast, masks, Sight(window), head_dim**-0.5), wanted)
 
 
+@DTYPES
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prompts_beside_one_that_broke(head_dim: int, window: int | None, dtype: torch.dtype) -> None:
+    counts = (130, 300, 20)
+    tables = torch.arange(60, device="cuda").view(3, 20)
+    cache, qkv = randn(60, 16, 2, 2, head_dim, dtype=dtype), randn(450, 12, head_dim, dtype=dtype)
+    tiles = [*tile_prompt(0, 0, 130, 0), *tile_prompt(1, 130, 300, 0), *tile_prompt(2, 430, 20, 0)]
+    cut = PrefillTiles(tables, torch.tensor(tiles, dtype=torch.int32, device="cuda"), False)
+    batch = AttentionBatch(tables, None, [], cut)
+    masks = SightMasks(batch, 16, torch.float64)
+    for broken in range(3):
+        place = slice(sum(counts[:broken]), sum(counts[: broken + 1]))
+        spoilt = qkv.clone()
+        spoilt[place] = float("nan")
+        found, wanted = (
+            paged_attention(rows, 8, cache, batch, masks, Sight(window), head_dim**-0.5).flatten(1)
+            for rows in (spoilt, qkv)
+        )
+        assert found[place].isnan().all()
+        found[place] = wanted[place]
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(("rows", "count"), [(1, 0), (5, 200), (200, 0), (0, 130)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2)])
 def test_attention_may_leave_in_fp8(heads: int, kv_heads: int, rows: int, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from phalanx.kernels.attention import AttentionBatch
@@ -10,8 +11,9 @@ from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 from tests.kernels.apart import run_apart
 
 
-def test_the_kernels_attend_as_defined() -> None:
-    run_apart("interpreted_latent")
+@pytest.mark.parametrize("module", ["interpreted_latent", "interpreted_latent_stream"])
+def test_the_kernels_attend_as_defined(module: str) -> None:
+    run_apart(module)
 
 
 def test_every_token_of_a_step_is_a_row_of_its_own() -> None:

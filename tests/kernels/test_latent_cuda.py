@@ -128,6 +128,25 @@ def test_positions_that_a_kernel_just_ahead_makes() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("heads", [5, 20, 32])
+def test_what_a_request_that_broke_has_left_is_not_attended(heads: int) -> None:
+    """Behind the last token of a sequence, in the page that it has now."""
+    batch, tokens = laid_out([(69, 1), (0, 1), (63, 1), (64, 1), (700, 1)], 5)
+    decode = batch.decode
+    assert decode is not None
+    cache = torch.full((decode.tables.numel(), PAGE, RANK + ROPE), float("nan"), dtype=HALF, device="cuda")
+    for slot, position in zip(decode.slots, decode.positions.tolist(), strict=True):
+        own = torch.arange(position + 1, device="cuda")
+        cache.flatten(0, 1)[decode.tables[slot, own // PAGE].long() * PAGE + own % PAGE] = randn(len(own), RANK + ROPE)
+    q, turns = randn(tokens, heads, 192 + ROPE), (randn(tokens, 1, ROPE), randn(tokens, 1, ROPE))
+    matrices, kept = Heads(randn(heads, 192 + 256, RANK) * 0.05, 192), cache.flatten(0, 1)[batch.write_to]
+    found, wanted = (
+        latent_attention(q, turns, kept, held, batch, matrices, 0.06, None) for held in (cache, cache.nan_to_num())
+    )
+    assert not wanted.isnan().any()
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("uneven", [False, True])
 def test_decode_of_long_sequences(uneven: bool) -> None:
     check(20, 192, 256, *laid_out([(19_999, 1), (0, 1), (64, 1)], 3, uneven))
@@ -138,6 +157,22 @@ def test_decode_of_long_sequences(uneven: bool) -> None:
 def test_prompts_from_their_start(heads: int, nope: int, v: int) -> None:
     spans = [(70, 1), (0, 1), (0, 130), (0, 300), (0, 128), (0, 2), (0, 65)]
     check(heads, nope, v, *laid_out(spans, 2))
+
+
+@SIZES
+def test_prompts_beside_one_that_broke(heads: int, nope: int, v: int) -> None:
+    batch, tokens = laid_out([(0, 20), (0, 130), (0, 65)], 0)
+    assert batch.tiles is not None
+    cache, matrices = randn(batch.tiles.tables.numel(), PAGE, RANK + ROPE), Heads(randn(heads, nope + v, RANK), nope)
+    q, turns = randn(tokens, heads, nope + ROPE), (randn(tokens, 1, ROPE), randn(tokens, 1, ROPE))
+    kept, broken = cache.flatten(0, 1)[batch.write_to], torch.arange(20, 150, device="cuda")
+    wanted = latent_attention(q, turns, kept, cache, batch, matrices, 0.06, None)
+    spoilt = kept.index_fill(0, broken, float("nan"))
+    cache.flatten(0, 1)[batch.write_to] = spoilt
+    found = latent_attention(q, turns, spoilt, cache, batch, matrices, 0.06, None)
+    assert found[20:150].isnan().all()
+    for whole in (slice(0, 20), slice(150, None)):
+        assert torch.equal(found[whole], wanted[whole])
 
 
 @SIZES

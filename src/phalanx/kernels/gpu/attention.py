@@ -235,16 +235,19 @@ def _sees(asked, position, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _attend_cached(
-    queries, acc, peak, total, cache, table, asked, kv, lowest, highest, window, scale,
+    queries, acc, peak, total, cache, table, asked, kv, lowest, oldest, highest, window, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Queries at positions `asked` against the cached keys from `lowest` to before `highest`."""
+    """Queries at positions `asked` against the cached keys from `lowest` to before `highest`.
+
+    Those before `oldest` may be another's by now: they are not read.
+    """
     d = tl.arange(0, DIM)
     inside = d < HEAD_DIM
     for at in range(lowest, highest, KEYS):
         position = at + tl.arange(0, KEYS)
-        exists = position < highest
+        exists = (position >= oldest) & (position < highest)
         page = tl.load(table + position // PAGE, mask=exists, other=0).to(tl.int64)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=exists & inside[:, None], other=0.0)
@@ -256,16 +259,41 @@ def _attend_cached(
 
 
 @triton.jit
+def _attend_block(
+    queries, acc, peak, total, fresh, asked, row_of_zero, key_column, value_column, at, highest, window, scale,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """A block of keys that this step computed. With CUT it ends at `highest`: behind that another prompt may begin."""
+    position = at + tl.arange(0, KEYS)
+    keys = fresh.load([row_of_zero + at, key_column]).T
+    values = fresh.load([row_of_zero + at, value_column])
+    if CUT:
+        values = tl.where((position < highest)[:, None], values, tl.zeros_like(values))
+    seen = _sees(asked, position, window, WINDOWED)
+    return _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED)
+
+
+@triton.jit
 def _attend_fresh(
     queries, acc, peak, total, fresh, asked, row_of_zero, key_column, value_column, lowest, highest, window, scale,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The same against keys that this step computed: they lie row by row in `fresh`, position 0 at `row_of_zero`."""
-    for at in range(lowest, highest, KEYS):
-        keys = fresh.load([row_of_zero + at, key_column]).T
-        values = fresh.load([row_of_zero + at, value_column])
-        seen = _sees(asked, at + tl.arange(0, KEYS), window, WINDOWED)
-        acc, peak, total = _absorb(queries, keys, values, seen, acc, peak, total, scale, MASKED)
+    """The same against keys that this step computed: they lie row by row in `fresh`, position 0 at `row_of_zero`.
+
+    Blocks are whole, but for the last one with MASKED. Tensor cores take the values of whole ones as they lie.
+    """
+    LIES: tl.constexpr = MASKED and queries.dtype != tl.float32
+    whole = lowest + (highest - lowest) // KEYS * KEYS if LIES else highest
+    for at in range(lowest, whole, KEYS):
+        acc, peak, total = _attend_block(
+            queries, acc, peak, total, fresh, asked, row_of_zero, key_column, value_column, at, highest, window, scale,
+            KEYS, WINDOWED, MASKED, MASKED and not LIES,
+        )  # fmt: skip
+    if LIES and whole < highest:
+        acc, peak, total = _attend_block(
+            queries, acc, peak, total, fresh, asked, row_of_zero, key_column, value_column, whole, highest, window,
+            scale, KEYS, WINDOWED, MASKED, True,
+        )  # fmt: skip
     return acc, peak, total
 
 
@@ -308,11 +336,11 @@ def _prefill(
         highest = begins if FRESH else start + count
         whole = lowest if WINDOWED else tl.minimum(start + 1, highest) // KEYS * KEYS
         acc, peak, total = _attend_cached(
-            queries, acc, peak, total, cache, table, start + r, kv, lowest, whole, window, scale,
+            queries, acc, peak, total, cache, table, start + r, kv, lowest, oldest, whole, window, scale,
             KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, WINDOWED, False,
         )  # fmt: skip
         acc, peak, total = _attend_cached(
-            queries, acc, peak, total, cache, table, start + r, kv, whole, highest, window, scale,
+            queries, acc, peak, total, cache, table, start + r, kv, whole, oldest, highest, window, scale,
             KV_HEADS, HEAD_DIM, PAGE, DIM, KEYS, WINDOWED, True,
         )  # fmt: skip
     if FRESH:

@@ -15,27 +15,52 @@ from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
 
 
 @triton.jit
+def _absorb_block(
+    low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, asked, row_of_zero, column,
+    at, highest, scale, NOPE: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """A block of keys into a running softmax. With CUT it ends at `highest`: behind that another prompt may begin."""
+    row, position = row_of_zero + at, at + tl.arange(0, KEYS)
+    scores = tl.dot(low, low_keys.load([row, column]).T, input_precision="ieee")
+    if LOW < NOPE:
+        scores = tl.dot(rest, rest_keys.load([row, column + LOW]).T, scores, input_precision="ieee")
+    scores = tl.dot(high, high_keys.load([row, RANK]).T, scores, input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(position[None, :] <= asked[:, None], scores, -1.0e30)
+    top = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - top[:, None])
+    shrink = tl.exp2(peak - top)
+    total = total * shrink + tl.sum(weights, 1)
+    values = values_of.load([row, column + NOPE])
+    if CUT:
+        values = tl.where((position < highest)[:, None], values, tl.zeros_like(values))
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
 def _absorb(
     low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, asked, row_of_zero, column,
     lowest, highest, scale, NOPE: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from position `lowest` to before `highest` into a running softmax; position 0 lies in row `row_of_zero`."""
-    for at in range(lowest, highest, KEYS):
-        row = row_of_zero + at
-        scores = tl.dot(low, low_keys.load([row, column]).T, input_precision="ieee")
-        if LOW < NOPE:
-            scores = tl.dot(rest, rest_keys.load([row, column + LOW]).T, scores, input_precision="ieee")
-        scores = tl.dot(high, high_keys.load([row, RANK]).T, scores, input_precision="ieee") * scale
-        if MASKED:
-            scores = tl.where((at + tl.arange(0, KEYS))[None, :] <= asked[:, None], scores, -1.0e30)
-        top = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - top[:, None])
-        shrink = tl.exp2(peak - top)
-        total = total * shrink + tl.sum(weights, 1)
-        values = values_of.load([row, column + NOPE])
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-        peak = top
+    """Keys from position `lowest` to before `highest`; position 0 lies in row `row_of_zero`.
+
+    Blocks are whole, but for the last one with MASKED. Tensor cores take the values of whole ones as they lie.
+    """
+    LIES: tl.constexpr = MASKED and low.dtype != tl.float32
+    whole = lowest + (highest - lowest) // KEYS * KEYS if LIES else highest
+    for at in range(lowest, whole, KEYS):
+        acc, peak, total = _absorb_block(
+            low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, asked, row_of_zero, column,
+            at, highest, scale, NOPE, LOW, RANK, KEYS, MASKED, MASKED and not LIES,
+        )  # fmt: skip
+    if LIES and whole < highest:
+        acc, peak, total = _absorb_block(
+            low, rest, high, acc, peak, total, low_keys, rest_keys, high_keys, values_of, asked, row_of_zero, column,
+            whole, highest, scale, NOPE, LOW, RANK, KEYS, MASKED, True,
+        )  # fmt: skip
     return acc, peak, total
 
 
