@@ -60,6 +60,15 @@ def without(config: Config, name: str) -> Config:
         (TINY | {"num_hidden_layers": 0}, "bad_config", "num_hidden_layers is 0"),
         (TINY | {"vocab_size": "many"}, "bad_config", "vocab_size is 'many'"),
         (TINY | {"vocab_size": True}, "bad_config", "vocab_size is True"),
+        (TINY | {"rms_norm_eps": float("nan")}, "bad_config", "rms_norm_eps is nan"),
+        (TINY | {"rope_theta": -10000.0}, "bad_config", "theta of rotary positions is -10000.0"),
+        (TINY | {"rope_theta": float("inf")}, "bad_config", "theta of rotary positions is inf"),
+        (
+            TINY | {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
+            "bad_config",
+            "factor of rotary positions is 0.0",
+        ),
+        (TINY | {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, "bad_config", "positions is nan"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(config: Config, code: str, named: str) -> None:

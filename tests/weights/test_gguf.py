@@ -247,6 +247,19 @@ def test_a_field_that_would_change_answers_and_is_not_read_is_refused(
     assert error.value.code == "unknown_field"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("rope.freq_base", -1.0), ("attention.layer_norm_rms_epsilon", float("nan"))]
+)
+def test_a_number_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: float
+) -> None:
+    file = GgufFile(make(tmp_path, CONFIGS["llama"])[0])
+    monkeypatch.setitem(file.fields, f"llama.{field}", value)
+    with pytest.raises(ModelError, match=str(value)) as error:
+        gguf_spec(file)
+    assert error.value.code == "bad_config"
+
+
 LIES: list[dict[str, Any]] = [
     {"eos_token_id": 5},
     {"bos_token_id": -1},

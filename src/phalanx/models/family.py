@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.errors import ModelError
-from phalanx.models.fields import Config, count, dtype, each_layer, layer_count, token_ids
+from phalanx.models.fields import Config, count, dtype, each_layer, layer_count, number, token_ids
 from phalanx.models.quantization import quantization
 from phalanx.models.ropes import rope
 from phalanx.spec.attention import Gqa
@@ -42,7 +42,7 @@ def decoder(config: Config, layers: Sequence[Layer], *, norm_eps: float = 1e-6, 
         layers=tuple(layers),
         hidden=count(config, "hidden_size"),
         vocab=count(config, "vocab_size"),
-        norm_eps=float(config.get("rms_norm_eps", norm_eps)),
+        norm_eps=number(config, "rms_norm_eps", norm_eps),
         tied_embeddings=bool(config.get("tie_word_embeddings", more.pop("tied_embeddings", False))),
         dtype=dtype(config),
         quantization=quantization(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -59,7 +60,10 @@ def whole(config: Config, name: str) -> int:
 
 
 def number(config: Config, name: str, default: float) -> float:
-    return float(config.get(name, default))
+    value = float(config.get(name, default))
+    if not math.isfinite(value):
+        raise ModelError("bad_config", f"{name} is {value}.", "It must be a number.")
+    return value
 
 
 def each_layer(config: Config, name: str) -> list[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,3 +27,8 @@ class Rope:
     attention_factor: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "attention_factor"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} of rotary positions is {value}, which is no positive number")
