@@ -113,6 +113,11 @@ def test_drafts_that_no_batch_holds_are_refused(seqs: int, tokens: int | None, f
     assert fix in refused.value.fix
 
 
+def test_a_number_of_drafts_without_any_is_refused() -> None:
+    with pytest.raises(ConfigError, match="speculate is off"):
+        EngineConfig(speculate_tokens=3)
+
+
 def test_as_many_drafts_as_fit_are_taken_where_none_is_said() -> None:
     assert EngineConfig(speculate="auto", max_num_seqs=4).most_drafts == 3
     assert EngineConfig(speculate="auto").most_drafts == 8

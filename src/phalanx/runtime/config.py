@@ -103,6 +103,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._one_of("warm_up", self.warm_up, WARM_UPS)
         if self.speculate != "off":
             self._check_drafts()
+        elif self.speculate_tokens is not None:
+            raise ConfigError(
+                "bad_option",
+                "speculate_tokens is given, but speculate is off.",
+                "Say what drafts, such as speculate auto.",
+            )
         for name in ("ranks_per_node", "interface", "ray_address"):
             if self.executor == "local" and getattr(self, name) is not None:
                 raise ConfigError("bad_option", f"{name} is given, but the executor is local.", "Use executor ray.")
