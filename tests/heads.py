@@ -30,9 +30,9 @@ LAST_LAYER: dict[str, dict[str, Any]] = {
 class HeadReference:
     """The head is a model of one layer, whose last norm is the head's, and around it what the notes on heads say."""
 
-    def __init__(self, reference: Reference, folder: Path) -> None:
+    def __init__(self, reference: Reference, folder: Path, **sizes: Any) -> None:
         self.main, self.folder, self.name = reference.model, folder, reference.name
-        config = tiny_config(reference.name, num_hidden_layers=1, **LAST_LAYER[reference.name])
+        config = tiny_config(reference.name, **sizes | LAST_LAYER[reference.name] | {"num_hidden_layers": 1})
         torch.manual_seed(3)
         self.layer = AutoModelForCausalLM.from_config(config).eval()
         fill_randomly(self.layer)

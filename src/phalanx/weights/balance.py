@@ -34,11 +34,14 @@ class Factors(NamedTuple):
     rows: Tensor | None = None
     columns: Tensor | None = None
 
-    def apply(self, values: Tensor) -> Tensor:
-        wide = values.float()
+    def apply(self, values: Tensor, plus: float = 0.0) -> Tensor:
+        """`plus` is added to the values where they are used."""
+        if self.rows is None and self.columns is None:
+            return values
+        wide = values.float() + plus
         if self.rows is not None:
             wide = wide * (self.rows if wide.dim() == 1 else self.rows[:, None])
-        return (wide if self.columns is None else wide * self.columns).to(values.dtype)
+        return ((wide if self.columns is None else wide * self.columns) - plus).to(values.dtype)
 
     def inverse(self) -> Factors:
         return Factors(*(None if part is None else 1 / part for part in self))
@@ -54,14 +57,14 @@ def _of_layer(layer: Layer, prefix: str) -> Iterator[Pair]:
     norms, mixer, ffn = layer.norms, layer.mixer, layer.ffn
     if isinstance(mixer, Gqa) and not mixer.gated:
         path = f"{prefix}{mixer.module}."
-        if norms.before_mixer and not norms.plus:
+        if norms.before_mixer:
             heads = tuple(f"{path}{letter}_proj.weight" for letter in "qkv")
             yield Pair(f"{prefix}{norms.before_mixer}.weight", heads)
         if mixer.heads == mixer.kv_heads and not mixer.qkv_bias:
             yield Pair(f"{path}v_proj.weight", (f"{path}o_proj.weight",))
     if isinstance(ffn, Dense):
         path = f"{prefix}{ffn.module}."
-        if norms.before_ffn and not norms.plus:
+        if norms.before_ffn:
             gates = (f"{path}gate_proj.weight", f"{path}up_proj.weight")
             yield Pair(f"{prefix}{norms.before_ffn}.weight", gates)
         yield Pair(f"{path}up_proj.weight", (f"{path}down_proj.weight",))
@@ -74,7 +77,7 @@ def balanced(spec: ModelSpec, reader: Reader, inputs: Inputs, group: int) -> dic
         given = inputs.get(pair.matrices[0])
         if given is None or f"{pair.feeds.removesuffix('weight')}bias" in spec.tensors:
             continue
-        whole = [tuple(map(slice, spec.tensors[name].shape)) for name in pair.matrices]
+        whole = [tuple(slice(0, size) for size in spec.tensors[name].shape) for name in pair.matrices]
         matrices = [reader.read(name, part) for name, part in zip(pair.matrices, whole, strict=True)]
         stacked = torch.cat(matrices).float()
         best = best_factors(stacked, given.float(), group)

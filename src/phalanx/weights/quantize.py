@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from phalanx.spec import Layout, ModelSpec, Scheme
 from phalanx.weights.balance import Factors, Inputs, balanced
 from phalanx.weights.checkpoint import Checkpoint
 from phalanx.weights.load import Progress, check_tensors
-from phalanx.weights.reader import Pieces, Reader
+from phalanx.weights.reader import Pieces, SafetensorsReader
+from phalanx.weights.rewriting import Rewritten, check_whole, rewritten
 from phalanx.weights.targets import Target, target_of
+from phalanx.weights.views import ViewReader
 
 REPORT_FILE = "quantization_report.json"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "[0-9]*_*/config.json")
@@ -85,9 +88,23 @@ def quantize(
 
     `inputs` are rows that linear layers are given, for formats that go by them.
     """
-    checkpoint = _readable(source)
-    target = target_of(number_format, checkpoint.spec, list(_skipped(checkpoint.spec)))
-    output = new_folder(output)
+    spec = _readable(source)
+    with closing(ViewReader(SafetensorsReader(source), spec)) as reader:
+        check_tensors(Layout(spec, 1), reader)
+        tensors = rewritten(spec, reader)
+        target = target_of(number_format, spec, _skipped(tensors, reader))
+        check_whole(tensors, target.scheme)
+        factors = balanced(spec, reader, inputs, target.scheme.group or GROUP) if target.calibrated and inputs else {}
+        with _appearing(new_folder(output)) as folder:
+            report = _write(tensors, reader, target, number_format, folder, progress, factors)
+            _write_config(source, folder, target)
+            (folder / REPORT_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    return report
+
+
+@contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """A folder to write into, which is `output` once all went well, and gone if not."""
     unfinished = output.with_name(f".{output.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -96,18 +113,12 @@ def quantize(
         raise ConfigError(
             "output_unwritable", f"{output} cannot be written: {error.strerror}.", "Name another folder with --output."
         ) from error
-    reader = checkpoint.open_reader(torch.device("cpu"))
     try:
-        report = _write(checkpoint.spec, reader, target, number_format, unfinished, progress, inputs)
-        _write_config(source, unfinished, target)
-        (unfinished / REPORT_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        yield unfinished
         _put(unfinished, output)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    finally:
-        reader.close()
-    return report
 
 
 def _put(folder: Path, output: Path) -> None:
@@ -128,7 +139,7 @@ def new_folder(output: Path) -> Path:
     return output
 
 
-def _readable(source: Path) -> Checkpoint:
+def _readable(source: Path) -> ModelSpec:
     checkpoint = Checkpoint(source)
     if checkpoint.is_gguf:
         raise CheckpointError(
@@ -140,19 +151,7 @@ def _readable(source: Path) -> Checkpoint:
             f"{source} is quantised already, as {checkpoint.spec.number_format}.",
             "Name the bf16 version of the model: quantising twice only loses precision.",
         )
-    kept_otherwise = [
-        tensor.stored_name
-        for tensor in checkpoint.spec.stacked_tensors
-        if not all(source.is_plain for source in tensor.sources)
-    ]
-    if kept_otherwise:
-        raise CheckpointError(
-            "not_quantizable",
-            f"{checkpoint.spec.model_type} checkpoints keep tensors together with others or less one, "
-            f"such as {kept_otherwise[0]}.",
-            "Phalanx quantizes models whose tensors each stand on their own, as they are.",
-        )
-    return checkpoint
+    return checkpoint.spec
 
 
 class _Shards:
@@ -189,26 +188,23 @@ class _Shards:
 
 
 def _write(
-    spec: ModelSpec,
-    reader: Reader,
+    tensors: list[Rewritten],
+    reader: ViewReader,
     target: Target,
     number_format: str,
     folder: Path,
     progress: Progress,
-    inputs: Inputs | None,
+    factors: dict[str, Factors],
 ) -> QuantizedCheckpoint:
-    check_tensors(Layout(spec, 1), reader)
     shards, errors, uneven, before = _Shards(folder), [], [], 0
-    factors = balanced(spec, reader, inputs, target.scheme.group or GROUP) if target.calibrated and inputs else {}
-    total, done = sum(tensor.elements for tensor in spec.tensors.values()), 0
-    for name, tensor in spec.tensors.items():
-        values = reader.read(name, tuple(slice(0, size) for size in tensor.shape))
+    for done, tensor in enumerate(tensors, start=1):
+        name, values = tensor.name, tensor.read(reader)
         before += values.nbytes
-        if not values.isfinite().all():
+        if tensor.parts and not values.isfinite().all():
             raise CheckpointError(
                 "bad_values", f"{name} has numbers that are not finite.", "The file seems damaged: download it again."
             )
-        change = factors.get(name, Factors())
+        change = tensor.change(factors)
         if tensor.is_linear:
             pieces = target.quantise(change.apply(values))
             for piece in target.scheme.pieces:
@@ -217,12 +213,11 @@ def _write(
             if target.shaped:
                 shards.add(f"{name}_shape", torch.tensor(values.shape))
             errors.append(_error(name, values, pieces, change, target.scheme))
-            if number_format == "fp8-block" and any(size % GROUP for size in tensor.shape):
+            if number_format == "fp8-block" and any(size % GROUP for size in values.shape):
                 uneven.append(name)
         else:
-            shards.add(name, change.apply(values))
-        done += tensor.elements
-        progress(done, total)
+            shards.add(name, change.apply(values, tensor.plus))
+        progress(done, len(tensors))
     shards.close()
     return QuantizedCheckpoint(number_format, before, shards.bytes, tuple(errors), tuple(uneven))
 
@@ -247,9 +242,12 @@ def _write_config(source: Path, folder: Path, target: Target) -> None:
                 shutil.copyfile(path, copy)
 
 
-def _skipped(spec: ModelSpec) -> Iterator[str]:
-    """Modules that are linear to others and stay as they were: the head and the routers."""
-    yield "lm_head"
-    for name in spec.tensors:
-        if name.endswith(".gate.weight"):
-            yield name.removesuffix(".weight")
+def _skipped(tensors: list[Rewritten], reader: ViewReader) -> list[str]:
+    """Modules that are linear to others and stay as they were: the head, routers, and whatever is not read here."""
+    matrices = [
+        tensor.name
+        for tensor in tensors
+        if not tensor.is_linear and tensor.name.endswith(".weight") and len(reader.stored_shape(tensor.name)) > 1
+    ]
+    modules = [name.removesuffix(".weight") for name in matrices if not name.endswith("embed_tokens.weight")]
+    return list(dict.fromkeys(["lm_head", *modules]))

@@ -104,6 +104,20 @@ class ViewReader:
         values = values if chosen is None else reordered(values, chosen)
         return values.float() + stored.plus if stored.plus else values
 
+    def place(self, name: str) -> tuple[str, Stored]:
+        """The tensor of the files that one of ours lies in, as plain numbers, and how."""
+        place = self._find(name)
+        assert place is not None, name
+        return place.name, place.stored
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the files."""
+        return self._files.shape(name) or ()
+
+    def read_stored(self, name: str) -> Tensor:
+        """A tensor of the files, whole and as it is there."""
+        return self._files.read(name, tuple(slice(0, size) for size in self.stored_shape(name)))
+
     def scheme_of(self, name: str) -> Scheme | None:
         """As the configuration tells, where the file has such values."""
         tensor = self._spec.tensors.get(name)
@@ -255,6 +269,12 @@ class ViewReader:
             and not _FOR_ACTIVATIONS.fullmatch(name)
             and not any(pattern.fullmatch(name) for pattern in ignored)
         ]
+
+
+def rows_of(run: Run | None, rows: int) -> Tensor:
+    """Where in a tensor of the files our rows lie."""
+    span, chosen = _spread(slice(0, rows), run)
+    return torch.arange(span.start, span.stop) if chosen is None else span.start + chosen
 
 
 def _told(scheme: Scheme) -> str:
