@@ -13,6 +13,14 @@ from tests.models.test_config import TINY, Config
 MOE = TINY | {"num_experts_per_tok": 2}
 QWEN3_MOE = MOE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
 MIXTRAL = MOE | {"model_type": "mixtral", "num_local_experts": 4}
+MINIMAX_M2 = MIXTRAL | {"model_type": "minimax_m2"}
+DEEPSEEK_V3 = TINY | {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 
 def refusal(config: Config | str | Path) -> ModelError:
@@ -69,6 +77,12 @@ def without(config: Config, name: str) -> Config:
             "factor of rotary positions is 0.0",
         ),
         (TINY | {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, "bad_config", "positions is nan"),
+        (TINY | {"head_dim": 15}, "bad_config", "positions turn 16 numbers of a head of 15"),
+        (TINY | {"partial_rotary_factor": 0.01}, "bad_config", "positions turn 0 numbers of a head of 16"),
+        (TINY | {"partial_rotary_factor": -0.5}, "bad_config", "positions turn -8 numbers"),
+        (TINY | {"partial_rotary_factor": 7}, "bad_config", "positions turn 112 numbers of a head of 16"),
+        (MINIMAX_M2 | {"head_dim": 16, "rotary_dim": 64}, "bad_config", "positions turn 64 numbers of a head of 16"),
+        (DEEPSEEK_V3 | {"partial_rotary_factor": 2}, "bad_config", "positions turn 16 numbers of a head of 8"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(config: Config, code: str, named: str) -> None:

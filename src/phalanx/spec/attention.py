@@ -54,6 +54,10 @@ class Gqa:
     state_heads = 0
     state_value_heads = 0
 
+    def __post_init__(self) -> None:
+        if self.rope is not None:
+            self.rope.check_within(self.head_dim)
+
     @property
     def cache(self) -> LayerCache:
         kind: CacheKind = "full" if self.window is None else "chunked" if self.chunked else "sliding"

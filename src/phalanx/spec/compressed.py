@@ -39,6 +39,10 @@ class Compressed:
     state_heads = 0
     state_value_heads = 0
 
+    def __post_init__(self) -> None:
+        for head_dim in (self.head_dim, *((self.indexer.head_dim,) if self.indexer else ())):
+            self.rope.check_within(head_dim)
+
     @property
     def head_group(self) -> int:
         return self.heads // self.groups

@@ -47,6 +47,10 @@ class Mla:
     state_heads = 0
     state_value_heads = 0
 
+    def __post_init__(self) -> None:
+        for head_dim in (self.rope_dim, *((self.indexer.head_dim,) if self.indexer else ())):
+            self.rope.check_within(head_dim)
+
     @property
     def head_dim(self) -> int:
         return self.nope_dim + self.rope_dim

@@ -32,3 +32,9 @@ class Rope:
         for name in ("theta", "factor", "attention_factor"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} of rotary positions is {value}, which is no positive number")
+
+    def check_within(self, head_dim: int) -> None:
+        """Numbers are turned in pairs: of 13, 14 are."""
+        turned = self.rotary_dim + self.rotary_dim % 2
+        if not 0 < turned <= head_dim:
+            raise ValueError(f"rotary positions turn {turned} numbers of a head of {head_dim}")
