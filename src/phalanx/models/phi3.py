@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.models.family import Family, activation, attention, decoder, refuse_unless
-from phalanx.models.fields import Config, count, layer_count
+from phalanx.models.fields import Config, count, layer_count, whole
 from phalanx.spec.ffn import Dense
 from phalanx.spec.layer import Layer
 from phalanx.spec.model import ModelSpec
@@ -15,7 +15,7 @@ def read(config: Config) -> ModelSpec:
     """
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "lm_head_bias", False)
-    mixer = attention(config, window=config.get("sliding_window"), fused="qkv_proj")
+    mixer = attention(config, window=whole(config, "sliding_window") or None, fused="qkv_proj")
     ffn = Dense(count(config, "intermediate_size"), activation(config), fused="gate_up_proj")
     positions = count(config, "max_position_embeddings")
     if mixer.rope is not None and mixer.rope.kind == "longrope":

@@ -49,6 +49,19 @@ class Router:
     def __post_init__(self) -> None:
         if not 0 < self.experts_per_token <= self.experts:
             raise ValueError(f"a token goes to {self.experts_per_token} of {self.experts} experts")
+        if self.groups > 1:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """A group is judged by its two best, and those that are kept have to have as many as a token goes to."""
+        size, rest = divmod(self.experts, self.groups)
+        if rest or size < 2:
+            raise ValueError(f"{self.experts} experts do not make {self.groups} groups of two or more")
+        if not self.kept_groups <= self.groups or self.kept_groups * size < self.experts_per_token:
+            raise ValueError(
+                f"a token goes to {self.experts_per_token} experts of {self.kept_groups} of {self.groups} groups, "
+                f"each of {size}"
+            )
 
 
 @dataclass(frozen=True)
