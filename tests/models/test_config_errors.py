@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.errors import ModelError
 from phalanx.models import read_config
-from tests.models.test_config import TINY, Config
+from tests.models.test_config import LLAMA3, TINY, Config
 
 MOE = TINY | {"num_experts_per_tok": 2}
 QWEN3_MOE = MOE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
@@ -91,6 +91,26 @@ def without(config: Config, name: str) -> Config:
             "factor of rotary positions is 0.0",
         ),
         (TINY | {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, "bad_config", "positions is nan"),
+        (
+            TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -1}},
+            "bad_config",
+            "original_max_positions of rotary positions is -1",
+        ),
+        (
+            TINY | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 10**30}},
+            "bad_config",
+            "original_max_positions of rotary positions is 1000",
+        ),
+        (TINY | {"rope_scaling": LLAMA3 | {"low_freq_factor": float("nan")}}, "bad_config", "positions is nan"),
+        (TINY | {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "bad_config", "theta"),
+        (
+            TINY | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0.0]}},
+            "bad_config",
+            "a divisor of rotary positions is 0.0",
+        ),
+        (TINY | {"eos_token_id": [[]]}, "bad_config", "eos_token_id is [[]]"),
+        (TINY | {"eos_token_id": "</s>"}, "bad_config", "eos_token_id is </s>"),
+        (TINY | {"eos_token_id": [2, -1]}, "bad_config", "eos_token_id is [2, -1]"),
         (TINY | {"head_dim": 15}, "bad_config", "positions turn 16 numbers of a head of 15"),
         (TINY | {"partial_rotary_factor": 0.01}, "bad_config", "positions turn 0 numbers of a head of 16"),
         (TINY | {"partial_rotary_factor": -0.5}, "bad_config", "positions turn -8 numbers"),

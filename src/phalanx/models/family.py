@@ -47,7 +47,7 @@ def decoder(config: Config, layers: Sequence[Layer], *, norm_eps: float = 1e-6, 
         dtype=dtype(config),
         quantization=quantization(config),
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=token_ids(config.get("eos_token_id")),
+        eos_token_ids=token_ids(config, "eos_token_id"),
         ignored=ignored,
         **{"max_positions": count(config, "max_position_embeddings")} | more,
     )

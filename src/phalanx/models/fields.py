@@ -85,7 +85,10 @@ def dtype(config: Config) -> str:
     return DTYPE_NAMES[name]
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def token_ids(config: Config, name: str) -> tuple[int, ...]:
+    """One or several; none where the field is left out."""
+    told = config.get(name, [])
+    ids = told if isinstance(told, list) else [told]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelError("bad_config", f"{name} is {str(told)[:60]}.", "It must be a token's number or a list of them.")
+    return tuple(ids)

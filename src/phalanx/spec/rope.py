@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
+
+_OF_WAVES = ("original_max_positions", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+"""What says which waves are long."""
+_MOST = 2.0**53
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,14 @@ class Rope:
     divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("theta", "factor", "attention_factor"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} of rotary positions is {value}, which is no positive number")
+        told = [(name, getattr(self, name)) for name in ("theta", "factor", "attention_factor")]
+        if self.kind in ("llama3", "yarn"):
+            told += [(name, getattr(self, name)) for name in _OF_WAVES]
+        for name, value in (*told, *(("a divisor", divisor) for divisor in self.divisors)):
+            if not 0 < value < _MOST:
+                raise ValueError(f"{name} of rotary positions is {value}, which is no number above 0 and below 2^53")
+        if self.kind == "yarn" and self.theta == 1:
+            raise ValueError("theta of rotary positions is 1: all pairs of dimensions turn alike")
 
     def check_within(self, head_dim: int) -> None:
         """Numbers are turned in pairs: of 13, 14 are."""
