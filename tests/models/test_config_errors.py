@@ -67,6 +67,7 @@ def without(config: Config, name: str) -> Config:
             "a token goes to 5 of 4 experts",
         ),
         (DEEPSEEK_V3 | {"n_routed_experts": 8}, "bad_config", "8 experts do not make 8 groups of two or more"),
+        (MIXTRAL | {"num_local_experts": 10**9}, "bad_config", "1000000000 experts"),
         (DEEPSEEK_V3 | {"n_group": 3}, "bad_config", "16 experts do not make 3 groups"),
         (
             DEEPSEEK_V3 | {"num_experts_per_tok": 5, "topk_group": 2},

@@ -21,6 +21,7 @@ class Activation(NamedTuple):
 
 
 SILU = Activation()
+_MOST_EXPERTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Router:
     hashed: int = 0
 
     def __post_init__(self) -> None:
+        if self.experts > _MOST_EXPERTS:
+            raise ValueError(f"{self.experts} experts, where {_MOST_EXPERTS} are the most that are counted one by one")
         if not 0 < self.experts_per_token <= self.experts:
             raise ValueError(f"a token goes to {self.experts_per_token} of {self.experts} experts")
         if self.groups > 1:
