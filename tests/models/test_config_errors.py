@@ -84,6 +84,12 @@ def without(config: Config, name: str) -> Config:
         (TINY | {"vocab_size": "many"}, "bad_config", "vocab_size is 'many'"),
         (TINY | {"vocab_size": True}, "bad_config", "vocab_size is True"),
         (TINY | {"rms_norm_eps": float("nan")}, "bad_config", "rms_norm_eps is nan"),
+        (TINY | {"rms_norm_eps": -1e-5}, "bad_config", "rms_norm_eps is -1e-05"),
+        (
+            TINY | {"model_type": "gemma3_text", "query_pre_attn_scalar": -16},
+            "bad_config",
+            "query_pre_attn_scalar is -16.0",
+        ),
         (TINY | {"rope_theta": -10000.0}, "bad_config", "theta of rotary positions is -10000.0"),
         (TINY | {"rope_theta": float("inf")}, "bad_config", "theta of rotary positions is inf"),
         (

@@ -72,7 +72,7 @@ def read(config: Config) -> ModelSpec:
     hyper = Hyper(
         count(config, "hc_mult", default=4),
         count(config, "hc_sinkhorn_iters", default=20),
-        number(config, "hc_eps", 1e-6),
+        number(config, "hc_eps", 1e-6, least=0),
     )
     spec = decoder(
         config,

@@ -59,10 +59,12 @@ def whole(config: Config, name: str) -> int:
     return count(config, name) if config.get(name) else 0
 
 
-def number(config: Config, name: str, default: float) -> float:
+def number(config: Config, name: str, default: float, least: float = -math.inf) -> float:
     value = float(config.get(name, default))
     if not math.isfinite(value):
         raise ModelError("bad_config", f"{name} is {value}.", "It must be a number.")
+    if value < least:
+        raise ModelError("bad_config", f"{name} is {value}.", f"It must be at least {least}.")
     return value
 
 

@@ -23,7 +23,7 @@ NORMS = Norms(
 def read(config: Config) -> ModelSpec:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         refuse_unless(config, name, False)
-    scale = number(config, "query_pre_attn_scalar", 256) ** -0.5
+    scale = number(config, "query_pre_attn_scalar", 256, least=0) ** -0.5
     head_dim = count(config, "head_dim", default=256)
     far = rope(config, head_dim, 1e6, "full_attention")
     theta = number(config, "rope_local_base_freq", 1e4)
