@@ -24,6 +24,24 @@ DEEPSEEK_V3 = TINY | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 16, "index_topk": 5}
+DEEPSEEK_V4 = TINY | {
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 20,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "compress_ratios": [0, 4, 128, 4],
+    "sliding_window": 20,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 5,
+}
 
 
 def refusal(config: Config | str | Path) -> ModelError:
@@ -34,6 +52,11 @@ def refusal(config: Config | str | Path) -> ModelError:
 
 def without(config: Config, name: str) -> Config:
     return {key: value for key, value in config.items() if key != name}
+
+
+@pytest.mark.parametrize("config", [MINIMAX_M2, DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4])
+def test_what_is_changed_below_is_read_as_it_is(config: Config) -> None:
+    assert read_config(config).model_type == config["model_type"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +132,11 @@ def without(config: Config, name: str) -> Config:
             "original_max_positions of rotary positions is 1000",
         ),
         (TINY | {"rope_scaling": LLAMA3 | {"low_freq_factor": float("nan")}}, "bad_config", "positions is nan"),
+        (
+            TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.0}},
+            "bad_config",
+            "attention_factor of rotary positions is 0.0",
+        ),
         (TINY | {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "bad_config", "theta"),
         (
             TINY | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0.0]}},
@@ -124,6 +152,10 @@ def without(config: Config, name: str) -> Config:
         (TINY | {"partial_rotary_factor": 7}, "bad_config", "positions turn 112 numbers of a head of 16"),
         (MINIMAX_M2 | {"head_dim": 16, "rotary_dim": 64}, "bad_config", "positions turn 64 numbers of a head of 16"),
         (DEEPSEEK_V3 | {"partial_rotary_factor": 2}, "bad_config", "positions turn 16 numbers of a head of 8"),
+        (DEEPSEEK_V32 | {"index_head_dim": 6}, "bad_config", "positions turn 8 numbers of a head of 6"),
+        (DEEPSEEK_V4 | {"index_head_dim": 6}, "bad_config", "positions turn 8 numbers of a head of 6"),
+        (DEEPSEEK_V4 | {"qk_rope_head_dim": 34}, "bad_config", "positions turn 34 numbers of a head of 32"),
+        (DEEPSEEK_V4 | {"hc_eps": -1e-6}, "bad_config", "hc_eps is -1e-06"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(config: Config, code: str, named: str) -> None:
