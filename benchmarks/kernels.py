@@ -395,7 +395,7 @@ def routes(forms: list[Form]) -> Iterator[Case]:
     for width, dtype, gated in ((2048, HALF, True), (2880, HALF, False), (7168, torch.float32, False)):
         weight = some(128 + gated, width, dtype=dtype)
         asked = (in_groups, correction) if dtype == torch.float32 else (Router(128, 8), None)
-        for count in (1, 8):
+        for count in (count for count in (1, 8, 32) if router.share_of(count, weight)):
             for x in (some(count, width), *(unnormed(count, width, form) for form in forms)):
                 yield lambda x=x, w=weight, a=asked: router.score_and_route(x, w, None, *a, whole(2048), None, True)
     wide = some(128, 2048, dtype=torch.float32)

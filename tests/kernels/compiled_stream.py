@@ -14,6 +14,7 @@ from phalanx.kernels.gpu.stream import (
     OUTPUTS,
     TILE_ROWS,
     WIDE_OUTPUTS,
+    copied_at_once,
     stages_of,
     step_of,
     stream,
@@ -29,9 +30,9 @@ def shared_memory(rows: int, splits: int, groups: int, alone: bool, outputs: int
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     types = dict.fromkeys(("weight_scales", "x_scales", "partial"), "*fp32") | {"bias": "*bf16", "out": "*bf16"}
     types |= {"counter": "*i32"} | dict.fromkeys(("rows", "outputs", "inputs"), "i32")
-    for name, height in (("weights", outputs), ("xs", rows)):
+    for name, height in (("weights", outputs), ("xs", copied_at_once(rows))):
         types[name] = f"tensordesc<{kind}[{height}, {step}],{layout!r}>"
-    fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "SPLITS": splits}
+    fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "ROWS": rows, "SPLITS": splits}
     fixed["STAGES"] = stages_of((outputs + rows) * step * bits // 8, 4 * groups * rows, alone, groups > 0)
     names = stream.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}

@@ -242,6 +242,10 @@ def _multiply(left: Any, right: Memory, acc: Any, use_acc: bool = True, is_async
     return tl.tensor(TensorHandle(found, tl.float32), tl.block_type(tl.float32, list(found.shape)))
 
 
+def _multiply_values(left: Any, right: Any, acc: Any) -> tl.tensor:
+    return _multiply(left, Memory(right.dtype, right.handle.data), acc)
+
+
 def _without_layout(name: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         return getattr(tl, name)(*args[: BEFORE_LAYOUT.get(name)], **options)
@@ -301,6 +305,7 @@ def _modules() -> dict[str, ModuleType]:
     hopper.mbarrier.MBarrierLayout = lambda: None
     hopper.tma.async_load = _copy_tile(copies)
     hopper.fence_async_shared = lambda: None
+    ampere.mma_v2 = _multiply_values
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _multiply, lambda outstanding, found: found[0]
     host.TensorDescriptor = Tiles
     language = {"language": gluon.language, "language.nvidia": ModuleType("nvidia")}

@@ -19,6 +19,7 @@ from tests.kernels.interpreted_rows import flat
 from tests.kernels.interpreter import make_ready
 
 CPU = torch.device("cpu")
+TILES = router.Share(8, 8, tiled=True)
 ROUTERS = (
     Router(60, 4),
     Router(128, 8, renormalise=True),
@@ -68,7 +69,7 @@ def check_at_once(
         wanted = route.route(scores, asked, correction, told, joined, gate if gated else None)
         _, defined, _ = score_and_route_torch(x, weight, bias, asked, correction, blanks, told, joined)
         torch.testing.assert_close(wanted[0].sort().values, defined.float().sort().values, atol=1e-3, rtol=1e-3)
-        for share in (router.Share(8, 1), router.Share(16, 3)):
+        for share in (router.Share(8, 1), router.Share(16, 3), *(() if asked.wide else (TILES,))):
             with patch.object(router, "share_of", lambda *_, share=share: share):
                 _, *found = router.score_and_route(x, weight, bias, asked, correction, blanks, told, joined)
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (asked, count, share)
@@ -91,6 +92,32 @@ def check_normed(count: int, form: Form, share: router.Share, device: torch.devi
     assert torch.equal(unnormed.kept, wanted)
     assert all(torch.equal(*pair) for pair in zip(flat(found), flat(normed), strict=True))
     assert all(torch.equal(*pair) for pair in zip(choice, meant, strict=True))
+    assert blanks.eq(-1).all()
+
+
+def check_tiles(count: int, form: Form, bias: bool, device: torch.device = CPU) -> None:
+    """Scores of tensor cores are multiplied by what the norm brings after they were summed up: rounded elsewhere."""
+    dtype = torch.float16 if device == CPU else torch.bfloat16
+    x, residual = (torch.randn(count, 320, device=device).to(dtype) for _ in range(2))
+    scale, weight = torch.randn(320, device=device).to(dtype), torch.randn(25, 320, device=device).to(dtype) / 8
+    added = torch.randn(25, device=device).to(dtype) if bias else None
+    wanted, asked = residual.clone(), Router(25 if bias else 24, 4, "chosen_softmax", bias=bias)
+    blanks, unnormed = blanks_for(25, device), Unnormed(x, residual, torch.empty_like(x), scale, 1e-5, form)
+    normed = rows.add_rms_norm(x, wanted, scale, 1e-5, form)
+    with patch.object(router, "share_of", lambda *_: TILES):
+        found, weights, chosen = router.score_and_route(unnormed, weight, added, asked, None, blanks, None, not bias)
+    assert torch.equal(unnormed.kept, wanted)
+    near = {"atol": 1e-2, "rtol": 1e-2}
+    for mine, theirs in zip(flat(found), flat(normed), strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), atol=0.0, rtol=0.1)
+    exact = wanted.double() * (wanted.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+    logits = exact @ weight.double().T + (0 if added is None else added.double())
+    best = logits[:, : asked.experts].topk(4).values.softmax(1).float()
+    torch.testing.assert_close(weights[:, :4], best, **near)
+    if not bias:
+        torch.testing.assert_close(weights[:, 4], logits[:, 24].sigmoid().float(), **near)
+    taken = logits.gather(1, chosen[:, :4].long()).softmax(1).float()
+    torch.testing.assert_close(taken, best, **near)
     assert blanks.eq(-1).all()
 
 
@@ -184,6 +211,8 @@ def main() -> None:
         (1, 3, 2), Form, (router.Share(8, 1), router.Share(8, 2), router.Share(32, 1)), strict=True
     ):
         check_normed(count, form, share)
+    for count, form, bias in zip((1, 9, 19), Form, (True, False, True), strict=True):
+        check_tiles(count, form, bias)
     check_the_first_of_equals()
     for count in (1, 2, 5, 9, 33):
         check_wide(count, 6, 700)

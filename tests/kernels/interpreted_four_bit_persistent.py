@@ -122,6 +122,7 @@ def main() -> None:
         check_experts(stays, 60, 208, 288 + 256 * parts, stays.Stay(32, parts), programs)
     with backwards():
         check_experts(stays, 11, 144, 832, stays.Stay(32, 3), 7)
+        check_experts(stays, 11, 144, 832, stays.Stay(8, 2, 2), 7)
     widening.numbers = "int4"
     for rows, size, parts, programs in ((20, 16, 3, 5), (20, 32, 3, 5), (5, 8, 2, 1), (70, 64, 2, 4), (33, 16, 3, 30)):
         check_one(stays, rows, 208, 1152, stays.Stay(size, parts), programs)

@@ -102,11 +102,11 @@ def test_products_on_a_gpu(name: str, rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.cuda
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 2, 7, 33, 128, 700])
+@pytest.mark.parametrize(("tokens", "experts"), [*((tokens, 16) for tokens in (1, 2, 7, 33, 128, 700)), (100, 128)])
 @pytest.mark.parametrize("name", ["awq 32", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("weighs_input", [False, True])
-def test_experts_on_a_gpu(name: str, tokens: int, weighs_input: bool) -> None:
-    experts, top, hidden, inner = 16, 4, 288, 160
+def test_experts_on_a_gpu(name: str, tokens: int, experts: int, weighs_input: bool) -> None:
+    top, hidden, inner = 4, 288, 160
     gate_up, down = made(SCHEMES[name], experts, 2 * inner, hidden), made(SCHEMES[name], experts, hidden, inner)
     biases = torch.randn(experts, 2 * inner, device="cuda"), torch.randn(experts, hidden, device="cuda")
     x, activation = torch.randn(tokens, hidden, device="cuda"), Activation("clamped", 7.0)

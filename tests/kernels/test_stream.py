@@ -1,4 +1,4 @@
-"""The kernel for few rows can be built, and is taken; `test_gpu.py` holds what it computes against its definition."""
+"""The kernel for few rows can be built, computes what it should, and is taken; `test_gpu.py` does it on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from tests.kernels.apart import run_apart
 def test_the_installed_triton_builds_it_for_hopper() -> None:
     """Gluon changes its names from version to version."""
     run_apart("compiled_stream", interpret=False)
+
+
+def test_it_computes_what_is_defined() -> None:
+    """In Triton's interpreter, in half precision."""
+    run_apart("interpreted_stream")
 
 
 @pytest.fixture

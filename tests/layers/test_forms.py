@@ -125,9 +125,12 @@ def test_experts_may_leave_it_to_the_next_norm_to_sum_them_up(name: str, monkeyp
 def test_experts_may_be_chosen_in_the_launch_that_scores_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the definition of that kernel, which may norm too: with a shared gate, a correction, a table and a bias."""
     torch.manual_seed(0)
-    wanted, calls, unnormed = hidden(runner_of(name)), 0, 0
+    wanted, calls, unnormed, most = hidden(runner_of(name)), 0, 0, 0
 
     class Counted(RouterAtOnce):
+        def takes(self, rows: int) -> bool:
+            return rows <= most
+
         def __call__(self, *given: Any) -> Any:
             nonlocal calls, unnormed
             calls += 1
@@ -135,19 +138,14 @@ def test_experts_may_be_chosen_in_the_launch_that_scores_them(name: str, monkeyp
             return super().__call__(*given)
 
     monkeypatch.setattr(RouterAtOnce, "of", lambda *given: Counted(*given, blanks_for(1, torch.device("cpu"))))
-    for rows in (len(PROMPT), len(PROMPT) - 1):
-        torch.manual_seed(0)
-        runner = runner_of(name)
-        routed = sum(isinstance(layer.ffn, experts.Experts) for layer in runner.model.layers)
-        monkeypatch.setattr(experts, "MOST_ROWS", rows)
-        calls = unnormed = 0
-        assert torch.equal(hidden(runner), wanted)
-        assert unnormed == 0
-        assert calls == (routed if rows == len(PROMPT) else 0)
-        assert routed
-    monkeypatch.setattr(experts, "MOST_ROWS", len(PROMPT))
-    monkeypatch.setattr(experts, "NORMED_ROWS", len(PROMPT))
+    torch.manual_seed(0)
+    runner = runner_of(name)
+    routed = sum(isinstance(layer.ffn, experts.Experts) for layer in runner.model.layers)
     assert torch.equal(hidden(runner), wanted)
+    assert calls == 0
+    most = len(PROMPT)
+    assert torch.equal(hidden(runner), wanted)
+    assert calls == routed > 0
     assert unnormed == (0 if name == "deepseek_v4" else routed), "several streams are normed before"
 
 

@@ -14,7 +14,7 @@ from phalanx.kernels.norm import add_rms_norm_in
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.spec.ffn import Router
 
-MOST_ROWS, NORMED_ROWS = 8, 8
+MOST_ROWS = 64
 """Above these, the product and the choice are launched one after the other, and the norm before them."""
 
 
@@ -47,6 +47,12 @@ class RouterAtOnce(NamedTuple):
             if gpu.routes_at_once(weight, router, correction):
                 return cls(weight, bias, router, correction, blanks_for(len(weight), weight.device))
         return None
+
+    def takes(self, rows: int) -> bool:
+        """Whether one launch is the fastest way for so many."""
+        from phalanx.kernels.gpu import router as gpu
+
+        return rows <= MOST_ROWS and gpu.share_of(rows, self.weight) is not None
 
     def __call__(self, x: Activations | Unnormed, told: Tensor | None, joined: bool) -> Routed:
         if self.weight.is_cuda:

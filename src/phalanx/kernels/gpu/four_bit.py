@@ -284,7 +284,7 @@ def grouped_product(
 ) -> Tensor:  # fmt: skip
     _, outputs, inputs = weight.shape
     if tile in STREAMED_TILES.values():
-        stays = four_bit_persistent.experts_stay(weight, tile.rows)
+        stays = four_bit_persistent.experts_stay(weight, tile.rows, len(owner))
         return (four_bit_persistent if stays else four_bit_stream).grouped_product(
             x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device)
         )

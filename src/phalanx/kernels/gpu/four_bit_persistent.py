@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,7 +28,16 @@ from phalanx.kernels.four_bit import STEP, FourBitWeight
 from phalanx.kernels.gpu.four_bit_numbers import UNFOLD
 from phalanx.kernels.gpu.four_bit_stream import SCALE_KINDS, bytes_of
 from phalanx.kernels.gpu.four_bit_widening import dealt_rows, of_half, tile_of, widened
-from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES, all_threads, copy_in, multiprocessors
+from phalanx.kernels.gpu.stream import (
+    SHARED_BYTES,
+    SYSTEM_BYTES,
+    all_threads,
+    copied_at_once,
+    copied_rows,
+    copy_in,
+    copy_rows,
+    multiprocessors,
+)
 
 HEIGHT = 64
 """Outputs of a group of warps."""
@@ -39,12 +48,15 @@ MOST_STAGES, LEAST_STEPS = 8, 4
 REGISTERS, MOST_REGISTERS, GROUP_THREADS = 65536, 240, 128
 """Of a multiprocessor, of a thread at most, and threads that a group of warps has."""
 
-COPYING, GATHERING = 24, {32: 96, 64: 104}
+COPYING, GATHERING = 24, {8: 64, 32: 96, 64: 104}
 """Registers of a thread that copies, and where it has rows of x that lie anywhere, by the rows of a tile."""
+
+FEW_ROWS = 16
+"""Of a tile, up to which warps multiply on their own (mma.sync), and more programs find room."""
 
 _STEP, _UNITS, _HEIGHT = gl.constexpr(STEP), gl.constexpr(STEP // 4), gl.constexpr(HEIGHT)
 _UNFOLD = gl.constexpr(UNFOLD)
-_OWNERS, _MOST_SUMS = gl.constexpr(512), gl.constexpr(32)
+_OWNERS, _MOST_SUMS, _FEW_ROWS = gl.constexpr(512), gl.constexpr(32), gl.constexpr(FEW_ROWS)
 
 
 class _Switches(NamedTuple):
@@ -61,6 +73,7 @@ class _Switches(NamedTuple):
     scale: Any
     has_bias: bool
     weighed: bool
+    copied: int
 
 
 @gluon.constexpr_function
@@ -69,7 +82,7 @@ def _switches(*values: Any) -> _Switches:
 
 
 @gluon.jit
-def _copy(values, xs, scales, zeros, owner, stages, span, outputs, SWITCHES: gl.constexpr):
+def _copy(values, xs, scales, zeros, owner, stages, span, rows, outputs, SWITCHES: gl.constexpr):
     """The warp that copies weights, the first while the kernel ahead ends, and x where its rows lie together."""
     PARTS: gl.constexpr = SWITCHES.parts
     STAGES: gl.constexpr = SWITCHES.stages
@@ -79,7 +92,8 @@ def _copy(values, xs, scales, zeros, owner, stages, span, outputs, SWITCHES: gl.
     weight_stages, scale_stages, zero_stages, x_stages, filled, free = stages
     begin, end, steps, row_tiles, _ = span
     OF_ZEROS: gl.constexpr = zeros.block_shape[1] if ZEROS else 0
-    X_BYTES: gl.constexpr = 0 if GROUPED else xs.block_shape[0] * _STEP * 2
+    ROWS: gl.constexpr = x_stages.shape[1]
+    X_BYTES: gl.constexpr = 0 if GROUPED else ROWS * _STEP * 2
     BYTES: gl.constexpr = PARTS * (_HEIGHT * _STEP // 2 + 4 * scales.block_shape[1] + 4 * OF_ZEROS) + X_BYTES
     for early in gl.static_range(1 if GROUPED else 2):
         start = begin
@@ -107,7 +121,7 @@ def _copy(values, xs, scales, zeros, owner, stages, span, outputs, SWITCHES: gl.
                         zero_at = [scale_row, block * zeros.block_shape[1]]
                         copy_in(zeros, zero_at, full, zero_stages.index(stage), pred=more)
                 if (not GROUPED) and early == 1:
-                    copy_in(xs, [row_tile * xs.block_shape[0], step * _STEP], full, x_stages.index(here))
+                    copy_rows(xs, row_tile * ROWS, rows, step * _STEP, full, x_stages.index(here))
             start = stop
         if (not GROUPED) and early == 0:
             cuda.gdc_wait()
@@ -162,8 +176,11 @@ def _consume(
     dtype: gl.constexpr = x_stages.dtype
     ROWS: gl.constexpr = x_stages.shape[1]
     SUMS: gl.constexpr = (not E2M1) and EACH <= 2 and ROWS <= _MOST_SUMS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    FEW: gl.constexpr = ROWS <= _FEW_ROWS
+    by_warps: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    layout: gl.constexpr = by_warps if FEW else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    x_operand: gl.constexpr = gl.DotOperandLayout(1, by_warps, 2)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     by_output: gl.constexpr = gl.SliceLayout(1, layout)
     of_rows: gl.constexpr = dealt_rows(4)
@@ -176,17 +193,18 @@ def _consume(
         stop = gl.minimum(end, (tile + 1) * steps)
         row_tile = tile % row_tiles
         output = (tile // row_tiles * PARTS + PART) * _HEIGHT + inner
-        row = row_tile * ROWS + across
         expert = 0
         if GROUPED:
-            row = gl.load(order + row)
+            row = gl.load(order + row_tile * ROWS + across)
             expert = gl.load(owner + row_tile)
+        else:
+            row = copied_rows(row_tile * ROWS, rows, across, ROWS, SWITCHES.copied)
         acc = gl.zeros([_HEIGHT, ROWS], gl.float32, layout)
         for at in range(start, stop):
             number = at - begin
             here = number % STAGES
             mbarrier.wait(filled.index(here), number // STAGES & 1)
-            if GROUPED:
+            if GROUPED and not FEW:
                 fence_async_shared()
             mine = here * PARTS + PART
             weight, x = weight_stages.index(mine), x_stages.index(here)
@@ -194,18 +212,30 @@ def _consume(
             zero_tile = tile_of(zero_stages.index(mine), gl.uint8, _HEIGHT, EACH) if ZEROS else scale_tile
             left_x, right_x = x.slice(0, HALF, 1).permute((1, 0)), x.slice(HALF, HALF, 1).permute((1, 0))
             left = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 0, 4, operand)
+            none = gl.zeros([_HEIGHT, ROWS], gl.float32, layout)
             if SUMS:
-                none = gl.zeros([_HEIGHT, ROWS], gl.float32, layout)
+                left_scale = of_half(scale_tile, 0, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
+                right_scale = of_half(scale_tile, 1, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
+                left_scale = gl.convert_layout(left_scale, by_output, assert_trivial=True)[:, None]
+                right_scale = gl.convert_layout(right_scale, by_output, assert_trivial=True)[:, None]
+            if FEW:
+                right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
+                left_x, right_x = left_x.load(x_operand), right_x.load(x_operand)
+                mbarrier.arrive(free.index(here))
+                if SUMS:
+                    acc += mma_v2(left, left_x, none) * left_scale
+                    acc += mma_v2(right, right_x, none) * right_scale
+                else:
+                    acc = mma_v2(right, right_x, mma_v2(left, left_x, acc))
+            elif SUMS:
                 left_sum = warpgroup_mma(left, left_x, none, use_acc=False, is_async=True)
                 right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
                 right_sum = warpgroup_mma(right, right_x, none, use_acc=False, is_async=True)
-                left_scale = of_half(scale_tile, 0, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
-                right_scale = of_half(scale_tile, 1, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
                 left_sum = warpgroup_mma_wait(1, [left_sum])
-                acc += left_sum * gl.convert_layout(left_scale, by_output, assert_trivial=True)[:, None]
+                acc += left_sum * left_scale
                 right_sum = warpgroup_mma_wait(0, [right_sum])
                 mbarrier.arrive(free.index(here))
-                acc += right_sum * gl.convert_layout(right_scale, by_output, assert_trivial=True)[:, None]
+                acc += right_sum * right_scale
             else:
                 acc = warpgroup_mma(left, left_x, acc, is_async=True)
                 right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
@@ -293,8 +323,9 @@ def stay_four_bit(
     span = (begin, end, steps, row_tiles, share)
     results = (out, partial, counter, rows, outputs)
     SWITCHES: gl.constexpr = _switches(
-        PARTS, STAGES, GROUPED, GATHERERS, ZEROS, STEPS_A_GROUP, E2M1, EACH, SCALE, HAS_BIAS, WEIGHED
-    )
+        PARTS, STAGES, GROUPED, GATHERERS, ZEROS, STEPS_A_GROUP, E2M1, EACH, SCALE, HAS_BIAS, WEIGHED,
+        ROWS if GROUPED else xs.block_shape[0],
+    )  # fmt: skip
     FIRST: gl.constexpr = 3 - PARTS
     WORKERS: gl.constexpr = 4 if GROUPED else 3
     gl.warp_specialize(
@@ -302,7 +333,7 @@ def stay_four_bit(
             (_consume, (bias, order, owner, pair_weights, stages, span, results, 2, SWITCHES)),
             (_consume, (bias, order, owner, pair_weights, stages, span, results, 1, SWITCHES)),
             (_consume, (bias, order, owner, pair_weights, stages, span, results, 0, SWITCHES)),
-            (_copy, (values, xs, scales, zeros, owner, stages, span, outputs, SWITCHES)),
+            (_copy, (values, xs, scales, zeros, owner, stages, span, rows, outputs, SWITCHES)),
             (_gather, (xs, order, stages, span, rows, pairs_a_row, inputs, SWITCHES)),
         )[FIRST : WORKERS + 1],
         (4, 4, 1, GATHERERS)[FIRST:WORKERS],
@@ -311,31 +342,37 @@ def stay_four_bit(
 
 
 class Stay(NamedTuple):
-    """How programs that stay are cut: rows of a tile, and two or three groups of 64 outputs."""
+    """How programs that stay are cut: rows of a tile, two or three groups of 64 outputs, and how many programs a
+    multiprocessor has.
+    """
 
     rows: int
     parts: int
+    together: int = 1
 
     def stages(self, of_weights: int) -> int:
         """Copies in flight, where a row of a step has so many bytes with its scales."""
         stage = self.parts * HEIGHT * of_weights + self.rows * STEP * 2
-        return min(MOST_STAGES, (SHARED_BYTES - 2 * SYSTEM_BYTES) // stage)
+        return min(MOST_STAGES, (SHARED_BYTES // self.together - 2 * SYSTEM_BYTES) // stage)
 
     @property
     def registers(self) -> int:
         """Of a thread, before those that multiply take some of those that copy, which are one group of warps more."""
-        return REGISTERS // (GROUP_THREADS * (self.parts + 1)) // 8 * 8
+        return REGISTERS // (GROUP_THREADS * (self.parts + 1) * self.together) // 8 * 8
 
     def taken(self, copying: int) -> int:
         """What threads that multiply have, if those that copy keep so many."""
         return min(MOST_REGISTERS, (self.registers * (self.parts + 1) - copying) // self.parts // 8 * 8)
 
 
-GROUPED_WAYS = {32: Stay(32, 3), 64: Stay(64, 3)}
+GROUPED_WAYS = {8: Stay(8, 2, 2), 32: Stay(32, 3), 64: Stay(64, 3)}
 WAYS = {32: Stay(32, 3), 64: Stay(64, 3), 128: Stay(128, 2)}
 """By the rows of a tile, of experts and of one matrix. Of fewer rows, many programs of few warps hide each other's
-waiting better.
+waiting better, but where experts have many tiles.
 """
+
+MANY_TILES = 160
+"""Of experts, as many as 64 tokens have of 128: fewer are no faster so."""
 
 LEAST_ROWS = {28672: 17, 10240: 33}
 LEAST_ROWS_OF_LONG, LONG = 65, 8192
@@ -344,8 +381,9 @@ pays to have programs stay. It pays most where tiles lack rows.
 """
 
 
-def experts_stay(weight: FourBitWeight, tile_rows: int) -> bool:
-    return weight.factors is None and tile_rows in GROUPED_WAYS
+def experts_stay(weight: FourBitWeight, tile_rows: int, tiles: int) -> bool:
+    many = tiles >= MANY_TILES or tile_rows > FEW_ROWS
+    return weight.factors is None and tile_rows in GROUPED_WAYS and many
 
 
 def stays(weight: FourBitWeight, rows: int) -> bool:
@@ -386,10 +424,10 @@ def launch(
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     packed = weight.values.view(torch.int16).flatten(0, -2)
     values = TensorDescriptor.from_tensor(packed, [HEIGHT, STEP // 4], by_rows)
-    xs = x if order is not None else TensorDescriptor.from_tensor(x, [way.rows, STEP], by_rows)
+    xs = x if order is not None else TensorDescriptor.from_tensor(x, [copied_at_once(way.rows), STEP], by_rows)
     row_tiles = triton.cdiv(len(x), way.rows) if owner is None else len(owner)
     steps = row_tiles * triton.cdiv(outputs, way.parts * HEIGHT) * triton.cdiv(inputs, STEP)
-    programs = min(processors, triton.cdiv(steps, LEAST_STEPS))
+    programs = min(processors * way.together, triton.cdiv(steps, LEAST_STEPS))
     partial = out.new_empty(programs, 2, way.parts * HEIGHT * way.rows, dtype=torch.float32)
     copying = COPYING if order is None else GATHERING[way.rows]
     stay_four_bit[(programs,)](

@@ -32,7 +32,10 @@ from phalanx.kernels.gpu.stream import (
     SHARED_BYTES,
     SYSTEM_BYTES,
     all_threads,
+    copied_at_once,
+    copied_rows,
     copy_in,
+    copy_rows,
     multiprocessors,
 )
 
@@ -147,7 +150,7 @@ def stream_four_bit(
             async_copy.async_copy_global_to_shared(x_stages.index(i), x_row + step * _STEP, mask=mask)
             async_copy.commit_group()
         else:
-            copy_in(xs, [first_row, step * _STEP], filled.index(i), x_stages.index(i), pred=i < count)
+            copy_rows(xs, first_row, rows, step * _STEP, filled.index(i), x_stages.index(i), i < count)
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for i in range(count):
@@ -189,13 +192,16 @@ def stream_four_bit(
             async_copy.async_copy_global_to_shared(x_stages.index(here), x_row + step * _STEP, mask=mask)
             async_copy.commit_group()
         else:
-            copy_in(xs, [first_row, step * _STEP], full, x_stages.index(here), pred=more)
+            copy_rows(xs, first_row, rows, step * _STEP, full, x_stages.index(here), more)
     if E2M1:
         acc *= _UNFOLD
 
     inner, across = gl.arange(0, OUTPUTS, by_output), gl.arange(0, ROWS, by_row)
     output = tile * OUTPUTS + inner
-    row = gl.load(order + first_row + across) if GROUPED else first_row + across
+    if GROUPED:
+        row = gl.load(order + first_row + across)
+    else:
+        row = copied_rows(first_row, rows, across, ROWS, xs.block_shape[0])
     shared_tile = tile * gl.num_programs(0) + gl.program_id(0)
     last = True
     if SPLITS > 1:
@@ -281,7 +287,7 @@ def _launch(
     packed = weight.values.view(torch.int16).flatten(0, -2)
     by_rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     values = TensorDescriptor.from_tensor(packed, [shape.outputs, STEP // 4], by_rows)
-    xs = x if order is not None else TensorDescriptor.from_tensor(x, [shape.rows, STEP], by_rows)
+    xs = x if order is not None else TensorDescriptor.from_tensor(x, [copied_at_once(shape.rows), STEP], by_rows)
     stream_four_bit[grid](
         values, xs, bytes_of(weight.scales, shape.outputs),
         None if weight.zeros is None else bytes_of(weight.zeros, shape.outputs), weight.factors, bias, out, partial,

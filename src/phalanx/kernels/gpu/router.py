@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +27,7 @@ from phalanx.kernels.gpu.route import (
     routes,
     way_to_choose,
 )
-from phalanx.kernels.gpu.rows import Places, empty_in, norm_and_store, norm_of, warps_of_row
+from phalanx.kernels.gpu.rows import Places, empty_in, norm_and_store, norm_factor, norm_of, warps_of_row
 from phalanx.kernels.gpu.stamps import stamp_begin, taken
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.spec.ffn import Router
@@ -41,17 +42,44 @@ _PLACES = ["correction", "told", "blanks", "weights", "chosen"]
 
 
 class Share(NamedTuple):
-    """What one program computes: so many scores, of so many rows after each other."""
+    """What one program computes: so many scores of so many rows, one after the other, or `tiled` all at once by tensor
+    cores: then each warp has a slice of the inputs.
+    """
 
     outputs: int
     rows: int
+    tiled: bool = False
+
+    def programs(self, rows: int, outputs: int) -> int:
+        return triton.cdiv(outputs, self.outputs) * triton.cdiv(rows, self.rows)
 
 
-def share_of(rows: int, weight: Tensor) -> Share:
-    """A small weight is read again for every row, from the GPU's cache; a large one is read once."""
-    if weight.nbytes > 2**21:
-        return Share(4, 4) if rows > 1 else Share(2, 1)
-    return Share(2 if len(weight) <= 128 else 4, 1)
+FEW_ROWS, FEW_EXPERTS = 8, 32
+
+SLICES, LONGEST_SLICE = 8, 256
+"""Of the inputs: how many there are, and what a warp has registers for."""
+
+TILES = {8: 132, 16: 160}
+"""Outputs of tiles of FEW_ROWS rows, and up to how many programs they are the fastest."""
+
+
+def share_of(rows: int, weight: Tensor) -> Share | None:
+    """A small weight is read again for every row, from the GPU's cache; a large one is read once. None where it is
+    faster to launch the norm, the product and the choice one after the other.
+    """
+    outputs, width = weight.shape
+    if rows <= FEW_ROWS:
+        if weight.nbytes > 2**21:
+            return Share(4, 4) if rows > 1 else Share(2, 1)
+        return Share(2 if outputs <= 128 else 4, 1)
+    if weight.dtype != torch.bfloat16:
+        return None
+    if outputs <= FEW_EXPERTS:
+        return Share(4, 1)
+    if width > SLICES * LONGEST_SLICE:
+        return Share(8, 1) if rows <= 2 * FEW_ROWS and weight.nbytes <= 2**20 else None
+    cuts = ((Share(each, FEW_ROWS, tiled=True), most) for each, most in TILES.items())
+    return next((share for share, most in cuts if share.programs(rows, outputs) + rows <= most), None)
 
 
 @triton.jit
@@ -92,8 +120,48 @@ def _score(
         y = tl.sum(values.to(tl.float32)[None, :] * block.to(tl.float32), 1)
         if bias is not None:
             y += added
-        bits = y.to(weight.dtype.element_ty).to(tl.float32).to(tl.int32, bitcast=True)
-        tl.store(blanks + row * outputs + output, tl.where(bits == BLANK, NOT_A_NUMBER, bits), mask=wanted)
+        _leave(blanks + row * outputs + output, y.to(weight.dtype.element_ty).to(tl.float32), wanted)
+
+
+@triton.jit
+def _score_tile(
+    x, residual, norm_weight, weight, blanks, rows, width, outputs, stamp, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Without a bias and what a row is to be multiplied by, which who chooses knows. x and the residual are multiplied
+    apart: added up before, one would wait for the other to come.
+    """
+    EACH: tl.constexpr = INPUTS // SLICES
+    BOTH: tl.constexpr = ROWS if residual is None else 2 * ROWS
+    parts = tl.cdiv(outputs, OUTPUTS)
+    output = tl.program_id(0) % parts * OUTPUTS + tl.arange(0, OUTPUTS)
+    each = tl.arange(0, BOTH)
+    row = tl.program_id(0) // parts * ROWS + each % ROWS
+    column = tl.arange(0, SLICES)[:, None, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    wanted, known, inside = (output < outputs)[None, :, None], (row < rows)[None, :, None], column < width
+    block = tl.load(weight + output.to(tl.int64)[None, :, None] * width + column, mask=wanted & inside, other=0.0)
+    if norm_weight is not None:
+        block *= tl.load(norm_weight + column, mask=inside, other=0.0).to(block.dtype)
+    wait_for_ahead()
+    place = row[None, :, None] * width + column
+    if residual is None:
+        place += x
+    else:
+        place += tl.where(each < ROWS, x, residual)[None, :, None]
+    values = tl.load(place, mask=known & inside, other=0.0)
+    stamp_begin(stamp)
+    y = tl.sum(tl.dot(values, tl.trans(block, 0, 2, 1)), 0)
+    if residual is not None:
+        y = tl.sum(tl.reshape(y, (2, ROWS, OUTPUTS)), 0)
+    row = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    place = blanks + row[:, None] * outputs + output[None, :]
+    _leave(place, y, (row[:, None] < rows) & (output < outputs)[None, :])
+
+
+@triton.jit
+def _leave(place, score, mask):
+    bits = score.to(tl.int32, bitcast=True)
+    tl.store(place, tl.where(bits == BLANK, NOT_A_NUMBER, bits), mask=mask)
 
 
 @triton.jit
@@ -130,13 +198,17 @@ def _awaited(scores, expert, slot, experts, TOP: tl.constexpr, GATED: tl.constex
 def _score_and_route(
     x, residual, kept, norm_weight, out, out_fp8, out_scales, weight, bias, blanks, correction, told, weights, chosen,
     rows, width, eps, outputs, experts, scaling, stamp, GATED: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-    INPUTS: tl.constexpr, LARGEST: tl.constexpr, WARPS: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr,
-    JOINED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    INPUTS: tl.constexpr, TILED: tl.constexpr, LARGEST: tl.constexpr, WARPS: tl.constexpr, SCORE: tl.constexpr,
+    RENORMALISE: tl.constexpr, JOINED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     scoring = tl.cdiv(outputs, OUTPUTS) * tl.cdiv(rows, ROWS)
-    if tl.program_id(0) < scoring:
+    if tl.program_id(0) < scoring and TILED:
+        _score_tile(
+            x, residual, norm_weight, weight, blanks, rows, width, outputs, stamp, OUTPUTS, ROWS, INPUTS, WARPS
+        )  # fmt: skip
+    elif tl.program_id(0) < scoring:
         _score(
             x, residual, norm_weight, weight, bias, blanks, rows, width, eps, outputs, stamp, OUTPUTS, ROWS, INPUTS
         )  # fmt: skip
@@ -150,13 +222,22 @@ def _score_and_route(
         if norm_weight is not None:
             column = tl.arange(0, INPUTS)
             scale = tl.load(norm_weight + column, mask=column < width, other=0.0)
+        biases = tl.zeros(expert.shape, tl.float32)
+        if TILED and bias is not None:
+            biases = tl.load(bias + expert, mask=known, other=0.0).to(tl.float32)
         wait_for_ahead()
+        factor = 1.0
         if norm_weight is not None:
             h = _taken(x, residual, row, width, column, column < width)
             tl.store(kept + row * width + column, h, mask=column < width)
             norm_and_store(h, scale, out, out_fp8, out_scales, row, rows, width, eps, INPUTS, LARGEST)
+            if TILED:
+                factor = norm_factor(h, width, eps)
         slot = tl.broadcast_to(tl.arange(0, SLOTS)[None, None, :], (WARPS, 1, SLOTS))
         value, gate = _awaited(blanks + row * outputs, expert, slot, experts, TOP, GATED)
+        if TILED:
+            value = (value * factor + biases).to(weight.dtype.element_ty).to(tl.float32)
+            gate = (gate * factor).to(weight.dtype.element_ty).to(tl.float32)
         opening = None
         if GATED:
             opening = gate
@@ -185,15 +266,16 @@ def score_and_route(
         residual, kept, norm_weight, eps, stamp = None, None, None, 0.0, None
     rows, (outputs, width) = len(given), weight.shape
     weights, chosen = empty_choice(rows, router.experts_per_token + joined, given.device)
-    share, warps = share_of(rows, weight), warps_of_row(width)
+    share, inputs = share_of(rows, weight), max(GROUP, triton.next_power_of_2(width))
+    assert share is not None
+    warps = SLICES if share.tiled else warps_of_row(width)
     way = way_to_choose(router, correction, told, joined)
     if way["GROUPS"] == 1:
         way |= {"BLOCK": max(LANES, way["BLOCK"]), "WIDTH": LANES}
-    scoring = triton.cdiv(outputs, share.outputs) * triton.cdiv(rows, share.rows)
-    _score_and_route[(scoring + rows,)](
+    _score_and_route[(share.programs(rows, outputs) + rows,)](
         given.contiguous(), residual, kept, norm_weight, *places, weight, bias, blanks, correction, told, weights,
         chosen, rows, width, eps, outputs, router.experts, router.scaling, stamp, GATED=outputs > router.experts,
-        OUTPUTS=share.outputs, ROWS=share.rows, INPUTS=max(GROUP, triton.next_power_of_2(width)), LARGEST=LARGEST,
-        WARPS=warps, **way, num_warps=warps, launch_pdl=starts_early(),
+        OUTPUTS=share.outputs, ROWS=share.rows, INPUTS=inputs, TILED=share.tiled,
+        LARGEST=LARGEST, WARPS=warps, **way, num_warps=warps, launch_pdl=starts_early(),
     )  # fmt: skip
     return normed, weights, chosen

@@ -105,10 +105,15 @@ def sum_pairs(pairs: Unsummed) -> Tensor:
 
 
 @triton.jit
-def norm_of(h, scale, width, eps):
+def norm_factor(h, width, eps):
     """Of a row whose columns beyond `width` are zero."""
     wide = h.to(tl.float32)
-    return (scale * (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(scale.dtype)).to(h.dtype)
+    return tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+
+
+@triton.jit
+def norm_of(h, scale, width, eps):
+    return (scale * (h.to(tl.float32) * norm_factor(h, width, eps)).to(scale.dtype)).to(h.dtype)
 
 
 @triton.jit

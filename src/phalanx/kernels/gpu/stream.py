@@ -35,6 +35,9 @@ MOST_ROWS, MOST_FP8_ROWS = 256, 128
 
 TILE_ROWS = (64, 128)
 
+HALVED_ROWS = 64
+"""Tiles of so many rows and more are copied in halves."""
+
 OUTPUTS, WIDE_OUTPUTS = 64, 128
 """Outputs of one program: the fewest that the tensor cores take, and enough programs for products with few outputs.
 Of long products in FP8 with more than few rows twice as many, where there would be more programs than run at once.
@@ -67,10 +70,34 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 """Gluon's names differ between Triton 3.6 and 3.9."""
 
 
+@gluon.jit
+def copy_rows(xs, first_row, rows, column, full, stage, pred=True):
+    """A tile of x. Of two halves none begins where x has too few rows left: to fill a tile up with zeros takes longer
+    than rows do, and that some come twice does no harm.
+    """
+    HALF: gl.constexpr = xs.block_shape[0]
+    if stage.shape[0] == HALF:
+        copy_in(xs, [first_row, column], full, stage, pred=pred)
+    else:
+        copy_in(xs, [gl.minimum(first_row, rows - HALF), column], full, stage.slice(0, HALF, 0), pred=pred)
+        copy_in(xs, [gl.minimum(first_row + HALF, rows - HALF), column], full, stage.slice(HALF, HALF, 0), pred=pred)
+
+
+@gluon.jit
+def copied_rows(first_row, rows, across, ROWS: gl.constexpr, HALF: gl.constexpr):
+    """Which rows those are."""
+    row = first_row + across
+    if ROWS > HALF:
+        above = gl.minimum(first_row + HALF, rows - HALF) - HALF
+        row = across + gl.where(across < HALF, gl.minimum(first_row, rows - HALF), above)
+    return row
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def stream(
     weights, xs, weight_scales, x_scales, bias, out, partial, counter, rows, outputs, inputs,
-    GROUPS: gl.constexpr, ROW_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, ROW_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A tile of x @ weight.T + bias, [OUTPUTS, ROWS]: the weight on the left, where the tensor cores want 64 rows.
 
@@ -82,7 +109,7 @@ def stream(
     FP8: gl.constexpr = GROUPS > 0
     OUTPUTS: gl.constexpr = weights.block_shape[0]
     STEP: gl.constexpr = weights.block_shape[1]
-    ROWS: gl.constexpr = xs.block_shape[0]
+    HALF: gl.constexpr = xs.block_shape[0]
     BYTES: gl.constexpr = (OUTPUTS + ROWS) * STEP * weights.dtype.primitive_bitwidth // 8
     BEHIND: gl.constexpr = 0 if FP8 else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 32 if FP8 else 16])
@@ -109,12 +136,12 @@ def stream(
         spread: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [OUTPUTS // 16, 1], [1, 0])
         groups = gl.cdiv(inputs, 128)
         group = first * 2 + gl.arange(0, GROUPS, gl.SliceLayout(1, spread))
-        column = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread))
+        column = copied_rows(first_row, rows, gl.arange(0, ROWS, gl.SliceLayout(0, spread)), ROWS, HALF)
         scale = gl.load(weight_scales + (tile * OUTPUTS // ROW_BLOCK) * groups + group, mask=group < groups, other=0.0)
 
     cuda.gdc_wait()
     for i in gl.static_range(STAGES):
-        copy_in(xs, [first_row, (first + i) * STEP], filled.index(i), x_stages.index(i), pred=i < count)
+        copy_rows(xs, first_row, rows, (first + i) * STEP, filled.index(i), x_stages.index(i), i < count)
     if FP8:
         place = x_scales + group[:, None].to(gl.int64) * rows + column[None, :]
         known = (group < groups)[:, None] & (column < rows)[None, :]
@@ -147,14 +174,14 @@ def stream(
         full, start = filled.index(stage), (first + following) * STEP
         mbarrier.expect(full, BYTES, pred=more)
         copy_in(weights, [tile * OUTPUTS, start], full, weight_stages.index(stage), pred=more)
-        copy_in(xs, [first_row, start], full, x_stages.index(stage), pred=more)
+        copy_rows(xs, first_row, rows, start, full, x_stages.index(stage), more)
         if FP8:
             acc += right * right_factor[None, :]
     if not FP8:
         acc = warpgroup_mma_wait(0, [acc])
 
     inner, across = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout)), gl.arange(0, ROWS, by_row)
-    output, row = tile * OUTPUTS + inner, first_row + across
+    output, row = tile * OUTPUTS + inner, copied_rows(first_row, rows, across, ROWS, HALF)
     shared_tile = tile * gl.num_programs(0) + gl.program_id(0)
     last = True
     if SPLITS > 1:
@@ -263,6 +290,11 @@ def stages_of(stage_bytes: int, table_bytes: int, alone: bool, in_fp8: bool) -> 
     return min(MOST_STAGES, most, max(LEAST_STAGES, enough) if in_fp8 else enough + 1)
 
 
+def copied_at_once(rows: int) -> int:
+    """Of a tile of so many. In a tile of fewer, there are not many that x lacks."""
+    return rows // 2 if rows >= HALVED_ROWS else rows
+
+
 def tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, columns], layout)
@@ -290,8 +322,8 @@ def stream_product(
     out = torch.empty(rows, outputs, dtype=dtype, device=values.device)
     partial = out.new_empty(way.programs * way.outputs * way.rows, dtype=torch.float32) if way.splits > 1 else None
     stream[(way.row_tiles, way.tiles, way.splits)](
-        tiles_of(matrix, way.outputs, step), tiles_of(values, way.rows, step), scales, x_scales, bias, out, partial,
-        counter, rows, outputs, inputs, GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None,
-        SPLITS=way.splits, STAGES=stages, num_warps=way.outputs // 16, launch_pdl=True,
+        tiles_of(matrix, way.outputs, step), tiles_of(values, copied_at_once(way.rows), step), scales, x_scales, bias,
+        out, partial, counter, rows, outputs, inputs, GROUPS=groups, ROW_BLOCK=row_block, HAS_BIAS=bias is not None,
+        ROWS=way.rows, SPLITS=way.splits, STAGES=stages, num_warps=way.outputs // 16, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.panels import Panels
-from phalanx.kernels.router import MOST_ROWS, NORMED_ROWS, RouterAtOnce
+from phalanx.kernels.router import RouterAtOnce
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
@@ -133,14 +133,14 @@ class Experts:
 
     def norms(self, rows: int) -> bool:
         """Whether so many may come unnormed."""
-        return self.at_once is not None and rows <= NORMED_ROWS
+        return self.at_once is not None and self.at_once.takes(rows)
 
     def __call__(self, x: Activations | Unnormed, step: StepContext) -> Tensor | Unsummed:
         """This rank's part of a sum over ranks. One alone may leave it to the next norm to sum up experts."""
         record, rows = self.record, len(x.x if isinstance(x, Unnormed) else plain(x))
         told = self.table[step.tokens].long() if self.table is not None else None
         joined = self.joins and rows <= JOINED_ROWS
-        if self.at_once is not None and rows <= MOST_ROWS:
+        if self.at_once is not None and self.at_once.takes(rows):
             gate, (x, weights, experts) = None, self.at_once(x, told, joined)
         else:
             assert not isinstance(x, Unnormed)
