@@ -1,5 +1,6 @@
 """Products of a model alone on a GPU: `python benchmarks/products.py qwen3.5-35b-a3b-fp8`. A line for each shape, for
-experts with what is between their two, and for each number of rows, beside the bytes at the speed of a large copy.
+experts with what is between their two, for the norm before a router with its product and the choice, and each for every
+number of rows, beside the bytes at the speed of a large copy.
 
 The model is built with random weights and as many layers as no cache holds; a line is the mean of one product in all of
 them, one behind the other in a graph. Every row has experts of its own, drawn evenly; those that are taken count.
@@ -25,9 +26,11 @@ from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import InBoth
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.moe import expert_pairs
+from phalanx.kernels.norm import add_rms_norm_in
 from phalanx.kernels.quantise import quantise
+from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.decoder import Decoder
-from phalanx.layers.ffn.experts import Experts
+from phalanx.layers.ffn.experts import JOINED_ROWS, Experts
 from phalanx.runtime.config import EngineConfig
 from phalanx.runtime.rank import load_model
 from phalanx.weights.checkpoint import Checkpoint
@@ -69,6 +72,8 @@ def works(model: Decoder, rows: int) -> Iterator[Work]:
     layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)]
     if layers:
         yield experts(model, layers, rows)
+        if layers[0].table is None:
+            yield routing(model, layers, rows)
 
 
 def experts(model: Decoder, layers: list[Experts], rows: int) -> Work:
@@ -86,6 +91,20 @@ def experts(model: Decoder, layers: list[Experts], rows: int) -> Work:
     moved = (held.gate_up.nbytes + held.down.nbytes) // stack * distinct + 2 * x.nbytes
     flops = 2 * chosen.numel() * (held.gate_up.numel() + held.down.numel()) // stack
     return Work(f"experts, {distinct} of {record.experts}", runs, moved, flops)
+
+
+def routing(model: Decoder, layers: list[Experts], rows: int) -> Work:
+    x, residual, kept = (model.place.empty(rows, model.place.spec.hidden).normal_() for _ in range(3))
+    scale, joined = torch.ones_like(x[0]), layers[0].joins and rows <= JOINED_ROWS
+
+    def run(layer: Experts) -> object:
+        if layer.norms(rows):
+            return layer.choose(Unnormed(x, residual, kept, scale, 1e-5, layer.takes), None, joined)
+        return layer.choose(add_rms_norm_in(layer.takes, x, residual, scale, 1e-5), None, joined)
+
+    runs, weight = [partial(run, layer) for layer in layers], layers[0].router.weight
+    name = f"norm, router {len(weight)}x{weight.shape[1]} and choice"
+    return Work(name, runs, weight.nbytes + 4 * x.nbytes, 2 * rows * weight.numel())
 
 
 def main() -> None:

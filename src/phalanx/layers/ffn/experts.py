@@ -15,7 +15,7 @@ from phalanx.kernels.invariant import invariant_experts
 from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.panels import Panels
-from phalanx.kernels.router import RouterAtOnce
+from phalanx.kernels.router import Routed, RouterAtOnce
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.ffn.dense import Mlp
 from phalanx.layers.place import Part, Place
@@ -137,15 +137,10 @@ class Experts:
 
     def __call__(self, x: Activations | Unnormed, step: StepContext) -> Tensor | Unsummed:
         """This rank's part of a sum over ranks. One alone may leave it to the next norm to sum up experts."""
-        record, rows = self.record, len(x.x if isinstance(x, Unnormed) else plain(x))
+        record, rows = self.record, _rows_of(x)
         told = self.table[step.tokens].long() if self.table is not None else None
         joined = self.joins and rows <= JOINED_ROWS
-        if self.at_once is not None and self.at_once.takes(rows):
-            gate, (x, weights, experts) = None, self.at_once(x, told, joined)
-        else:
-            assert not isinstance(x, Unnormed)
-            logits, gate = self._scored(plain(x))
-            weights, experts = route(logits, record.router, self.correction, told, joined, gate)
+        (x, weights, experts), gate = self.choose(x, told, joined)
         if self.units is not None:
             given = plain(x)
             beside = self._beside(given, gate)
@@ -157,6 +152,14 @@ class Experts:
             return expert_pairs(*asked) if self.alone else fused_experts(*asked)
         out, shared = fused_experts(*asked), self.shared(x, step)
         return out + (shared if gate is None else shared * sigmoid(gate))
+
+    def choose(self, x: Activations | Unnormed, told: Tensor | None, joined: bool) -> tuple[Routed, Tensor | None]:
+        """x, normed, and its experts; apart from these, what the gate says of a shared expert that is none of them."""
+        if self.at_once is not None and self.at_once.takes(_rows_of(x)):
+            return self.at_once(x, told, joined), None
+        assert not isinstance(x, Unnormed)
+        logits, gate = self._scored(plain(x))
+        return Routed(x, *route(logits, self.record.router, self.correction, told, joined, gate)), gate
 
     def _scored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the router and the shared expert's gate say."""
@@ -171,6 +174,10 @@ class Experts:
             return None
         sums = self.shared.unit_sums(x)
         return sums if gate is None else sums * sigmoid(gate.float())
+
+
+def _rows_of(x: Activations | Unnormed) -> int:
+    return len(x.x if isinstance(x, Unnormed) else plain(x))
 
 
 RECORD, PART = Moe, Experts
