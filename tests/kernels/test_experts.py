@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.spec.ffn import Router
 from tests.kernels.apart import run_apart
 
 
@@ -31,6 +32,16 @@ def test_norm_router_and_choice_are_one_launch_where_that_was_the_fastest() -> N
     assert shares(32, 2880, 1, 64) == [Share(2, 1), Share(4, 1)]
     assert shares(256, 7168, 1, 8, 9) == [Share(2, 1), Share(4, 4), None]
     assert shares(64, 2048, 8, 9, dtype=torch.float32) == [Share(2, 1), None]
+
+
+def test_no_more_rows_wait_for_scores_than_there_are_places_for() -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.router import RouterAtOnce, blanks_for
+
+    weight = torch.empty(128, 2048, dtype=torch.bfloat16, device="meta")
+    for most in (14, 64):
+        found = RouterAtOnce(weight, None, Router(128, 8), None, blanks_for(128, torch.device("cpu"), most))
+        assert [found.takes(rows) for rows in (1, most, most + 1)] == [True, True, False]
 
 
 @pytest.mark.cuda

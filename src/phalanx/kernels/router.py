@@ -29,7 +29,8 @@ class Routed(NamedTuple):
 class RouterAtOnce(NamedTuple):
     """Of few rows. A shared expert's gate, where there is one, is the last row of the weight.
 
-    `blanks` are where scores are left for those who choose.
+    `blanks` are where scores are left for those who choose. There are so few that a program for each leaves room on
+    the GPU for those it waits for.
     """
 
     weight: Tensor
@@ -45,14 +46,16 @@ class RouterAtOnce(NamedTuple):
             from phalanx.kernels.gpu import router as gpu
 
             if gpu.routes_at_once(weight, router, correction):
-                return cls(weight, bias, router, correction, blanks_for(len(weight), weight.device))
+                processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+                blanks = blanks_for(len(weight), weight.device, min(MOST_ROWS, processors // 2))
+                return cls(weight, bias, router, correction, blanks)
         return None
 
     def takes(self, rows: int) -> bool:
         """Whether one launch is the fastest way for so many."""
         from phalanx.kernels.gpu import router as gpu
 
-        return rows <= MOST_ROWS and gpu.share_of(rows, self.weight) is not None
+        return rows * len(self.weight) <= len(self.blanks) and gpu.share_of(rows, self.weight) is not None
 
     def __call__(self, x: Activations | Unnormed, told: Tensor | None, joined: bool) -> Routed:
         if self.weight.is_cuda:
@@ -62,9 +65,9 @@ class RouterAtOnce(NamedTuple):
         return score_and_route_torch(x, *self, told, joined)
 
 
-def blanks_for(outputs: int, device: torch.device) -> Tensor:
+def blanks_for(outputs: int, device: torch.device, rows: int = MOST_ROWS) -> Tensor:
     """For a layer of its own: kernels of two engines may run at the same time."""
-    return torch.full((MOST_ROWS * outputs,), -1, dtype=torch.int32, device=device)
+    return torch.full((rows * outputs,), -1, dtype=torch.int32, device=device)
 
 
 def score_and_route_torch(
