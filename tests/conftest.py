@@ -299,11 +299,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Several workers may share a GPU."""
+    """Several workers may share a GPU. What one took of all its memory others find free again."""
     if item.config.option.markexpr != "cuda":
         return (yield)
-    with on_the_card(alone=item.get_closest_marker("whole_card") is not None):
-        return (yield)
+    alone = item.get_closest_marker("whole_card") is not None
+    with on_the_card(alone):
+        outcome = yield
+        if alone:
+            gc.collect()
+            sys.modules["torch"].cuda.empty_cache()
+        return outcome
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

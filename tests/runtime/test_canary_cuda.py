@@ -35,7 +35,8 @@ def test_digests_are_those_of_a_cpu_and_broken_rows_are_flagged() -> None:
 
 
 def test_two_ranks_on_one_gpu_agree_in_graphs_and_name_what_breaks(tiny_llama: Path) -> None:
-    with LLM(tiny_llama, tp=2, device="cuda", share_gpus=True, dtype="fp32", progress=False) as llm:
+    options = {"device": "cuda", "share_gpus": True, "dtype": "fp32", "num_blocks": 60}
+    with LLM(tiny_llama, tp=2, progress=False, **options) as llm:  # type: ignore[arg-type]
         wanted = llm.generate([3, 5, 8], GREEDY).token_ids
         model = llm.engine.runner.runner.model  # type: ignore[attr-defined]
         assert isinstance(model.watch, Canary)

@@ -124,7 +124,7 @@ def test_what_a_cache_could_have_found() -> None:
 @pytest.mark.cuda
 def test_graphs_tell_their_parts(tiny_llama: Path) -> None:
     """On a GPU: decodes run in graphs whose kernels stamp; the same tokens; all parts in order, by the host's clock."""
-    with LLM(tiny_llama, progress=False, max_model_len=128, device="cuda") as llm:
+    with LLM(tiny_llama, progress=False, max_model_len=128, num_blocks=60, device="cuda") as llm:
         plain = llm.generate(PROMPTS, PARAMS, salt="plain")
         told = list[StepTraces]()
         EngineTracer(llm.engine, 7, told.append)
