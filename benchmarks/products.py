@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from graph_timing import microseconds
 from h200_facts import MODELS
+from torch import Tensor
 
 from phalanx.bench.ceilings import measure_ceilings
 from phalanx.fabric.group import Solo
-from phalanx.kernels.fp8 import InBoth
+from phalanx.kernels.fp8 import Activations, InBoth
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.moe import expert_pairs
 from phalanx.kernels.norm import add_rms_norm_in
@@ -97,10 +98,12 @@ def routing(model: Decoder, layers: list[Experts], rows: int) -> Work:
     x, residual, kept = (model.place.empty(rows, model.place.spec.hidden).normal_() for _ in range(3))
     scale, joined = torch.ones_like(x[0]), layers[0].joins and rows <= JOINED_ROWS
 
-    def run(layer: Experts) -> object:
-        if layer.norms(rows):
-            return layer.choose(Unnormed(x, residual, kept, scale, 1e-5, layer.takes), None, joined)
-        return layer.choose(add_rms_norm_in(layer.takes, x, residual, scale, 1e-5), None, joined)
+    def run(layer: Experts) -> Tensor:
+        given: Activations | Unnormed = Unnormed(x, residual, kept, scale, 1e-5, layer.takes)
+        if not layer.norms(rows):
+            given = add_rms_norm_in(layer.takes, x, residual, scale, 1e-5)
+        routed, _gate = layer.choose(given, None, joined)
+        return routed.experts
 
     runs, weight = [partial(run, layer) for layer in layers], layers[0].router.weight
     name = f"norm, router {len(weight)}x{weight.shape[1]} and choice"

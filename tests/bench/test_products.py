@@ -18,7 +18,7 @@ FEW_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 128, "shared_expert_in
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384}
 CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("llama-3.3-70b-awq", LLAMA, {"Gemm 1024x256", "Gemm 256x512", "Gemm 768x256", "Gemm 256x384"}),
-    ("qwen3.5-35b-a3b-fp8", FEW_EXPERTS, {"experts, 8 of 8"}),
+    ("qwen3.5-35b-a3b-fp8", FEW_EXPERTS, {"experts, 8 of 8", "norm, router 8x256 and choice"}),
     ("gpt-oss-20b", {"intermediate_size": 128}, {"Gemm 5120x256", "Gemm 256x4096"}),
 ]
 

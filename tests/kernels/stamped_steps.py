@@ -23,7 +23,7 @@ from phalanx.fabric.emulated import EmulatedGroup
 from phalanx.fabric.group import Group, Solo
 from phalanx.fabric.nccl import NcclGroup
 from phalanx.fabric.peer import PeerGroup
-from phalanx.kernels.gpu import stamps
+from phalanx.kernels.gpu import router, stamps
 from phalanx.kernels.gpu.all_reduce import Peers
 from phalanx.kernels.gpu.build import _EmptyIsZero
 from phalanx.layers.decoder import Decoder
@@ -176,7 +176,7 @@ def groups(queue: Queue) -> dict[str, Group]:
 
 def runner_of(family: str, group: Group) -> TorchRunner:
     spec = read_config(tiny_config(family).to_dict())
-    with patch.object(torch.Tensor, "is_cuda", True):
+    with patch.object(torch.Tensor, "is_cuda", True), patch.object(router, "processors", lambda device: 132):
         model = Decoder(Place(Layout(spec, group.size), group, torch.bfloat16, CPU, quantised=True))
     for _, part in model.parts():
         assert isinstance(part, Tensor)

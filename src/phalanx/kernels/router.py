@@ -46,8 +46,8 @@ class RouterAtOnce(NamedTuple):
             from phalanx.kernels.gpu import router as gpu
 
             if gpu.routes_at_once(weight, router, correction):
-                processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-                blanks = blanks_for(len(weight), weight.device, min(MOST_ROWS, processors // 2))
+                most = min(MOST_ROWS, gpu.processors(weight.device) // 2)
+                blanks = blanks_for(len(weight), weight.device, most)
                 return cls(weight, bias, router, correction, blanks)
         return None
 

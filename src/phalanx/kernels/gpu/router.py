@@ -9,6 +9,7 @@ from the GPU; the next kernel is not let in before the last program of this one 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -245,6 +246,11 @@ def _score_and_route(
             value, expert, added, told, opening, weights, chosen, row, experts, scaling, weight.dtype.element_ty,
             SCORE, RENORMALISE, JOINED, GROUPS, KEPT, TOP, SLOTS, BLOCK, WIDTH, WARPS,
         )  # fmt: skip
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def routes_at_once(weight: Tensor, router: Router, correction: Tensor | None) -> bool:
