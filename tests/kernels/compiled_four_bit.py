@@ -25,6 +25,7 @@ from phalanx.kernels.gpu.four_bit_persistent import (
     HEIGHT,
     WAYS,
     Stay,
+    experts_stay,
     stay_four_bit,
     stays,
 )
@@ -156,6 +157,10 @@ def main() -> None:
         found = [stays(held(outputs, inputs), rows) for rows in (least - 1, least)]
         assert found == [False, True], (outputs, inputs)
     assert not stays(held(8192, 4096), 128)
+    codes = torch.empty(1, device="meta", dtype=torch.uint8)
+    for numbers, stay in (("e2m1", [False, True, True, False]), ("int4", [False, False, True, False])):
+        weight = FourBitWeight(numbers, 64, 32, codes, codes)
+        assert [experts_stay(weight, *asked) for asked in ((8, 159), (8, 160), (32, 1), (16, 500))] == stay
     of_experts = [("mxfp4", GROUPED_WAYS[rows], True) for rows in (8, 32)]
     for kind, way, grouped in (*of_experts, ("awq", WAYS[32], False), ("awq", WAYS[64], False)):
         kernel = build_stay(kind, way, grouped)

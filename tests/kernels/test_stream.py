@@ -1,4 +1,4 @@
-"""The kernel for few rows can be built, computes what it should, and is taken; `test_gpu.py` does it on a GPU."""
+"""The kernel for few rows can be built, computes what is defined, and is taken; `test_gpu.py` asks that on a GPU."""
 
 from __future__ import annotations
 

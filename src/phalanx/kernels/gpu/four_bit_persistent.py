@@ -175,8 +175,8 @@ def _consume(
     out, partial, counter, rows, outputs = results
     dtype: gl.constexpr = x_stages.dtype
     ROWS: gl.constexpr = x_stages.shape[1]
-    SUMS: gl.constexpr = (not E2M1) and EACH <= 2 and ROWS <= _MOST_SUMS
     FEW: gl.constexpr = ROWS <= _FEW_ROWS
+    SUMS: gl.constexpr = (not FEW) and (not E2M1) and EACH <= 2 and ROWS <= _MOST_SUMS
     by_warps: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     layout: gl.constexpr = by_warps if FEW else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -212,30 +212,23 @@ def _consume(
             zero_tile = tile_of(zero_stages.index(mine), gl.uint8, _HEIGHT, EACH) if ZEROS else scale_tile
             left_x, right_x = x.slice(0, HALF, 1).permute((1, 0)), x.slice(HALF, HALF, 1).permute((1, 0))
             left = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 0, 4, operand)
-            none = gl.zeros([_HEIGHT, ROWS], gl.float32, layout)
-            if SUMS:
-                left_scale = of_half(scale_tile, 0, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
-                right_scale = of_half(scale_tile, 1, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
-                left_scale = gl.convert_layout(left_scale, by_output, assert_trivial=True)[:, None]
-                right_scale = gl.convert_layout(right_scale, by_output, assert_trivial=True)[:, None]
             if FEW:
                 right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
                 left_x, right_x = left_x.load(x_operand), right_x.load(x_operand)
                 mbarrier.arrive(free.index(here))
-                if SUMS:
-                    acc += mma_v2(left, left_x, none) * left_scale
-                    acc += mma_v2(right, right_x, none) * right_scale
-                else:
-                    acc = mma_v2(right, right_x, mma_v2(left, left_x, acc))
+                acc = mma_v2(right, right_x, mma_v2(left, left_x, acc))
             elif SUMS:
+                none = gl.zeros([_HEIGHT, ROWS], gl.float32, layout)
                 left_sum = warpgroup_mma(left, left_x, none, use_acc=False, is_async=True)
                 right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
                 right_sum = warpgroup_mma(right, right_x, none, use_acc=False, is_async=True)
+                left_scale = of_half(scale_tile, 0, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
+                right_scale = of_half(scale_tile, 1, EACH).load(of_rows).to(gl.float32).reshape([_HEIGHT])
                 left_sum = warpgroup_mma_wait(1, [left_sum])
-                acc += left_sum * left_scale
+                acc += left_sum * gl.convert_layout(left_scale, by_output, assert_trivial=True)[:, None]
                 right_sum = warpgroup_mma_wait(0, [right_sum])
                 mbarrier.arrive(free.index(here))
-                acc += right_sum * right_scale
+                acc += right_sum * gl.convert_layout(right_scale, by_output, assert_trivial=True)[:, None]
             else:
                 acc = warpgroup_mma(left, left_x, acc, is_async=True)
                 right = widened(weight, scale_tile, zero_tile, dtype, E2M1, ZEROS, SUMS, _HEIGHT, EACH, 1, 4, operand)
@@ -372,7 +365,7 @@ waiting better, but where experts have many tiles.
 """
 
 MANY_TILES = 160
-"""Of experts, as many as 64 tokens have of 128: fewer are no faster so."""
+"""Of experts in MXFP4, as many as 64 tokens have of 128: fewer are no faster so, and others were not timed."""
 
 LEAST_ROWS = {28672: 17, 10240: 33}
 LEAST_ROWS_OF_LONG, LONG = 65, 8192
@@ -382,8 +375,8 @@ pays to have programs stay. It pays most where tiles lack rows.
 
 
 def experts_stay(weight: FourBitWeight, tile_rows: int, tiles: int) -> bool:
-    many = tiles >= MANY_TILES or tile_rows > FEW_ROWS
-    return weight.factors is None and tile_rows in GROUPED_WAYS and many
+    faster = tile_rows > FEW_ROWS or (tiles >= MANY_TILES and weight.numbers == "e2m1")
+    return weight.factors is None and tile_rows in GROUPED_WAYS and faster
 
 
 def stays(weight: FourBitWeight, rows: int) -> bool:

@@ -56,6 +56,7 @@ class Share(NamedTuple):
 
 
 FEW_ROWS, FEW_EXPERTS = 8, 32
+"""Up to which tensor cores do not pay."""
 
 SLICES, LONGEST_SLICE = 8, 256
 """Of the inputs: how many there are, and what a warp has registers for."""
