@@ -41,6 +41,7 @@ from phalanx.kernels.gpu import (
     delta_stream,
     drafts,
     early,
+    expert_stream,
     four_bit,
     four_bit_persistent,
     four_bit_stream,
@@ -372,15 +373,17 @@ def streamed_four_bits() -> Iterator[Case]:
         weight, stack = held(*form, 4096, 4096), held(*form, 8, 1024, 512)
         for count in four_bit_stream.ROW_TILES:
             yield lambda w=weight, m=count: four_bit_stream.product(some(m, 4096), w, some(4096), whole(4096))
-            yield lambda s=stack, m=count: four_bit_stream.grouped_product(
-                some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
-            )
+            for known in (False, True):
+                yield lambda s=stack, m=count, k=known: four_bit_stream.grouped_product(
+                    some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096), placed=k
+                )
         for count in four_bit_persistent.WAYS:
             yield lambda w=weight, m=count: four_bit_persistent.product(some(m, 4096), w, some(4096), whole(4096))
         for count in four_bit_persistent.GROUPED_WAYS:
-            yield lambda s=stack, m=count: four_bit_persistent.grouped_product(
-                some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096)
-            )
+            for known in (False, True):
+                yield lambda s=stack, m=count, k=known: four_bit_persistent.grouped_product(
+                    some(25, 512), s, None, order, owner, 4, weights, pairs, m, whole(4096), placed=k
+                )
 
 
 def routes(forms: list[Form]) -> Iterator[Case]:
@@ -611,7 +614,8 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        for module in (stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream):
+        streaming = (stream, expert_stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream)
+        for module in streaming:
             module.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8
         F.linear = lambda x, weight, bias=None: x.new_empty(len(x), len(weight))
@@ -620,7 +624,7 @@ class Builder:
             yield
         finally:
             setattr(JITFunction, "run", self._run)  # noqa: B010
-            for module in (stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream):
+            for module in streaming:
                 module.multiprocessors = processors
             F.linear, moe.converts_e4m3 = linear, converts
 

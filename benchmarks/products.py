@@ -82,7 +82,7 @@ def experts(model: Decoder, layers: list[Experts], rows: int) -> Work:
     x = model.place.empty(rows, model.place.spec.hidden).normal_()
     in_fp8 = held.takes_fp8(x.dtype) and not record.router.weighs_input
     taken, each = InBoth(x, quantise(x)) if in_fp8 else x, record.router.experts_per_token
-    chosen = torch.stack([torch.randperm(record.experts, device=x.device)[:each] for _ in range(rows)])
+    chosen = torch.stack([torch.randperm(record.experts, device=x.device)[:each] for _ in range(rows)]).int()
     weights = torch.full(chosen.shape, 1 / each, device=x.device)
     runs = [
         partial(expert_pairs, taken, layer.held, weights, chosen, record.activation, record.router.weighs_input)

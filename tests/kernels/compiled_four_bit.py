@@ -74,18 +74,21 @@ def build(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build_stream(kind: str, rows: int, grouped: bool, tiles: int) -> tuple[TileCut, triton.compiler.CompiledKernel]:
+def build_stream(
+    kind: str, rows: int, grouped: bool, tiles: int, placed: bool = False
+) -> tuple[TileCut, triton.compiler.CompiledKernel]:
     shape = cut_of(rows, 4096, 4096, tiles, 132, grouped)
     fixed = {"factors": None, "HAS_FACTORS": False, "SPLITS": shape.splits, "STAGES": shape.stages}
-    fixed |= {"WARPS": shape.warps}
+    fixed |= {"WARPS": shape.warps, "PLACED": placed}
     options = {"num_warps": shape.warps}
     return shape, build_gluon(stream_four_bit, kind, rows, grouped, shape.outputs, fixed, options)
 
 
-def build_stay(kind: str, way: Stay, grouped: bool) -> triton.compiler.CompiledKernel:
+def build_stay(kind: str, way: Stay, grouped: bool, placed: bool = False) -> triton.compiler.CompiledKernel:
     each, copying = STEP // GROUPS[kind], GATHERING[way.rows] if grouped else COPYING
     stages = way.stages(STEP // 2 + each * (3 if kind == "awq" else 1))
     fixed = {"PARTS": way.parts, "STAGES": stages, "LEAST": 4, "TAKEN": way.taken(copying), "COPYING": copying}
+    fixed["PLACED"] = placed
     options = {"num_warps": 4, "maxnreg": way.registers}
     return build_gluon(stay_four_bit, kind, way.rows, grouped, HEIGHT, fixed, options)
 
@@ -139,6 +142,12 @@ def code_of(kernel: triton.compiler.CompiledKernel) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def lets_next_start_first(kernel: triton.compiler.CompiledKernel) -> bool:
+    """The next kernel may read whose experts pairs are as soon as it starts: not before that is known here."""
+    ptx = kernel.asm["ptx"]
+    return ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+
+
 def main() -> None:
     for kind in SCALES:
         for rows, grouped in ((16, False), (128, True)):
@@ -150,9 +159,13 @@ def main() -> None:
     cases = (("mxfp4", 8, 2, FEW_TOGETHER), ("mxfp4", 8, 32, GROUPED_TOGETHER[8]), ("awq", 64, 0, TOGETHER[64]))
     for kind, rows, experts, together in cases:
         shape, kernel = build_stream(kind, rows, experts > 0, experts or 2)
+        assert lets_next_start_first(kernel) == (experts == 0)
         assert (shape.splits > 1) == (experts < 32), "few programs share their tiles with others"
         assert (kernel.metadata.shared + 1024) * together <= 228 * 1024, (kind, rows, shape)
         assert "shfl" not in kernel.asm["ptx"].split("wgmma.mma_async")[1], "weights go from thread to thread"
+    _, kernel = build_stream("mxfp4", 8, True, 2, placed=True)
+    ptx = kernel.asm["ptx"]
+    assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait"), "weights wait for the kernel ahead"
     for outputs, inputs, least in ((57344, 8192, 17), (37888, 3584, 17), (10240, 2048, 33), (8192, 8192, 65)):
         found = [stays(held(outputs, inputs), rows) for rows in (least - 1, least)]
         assert found == [False, True], (outputs, inputs)
@@ -164,6 +177,7 @@ def main() -> None:
     of_experts = [("mxfp4", GROUPED_WAYS[rows], True) for rows in (8, 32)]
     for kind, way, grouped in (*of_experts, ("awq", WAYS[32], False), ("awq", WAYS[64], False)):
         kernel = build_stay(kind, way, grouped)
+        assert lets_next_start_first(kernel) != grouped
         assert (kernel.metadata.shared + 1024) * way.together <= 228 * 1024, (kind, way)
         assert "setmaxnreg" in kernel.asm["ptx"]
         code = code_of(kernel)

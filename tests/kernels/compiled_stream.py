@@ -1,4 +1,4 @@
-"""Builds the kernel for few rows for Hopper, which needs no GPU. Run by `test_stream.py` in a process of its own."""
+"""Builds the kernels for few rows for Hopper, which needs no GPU. Run by `test_stream.py` in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from phalanx.kernels.gpu import expert_stream
 from phalanx.kernels.gpu.gemm import HAS_GLUON
 from phalanx.kernels.gpu.stream import (
     FEW_ROWS,
@@ -41,6 +42,29 @@ def shared_memory(rows: int, splits: int, groups: int, alone: bool, outputs: int
     return int(kernel.metadata.shared) + OF_THE_SYSTEM
 
 
+def shared_memory_of_experts(rows: int, inputs: int, in_fp8: bool, placed: bool) -> int:
+    kind, bits, step = *(("fp8e4nv", 8) if in_fp8 else ("bf16", 16)), step_of(in_fp8)
+    steps = triton.cdiv(inputs, step)
+    groups = triton.next_power_of_2(2 * steps) if in_fp8 else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    types = dict.fromkeys(("weight_scales", "x_scales", "pair_weights"), "*fp32") | {"x": f"*{kind}"}
+    types |= dict.fromkeys(("bias", "out"), "*bf16") | dict.fromkeys(("order", "owner"), "*i32")
+    types["weights"] = f"tensordesc<{kind}[{OUTPUTS}, {step}],{layout!r}>"
+    fixed = {"GROUPS": groups, "ROW_BLOCK": 128, "HAS_BIAS": True, "PLACED": placed, "WEIGHED": True, "ROWS": rows}
+    fixed["STAGES"] = expert_stream.stages_of(rows, steps, step * bits // 8, groups)
+    names = expert_stream.stream_experts.arg_names
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "inputs")}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = GluonASTSource(expert_stream.stream_experts, signature, constants, aligned)
+    kernel = triton.compile(source, target=HOPPER, options={"num_warps": OUTPUTS // 16, "launch_pdl": True})
+    ptx = kernel.asm["ptx"]
+    waits, lets = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+    assert (ptx.index("cp.async.bulk.tensor") < waits) == placed, "weights wait for the kernel ahead"
+    assert (lets < waits) == placed, "the next kernel starts before it is known whose experts pairs are"
+    return int(kernel.metadata.shared) + OF_THE_SYSTEM
+
+
 def main() -> None:
     assert HAS_GLUON
     for rows, splits in ((8, 1), (FEW_ROWS, 3)):
@@ -51,6 +75,16 @@ def main() -> None:
     for groups in (0, MOST_FACTORS // rows):
         assert shared_memory(rows, 2, groups, alone=True) <= SHARED_MEMORY
     assert shared_memory(rows, 3, MOST_FACTORS // rows, alone=True, outputs=WIDE_OUTPUTS) <= SHARED_MEMORY
+    for tile, inputs, in_fp8 in (
+        (8, 7168, True),
+        (16, 2048, True),
+        (32, 512, True),
+        (64, 2048, True),
+        (8, 2048, False),
+    ):
+        for placed in (False, True):
+            taken = shared_memory_of_experts(tile, inputs, in_fp8, placed)
+            assert taken * expert_stream.TOGETHER <= SHARED_MEMORY, (tile, inputs, taken)
 
 
 if __name__ == "__main__":

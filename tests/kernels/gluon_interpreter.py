@@ -29,14 +29,15 @@ ALIKE = (
 )  # fmt: skip
 NUMBERS = {
     "fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "fp8e4nv": np.uint8,
 }  # fmt: skip
 KINDS = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16,
-    torch.int32: tl.int32,
+    torch.int32: tl.int32, torch.float8_e4m3fn: tl.float8e4nv,
 }  # fmt: skip
 BEFORE_LAYOUT = {"arange": 2, "zeros": 2, "full": 3}
-NO_NUMBERS = {"f": np.nan, "u": 0x7FC0, "i": -(2**15)}
-"""What is in memory before anything is, by numpy's kinds. The interpreter has bf16 as whole numbers: this is NaN."""
+NO_NUMBERS = {"f2": np.nan, "f4": np.nan, "u2": 0x7FC0, "u1": 0x7F, "i2": -(2**15), "i4": -(2**15), "i8": -(2**15)}
+"""What is in memory before anything is, by numpy's types. The interpreter has bf16 and e4m3 as bits: these are NaN."""
 WARPS, LANES = 4, 32
 
 
@@ -167,12 +168,13 @@ class Copies:
         self._turns = turns
         self._barriers: dict[int, Barrier] = {}
         self._of_nobody: list[tuple[np.ndarray, np.ndarray]] = []
+        self._groups: list[list[tuple[np.ndarray, np.ndarray]]] = []
 
     def _at(self, barrier: Memory) -> Barrier:
         return self._barriers[barrier.held.ctypes.data]
 
     def begin(self, barrier: Memory | None, into: np.ndarray, values: np.ndarray) -> None:
-        into[...] = NO_NUMBERS[into.dtype.kind]
+        into[...] = NO_NUMBERS[into.dtype.str[1:]]
         (self._of_nobody if barrier is None else self._at(barrier).copied).append((into, values))
 
     def init(self, barrier: Memory, count: int) -> None:
@@ -201,11 +203,15 @@ class Copies:
             self._turns.leave_to_others()
             found.look()
 
-    def wait_for_all(self, outstanding: int) -> None:
-        assert outstanding == 0
-        for into, values in self._of_nobody:
-            into[...] = values
+    def commit(self) -> None:
+        self._groups.append(self._of_nobody)
         self._of_nobody = []
+
+    def wait_for_groups(self, outstanding: int) -> None:
+        """All but the last ones."""
+        while len(self._groups) > outstanding:
+            for into, values in self._groups.pop(0):
+                into[...] = values
 
 
 def _copy_tile(copies: Copies) -> Callable[..., None]:
@@ -214,7 +220,8 @@ def _copy_tile(copies: Copies) -> Callable[..., None]:
             row, column = (int(number) for number in at)
             height, width = tiles.block_shape
             tile = tiles.matrix[row : row + height, column : column + width]
-            bits = tile.view(torch.int16).numpy().view(np.uint16) if tiles.dtype == tl.bfloat16 else tile.numpy()
+            whole = {tl.bfloat16: torch.uint16, tl.float8e4nv: torch.uint8}.get(tiles.dtype, tile.dtype)
+            bits = tile.view(whole).numpy()
             beyond = [(0, size - there) for size, there in zip(tiles.block_shape, bits.shape, strict=True)]
             copies.begin(barrier, into.held, np.pad(bits, beyond))
 
@@ -231,13 +238,19 @@ def _copy_each(copies: Copies) -> Callable[..., None]:
 
 def _allocate(kind: tl.dtype, shape: list[int], layout: object) -> Memory:
     held = np.empty(shape, NUMBERS[kind.name])
-    held.fill(NO_NUMBERS[held.dtype.kind])
+    held.fill(NO_NUMBERS[held.dtype.str[1:]])
     return Memory(kind, held)
+
+
+def _wide(kind: tl.dtype, held: np.ndarray) -> np.ndarray:
+    if kind == tl.float8e4nv:
+        return torch.from_numpy(held.copy()).view(torch.float8_e4m3fn).float().numpy()
+    return held.astype(np.float32)
 
 
 def _multiply(left: Any, right: Memory, acc: Any, use_acc: bool = True, is_async: bool = False) -> tl.tensor:
     left = left.load(None) if isinstance(left, Memory) else left
-    sums = left.handle.data.astype(np.float32) @ right.held.astype(np.float32)
+    sums = _wide(left.dtype, left.handle.data) @ _wide(right.dtype, right.held)
     found = acc.handle.data + sums if use_acc else sums
     return tl.tensor(TensorHandle(found, tl.float32), tl.block_type(tl.float32, list(found.shape)))
 
@@ -299,7 +312,7 @@ def _modules() -> dict[str, ModuleType]:
     gluon.language = _language(turns)
     ampere.async_copy, hopper.mbarrier, hopper.tma = ModuleType("async_copy"), ModuleType("mbarrier"), ModuleType("tma")
     ampere.async_copy.async_copy_global_to_shared = _copy_each(copies)
-    ampere.async_copy.commit_group, ampere.async_copy.wait_group = lambda: None, copies.wait_for_all
+    ampere.async_copy.commit_group, ampere.async_copy.wait_group = copies.commit, copies.wait_for_groups
     ampere.async_copy.mbarrier_arrive, hopper.mbarrier.arrive = copies.arrive_with_copies, copies.arrive
     hopper.mbarrier.init, hopper.mbarrier.expect, hopper.mbarrier.wait = copies.init, copies.expect, copies.wait
     hopper.mbarrier.MBarrierLayout = lambda: None

@@ -7,11 +7,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight, dequantise
-from phalanx.kernels.gpu import expert_vectors, gemm, route, router, rows, sort
-from phalanx.kernels.gpu.expert_vectors import VectorTile
+from phalanx.kernels.fp8 import Form
+from phalanx.kernels.gpu import gemm, route, router, rows, sort
 from phalanx.kernels.moe import route_torch
-from phalanx.kernels.quantise import quantise
 from phalanx.kernels.router import blanks_for, score_and_route_torch
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.spec.ffn import Router
@@ -168,37 +166,9 @@ def check_sorted(by_expert: sort.ByExpert, chosen: Tensor, experts: int, tile: i
     assert not gemm.counters(chosen.device).any()
 
 
-def check_vectors(tile: VectorTile, outputs: int, inputs: int, in_fp8: bool, biased: bool) -> None:
-    """Both products of a token's experts: of one row for all, and of a row for each, which has a weight."""
-    chosen, wide = torch.tensor([2, 0, 3], dtype=torch.int32), torch.randn(4, outputs, inputs) / 8
-    bias = torch.randn(4, outputs) if biased else None
-    weight = Fp8Weight.empty(*wide.shape, row_block=2 * tile.outputs, device=CPU)
-    weight.values.copy_(wide.to(E4M3))
-    weight.scales.uniform_(0.5, 2.0)
-    for a_row, pair_weights in ((3, None), (1, torch.rand(1, 3))):
-        x = torch.randn(3 // a_row, inputs)
-        values, scales = quantise(x)
-        if in_fp8:
-            given = values, scales, weight.values, weight.scales, weight.row_block
-            x, wide = dequantise(values, scales, 1, torch.float32), weight.dequantised(torch.float32)
-        else:
-            given = x, None, wide, None, 1
-        out = torch.full((3, outputs), torch.nan)
-        expert_vectors.product(*given, bias, chosen, a_row, pair_weights, out, tile)
-        wanted = torch.einsum("pk,pok->po", x.expand(3, -1), wide[chosen.long()])
-        wanted += 0 if bias is None else bias[chosen.long()]
-        wanted *= 1 if pair_weights is None else pair_weights.flatten()[:, None]
-        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
-
-
 def main() -> None:
     make_ready()
     torch.manual_seed(0)
-    check_vectors(VectorTile(4, 64, 1), 13, 200, in_fp8=False, biased=True)
-    check_vectors(VectorTile(8, 128, 1), 140, 520, in_fp8=True, biased=False)
-    check_vectors(VectorTile(8, 256, 1), 140, 520, in_fp8=True, biased=True)
-    assert expert_vectors.tile_for(2048, 16, in_fp8=True) is None, "the outputs of a program share their scales"
-    assert expert_vectors.tile_for(512, 16, in_fp8=True) is not None
     for asked in ROUTERS:
         for joined, gated in ((False, False), (True, False), (True, True)):
             check_route(asked, 9, joined, gated)

@@ -97,7 +97,7 @@ def check_experts(stays: ModuleType, tokens: int, outputs: int, inputs: int, way
         wanted = wanted if weights is None else wanted * weights.flatten()[:, None]
         order, owner = sorted_pairs(chosen, experts, way.rows)
         out, counter = torch.full((tokens * top, outputs), torch.nan).half(), torch.zeros(128, dtype=torch.int32)
-        stays.launch(x, weight, bias, out, way, programs, counter, order, owner, weights, a_row)
+        stays.launch(x, weight, bias, out, way, programs, counter, order, owner, weights, a_row, placed=a_row == 1)
         close(out, wanted)
         assert not counter.any(), "the next product finds no zeros"
 

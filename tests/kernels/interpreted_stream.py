@@ -1,4 +1,4 @@
-"""Products of a few rows that stream their weight, in half precision on a CPU; run with TRITON_INTERPRET=1."""
+"""Products of a few rows that stream their weight, on a CPU; run with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from contextlib import nullcontext
 
 import torch
 
+from phalanx.kernels.fp8 import E4M3, Fp8Weight, dequantise
+from phalanx.kernels.quantise import quantise
 from tests.kernels.gluon_interpreter import interpreted
 from tests.kernels.interpreter import backwards, make_ready
 
@@ -39,6 +41,15 @@ def main() -> None:
                 found = stream.stream_product(x, weight, bias, torch.float16, counter, way)
             assert (found.double() - wanted).norm() < 1e-3 * wanted.norm(), (rows, way)
             assert not counter.any(), "the next product finds no zeros"
+    for rows, tile_rows, tile_outputs, splits in CASES[::2]:
+        x, weight = quantise(torch.randn(rows, 1424)), Fp8Weight.empty(152, 1424, row_block=64, device=counter.device)
+        weight.values.copy_(torch.randn(152, 1424).to(E4M3))
+        weight.scales.uniform_(0.5, 2.0)
+        cut, share = stream.cut(rows, 152, 1424, True, tile_rows, tile_outputs, 0), -(-6 // splits)
+        way = cut._replace(splits=splits, inputs=share * stream.step_of(True))
+        wanted = dequantise(*x, 1, torch.float64) @ weight.dequantised(torch.float64).T
+        found = stream.stream_product(x, weight, None, torch.float16, counter, way)
+        assert (found.double() - wanted).norm() < 1e-3 * wanted.norm(), (rows, way)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,35 @@ def test_the_installed_triton_builds_it_for_hopper() -> None:
 
 
 def test_it_computes_what_is_defined() -> None:
-    """In Triton's interpreter, in half precision."""
+    """In Triton's interpreter."""
     run_apart("interpreted_stream")
+
+
+def test_experts_of_few_tokens_are_multiplied_as_defined() -> None:
+    run_apart("interpreted_expert_stream")
+
+
+def test_tiles_of_experts_hold_twice_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper, where weights can be copied in bulk, tiles of many rows in FP8 are as many as were faster."""
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu import expert_stream, moe
+
+    monkeypatch.setattr(expert_stream, "multiprocessors", lambda device: 132)
+    held = Fp8Weight.empty(4, 256, 128, row_block=128, device=torch.device("cpu"))
+    odd = Fp8Weight.empty(4, 256, 128, row_block=32, device=torch.device("cpu"))
+    plain = torch.empty(4, 256, 128, dtype=torch.bfloat16)
+
+    def rows_of(weight: torch.Tensor | Fp8Weight, pairs: int) -> tuple[int, bool]:
+        tile = moe._way(weight, weight, torch.bfloat16).tile(pairs, 4)
+        return tile.rows, tile.streamed
+
+    assert [rows_of(held, pairs) for pairs in (1, 16, 17, 64, 192, 193, 257)] == [
+        (8, True), (8, True), (16, True), (32, True), (32, True), (64, True), (128, False),
+    ]  # fmt: skip
+    assert [rows_of(plain, pairs) for pairs in (1, 64, 65, 257)] == [(8, True), (32, True), (64, False), (128, False)]
+    assert rows_of(odd, 1) == (16, False), "a tile of outputs has several scales"
+    assert rows_of(plain.float(), 1)[1] is False
+    assert rows_of(torch.empty(4, 256, 129, dtype=torch.bfloat16), 1)[1] is False
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit_numbers import ASSEMBLY, FOLDED, UNFOLD
-from phalanx.kernels.gpu.gemm import HAS_GLUON, LEAST_ROUNDS, Tile, counters, pick_tile
+from phalanx.kernels.gpu.gemm import HAS_GLUON, LEAST_ROUNDS, Tile, counters, pick_tile, streamed_tile
 from phalanx.kernels.gpu.shared_memory import stages_here
 
 if HAS_GLUON:
@@ -30,8 +30,8 @@ GROUPED_TILES = {
     64: Tile(64, 128, STEP, 4, 3),
     128: Tile(128, 128, STEP, 8, 3),
 }
-STREAMED_TILES = {most: Tile(rows, 0, 0, 0, 0) for most, rows in ((8, 8), (16, 16), (64, 32), (128, 64), (256, 128))}
-"""Which cut the rest themselves. Of many rows, a second tile of some costs less than a larger one of all."""
+STREAMED_TILES = {most: streamed_tile(rows) for most, rows in ((8, 8), (16, 16), (64, 32), (128, 64), (256, 128))}
+"""Of many rows, a second tile of some costs less than a larger one of all."""
 
 MOST_ROWS = 256
 """Above these it is quicker to widen the weight once and leave the product to the library."""
@@ -280,13 +280,13 @@ def grouped_tiles(dtype: torch.dtype, *weights: FourBitWeight) -> dict[int, Tile
 
 def grouped_product(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, order: Tensor, owner: Tensor, pairs_a_row: int,
-    pair_weights: Tensor | None, pairs: int, tile: Tile,
+    pair_weights: Tensor | None, pairs: int, tile: Tile, placed: bool,
 ) -> Tensor:  # fmt: skip
     _, outputs, inputs = weight.shape
-    if tile in STREAMED_TILES.values():
+    if tile.streamed:
         stays = four_bit_persistent.experts_stay(weight, tile.rows, len(owner))
         return (four_bit_persistent if stays else four_bit_stream).grouped_product(
-            x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device)
+            x, weight, bias, order, owner, pairs_a_row, pair_weights, pairs, tile.rows, counters(x.device), placed
         )
     out = x.new_empty(pairs, outputs)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](

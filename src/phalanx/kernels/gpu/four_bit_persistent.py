@@ -279,18 +279,20 @@ def _used(owner, owners):
 def stay_four_bit(
     values, xs, scales, zeros, bias, out, partial, counter, order, owner, pair_weights, rows, row_tiles, pairs_a_row,
     outputs, inputs, E2M1: gl.constexpr, ZEROS: gl.constexpr, EACH: gl.constexpr, SCALE: gl.constexpr,
-    STEPS_A_GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, GROUPED: gl.constexpr, WEIGHED: gl.constexpr,
-    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LEAST: gl.constexpr, TAKEN: gl.constexpr,
-    COPYING: gl.constexpr,
+    STEPS_A_GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, GROUPED: gl.constexpr, PLACED: gl.constexpr,
+    WEIGHED: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LEAST: gl.constexpr,
+    TAKEN: gl.constexpr, COPYING: gl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias; where GROUPED, of all experts, whose rows of x lie anywhere, in tiles of `order`.
+    """x @ weight.T + bias; where GROUPED, of all experts, whose rows of x lie anywhere, in tiles of `order`, which with
+    PLACED was there before the kernel ahead began.
 
     Scales of few groups and rows multiply sums, others the weights.
     """
     GATHERERS: gl.constexpr = 2 if GROUPED else 0
     dtype: gl.constexpr = xs.dtype.element_ty if GROUPED else xs.dtype
     X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    cuda.gdc_launch_dependents()
+    if not GROUPED:
+        cuda.gdc_launch_dependents()
     weight_stages = gl.allocate_shared_memory(values.dtype, [STAGES * PARTS, _HEIGHT, _UNITS], values.layout)
     scale_stages = gl.allocate_shared_memory(scales.dtype, [STAGES * PARTS, 1, scales.block_shape[1]], scales.layout)
     if ZEROS:
@@ -305,7 +307,9 @@ def stay_four_bit(
         mbarrier.init(free.index(i), count=PARTS)
     fence_async_shared()
     if GROUPED:
-        cuda.gdc_wait()
+        if not PLACED:
+            cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
         row_tiles = _used(owner, row_tiles)
     steps = gl.cdiv(inputs, _STEP)
     units = gl.cdiv(outputs, PARTS * _HEIGHT) * row_tiles * steps
@@ -398,17 +402,17 @@ def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None, counter: Tens
 
 def grouped_product(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, order: Tensor, owner: Tensor, pairs_a_row: int,
-    pair_weights: Tensor | None, pairs: int, tile_rows: int, counter: Tensor,
+    pair_weights: Tensor | None, pairs: int, tile_rows: int, counter: Tensor, placed: bool,
 ) -> Tensor:  # fmt: skip
     """As that of `four_bit_stream`."""
     out, way, processors = x.new_empty(pairs, weight.shape[1]), GROUPED_WAYS[tile_rows], multiprocessors(x.device)
-    launch(x, weight, bias, out, way, processors, counter, order, owner, pair_weights, pairs_a_row)
+    launch(x, weight, bias, out, way, processors, counter, order, owner, pair_weights, pairs_a_row, placed)
     return out
 
 
 def launch(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, way: Stay, processors: int, counter: Tensor,
-    order: Tensor | None, owner: Tensor | None, pair_weights: Tensor | None, pairs_a_row: int,
+    order: Tensor | None, owner: Tensor | None, pair_weights: Tensor | None, pairs_a_row: int, placed: bool = False,
 ) -> None:  # fmt: skip
     """`counter` holds zeros, and does so again afterwards."""
     outputs, inputs = weight.shape[-2:]
@@ -428,7 +432,7 @@ def launch(
         bias, out, partial, counter, order, owner, pair_weights, len(out), row_tiles, pairs_a_row, outputs, inputs,
         E2M1=weight.numbers == "e2m1", ZEROS=weight.zeros is not None, EACH=each,
         SCALE=SCALE_KINDS.get(weight.scales.dtype, gl.float32), STEPS_A_GROUP=max(1, weight.group // STEP),
-        HAS_BIAS=bias is not None, GROUPED=order is not None, WEIGHED=pair_weights is not None, ROWS=way.rows,
-        PARTS=way.parts, STAGES=way.stages(STEP // 2 + scale_bytes), LEAST=LEAST_STEPS, TAKEN=way.taken(copying),
-        COPYING=copying, num_warps=4, maxnreg=way.registers, launch_pdl=True,
+        HAS_BIAS=bias is not None, GROUPED=order is not None, PLACED=placed, WEIGHED=pair_weights is not None,
+        ROWS=way.rows, PARTS=way.parts, STAGES=way.stages(STEP // 2 + scale_bytes), LEAST=LEAST_STEPS,
+        TAKEN=way.taken(copying), COPYING=copying, num_warps=4, maxnreg=way.registers, launch_pdl=True,
     )  # fmt: skip

@@ -82,9 +82,11 @@ def stream_four_bit(
     values, xs, scales, zeros, factors, bias, out, partial, counter, order, owner, pair_weights, rows, pairs_a_row,
     outputs, inputs, E2M1: gl.constexpr, ZEROS: gl.constexpr, EACH: gl.constexpr, SCALE: gl.constexpr,
     STEPS_A_GROUP: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUPED: gl.constexpr,
-    WEIGHED: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    PLACED: gl.constexpr, WEIGHED: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of x @ weight.T + bias, [OUTPUTS, ROWS]; where GROUPED, of one expert's, whose rows of x lie anywhere.
+    """A tile of x @ weight.T + bias, [OUTPUTS, ROWS]; where GROUPED, of one expert's, whose rows of x lie anywhere, and
+    with PLACED whose they are was known before the kernel ahead began.
 
     Scales of few groups multiply their sums, others the weights. Programs that share a tile add up when the last of
     them is done.
@@ -101,7 +103,8 @@ def stream_four_bit(
     of_rows: gl.constexpr = dealt_rows(WARPS)
     SUMS: gl.constexpr = (not E2M1) and EACH <= 2
     HALF: gl.constexpr = _STEP // 2
-    cuda.gdc_launch_dependents()
+    if not GROUPED:
+        cuda.gdc_launch_dependents()
     tile, split = gl.program_id(1), gl.program_id(2)
     steps = gl.cdiv(inputs, _STEP)
     share = gl.cdiv(steps, SPLITS)
@@ -121,7 +124,9 @@ def stream_four_bit(
     fence_async_shared()
     expert = 0
     if GROUPED:
-        cuda.gdc_wait()
+        if not PLACED:
+            cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
         first_row = gl.program_id(0) * ROWS
         expert = gl.load(owner + gl.program_id(0))
         if expert < 0:
@@ -141,7 +146,7 @@ def stream_four_bit(
             values, scales, zeros, weight_stages.index(i), scale_stages.index(i), zero_stages.index(i), filled.index(i),
             weight_row, scale_row, tile, first + i, BYTES, STEPS_A_GROUP, ZEROS, i < count,
         )  # fmt: skip
-    if not GROUPED:
+    if PLACED or not GROUPED:
         cuda.gdc_wait()
     for i in gl.static_range(STAGES):
         step = first + i
@@ -281,7 +286,7 @@ def bytes_of(part: Tensor, run: int) -> TensorDescriptor:
 def _launch(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, shape: TileCut, grid: tuple[int, int, int],
     partial: Tensor | None, counter: Tensor | None, rows: int, order: Tensor | None, owner: Tensor | None,
-    pair_weights: Tensor | None, pairs_a_row: int,
+    pair_weights: Tensor | None, pairs_a_row: int, placed: bool = False,
 ) -> None:  # fmt: skip
     outputs, inputs = weight.shape[-2:]
     packed = weight.values.view(torch.int16).flatten(0, -2)
@@ -295,8 +300,8 @@ def _launch(
         ZEROS=weight.zeros is not None, EACH=weight.scales.shape[-1],
         SCALE=SCALE_KINDS.get(weight.scales.dtype, gl.float32), STEPS_A_GROUP=max(1, weight.group // STEP),
         HAS_FACTORS=weight.factors is not None, HAS_BIAS=bias is not None, GROUPED=order is not None,
-        WEIGHED=pair_weights is not None, ROWS=shape.rows, SPLITS=shape.splits, STAGES=shape.stages, WARPS=shape.warps,
-        num_warps=shape.warps, launch_pdl=True,
+        PLACED=placed, WEIGHED=pair_weights is not None, ROWS=shape.rows, SPLITS=shape.splits, STAGES=shape.stages,
+        WARPS=shape.warps, num_warps=shape.warps, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -322,7 +327,7 @@ def product(x: Tensor, weight: FourBitWeight, bias: Tensor | None, counter: Tens
 
 def grouped_product(
     x: Tensor, weight: FourBitWeight, bias: Tensor | None, order: Tensor, owner: Tensor, pairs_a_row: int,
-    pair_weights: Tensor | None, pairs: int, tile_rows: int, counter: Tensor,
+    pair_weights: Tensor | None, pairs: int, tile_rows: int, counter: Tensor, placed: bool,
 ) -> Tensor:  # fmt: skip
     """out[pair] = x[pair // pairs_a_row] @ weight[expert].T + bias, or times its weight. `counter` as in `product`."""
     _, outputs, inputs = weight.shape
@@ -330,5 +335,5 @@ def grouped_product(
     out = x.new_empty(pairs, outputs)
     grid = len(owner), triton.cdiv(outputs, shape.outputs), shape.splits
     partial = _partial(out, shape, grid)
-    _launch(x, weight, bias, out, shape, grid, partial, counter, pairs, order, owner, pair_weights, pairs_a_row)
+    _launch(x, weight, bias, out, shape, grid, partial, counter, pairs, order, owner, pair_weights, pairs_a_row, placed)
     return out

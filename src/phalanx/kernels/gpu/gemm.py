@@ -52,6 +52,15 @@ class Tile(NamedTuple):
     stages: int
     programs: int = 1
 
+    @property
+    def streamed(self) -> bool:
+        return self.outputs == 0
+
+
+def streamed_tile(rows: int) -> Tile:
+    """Of experts on Hoppers, whose kernels cut the rest themselves."""
+    return Tile(rows, 0, 0, 0, 0)
+
 
 LEAST_ROUNDS = 8
 

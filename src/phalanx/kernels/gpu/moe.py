@@ -12,32 +12,30 @@ from torch import Tensor
 
 from phalanx.kernels.four_bit import FourBitWeight
 from phalanx.kernels.fp8 import Activations, Fp8Weight, InBoth, Quantised, converts_e4m3, plain
-from phalanx.kernels.gpu import expert_vectors
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
 from phalanx.kernels.gpu.four_bit import grouped_product, grouped_tiles
-from phalanx.kernels.gpu.gemm import Tile, pick_tile, tile_product
+from phalanx.kernels.gpu.gemm import HAS_GLUON, Tile, pick_tile, streamed_tile, tile_product
 from phalanx.kernels.gpu.rows import gate_and_mul, quantise
 from phalanx.kernels.gpu.shared_memory import stages_here
 from phalanx.kernels.gpu.sort import apart, sort_by_expert
 from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
+if HAS_GLUON:
+    from phalanx.kernels.gpu import expert_stream
+
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
 FP8_TILES = {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
 WIDENED_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 """For FP8 weights on cards that do not convert them."""
 
-SHORT_INPUTS, SHORT_TILE = 1024, Tile(16, 64, 128, 4, 3)
-"""Up to these inputs a program ends before more would be on its way."""
-
-WIDE_INPUTS, WIDE_TILE = {256: range(2**30), 512: range(17, 1025)}, Tile(16, 128, 128, 8, 3)
-"""Up to these inputs, with so many pairs, fewer and wider programs are faster."""
+STREAMED_BF16_TILES = {rows: streamed_tile(rows) for rows in (8, 16, 32)} | {64: BF16_TILES[64], 128: BF16_TILES[128]}
+STREAMED_FP8_TILES = {rows: streamed_tile(rows) for rows in (8, 16, 32)}
+STREAMED_FP8_TILES |= {96: streamed_tile(32), 128: streamed_tile(64), 256: FP8_TILES[128]}
+"""On Hoppers. Of many rows, a second tile of some costs less than a larger one of all."""
 
 EXPERTS_A_PAIR = 6
 """Where there are as many in FP8, few pairs share one: to read it again, from the cache, is quicker than to sort."""
-
-SHALLOW_TILE, SHALLOW_PROGRAMS = Tile(16, 64, 256, 4, 2), range(3 * 132 + 1, 5 * 132 + 1)
-"""So many programs run at once on an H200 only if each takes less of the shared memory."""
 
 
 @triton.jit(do_not_specialize=["pairs", "x_rows"])
@@ -84,7 +82,7 @@ def expert_pairs(
     tile = way.tile(rows * top, experts)
     few = way.quantised and EXPERTS_A_PAIR * rows * top <= experts
     by_expert = apart(chosen, tile.rows) if few else sort_by_expert(chosen, experts, tile.rows)
-    pairs = ExpertPairs(*by_expert, rows * top, tile, given.dtype, rows == 1)
+    pairs = ExpertPairs(*by_expert, rows * top, tile, given.dtype)
     taken: Tensor | Quantised
     if weighs_input:
         taken, pairs_a_row = (given[:, None] * weights[..., None].to(given.dtype)).flatten(0, 1), 1
@@ -92,18 +90,19 @@ def expert_pairs(
         taken, pairs_a_row = x.in_fp8 if way.quantised and isinstance(x, InBoth) else given, top
     pair_weights = None if weighs_input else weights
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
-    return Unsummed(way.product(gate_and_mul(entered, activation, way.quantised), *down, pairs, 1, pair_weights), top)
+    inner = gate_and_mul(entered, activation, way.quantised)
+    return Unsummed(way.product(inner, *down, pairs._replace(placed=True), 1, pair_weights), top)
 
 
 class ExpertPairs(NamedTuple):
-    """Pairs of token and expert, sorted by expert into tiles. Those of one token have a tile each."""
+    """Pairs of token and expert, sorted by expert into tiles; `placed` if that was so before the kernel ahead began."""
 
     order: Tensor
     owner: Tensor
     number: int
     tile: Tile
     dtype: torch.dtype
-    of_one_token: bool
+    placed: bool = False
 
 
 class _Way(NamedTuple):
@@ -119,13 +118,13 @@ class _Way(NamedTuple):
 
 
 def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
-    if isinstance(gate_up, Fp8Weight):
-        if converts_e4m3(gate_up.values.device):
-            return _Way(FP8_TILES, _grouped, True)
-        return _Way(WIDENED_TILES, _grouped)
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
-    return _Way(BF16_TILES, _grouped)
+    quantised = isinstance(gate_up, Fp8Weight) and converts_e4m3(gate_up.values.device)
+    if HAS_GLUON and expert_stream.streams(dtype, gate_up, down):
+        return _Way(STREAMED_FP8_TILES if quantised else STREAMED_BF16_TILES, _grouped, quantised)
+    tiles = FP8_TILES if quantised else WIDENED_TILES if isinstance(gate_up, Fp8Weight) else BF16_TILES
+    return _Way(tiles, _grouped, quantised)
 
 
 def _four_bit_grouped(
@@ -136,24 +135,29 @@ def _four_bit_grouped(
     pairs_a_row: int,
     pair_weights: Tensor | None,
 ) -> Tensor:
-    order, owner, count, tile, *_ = pairs
-    return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile)
+    order, owner, count, tile, _, placed = pairs
+    return grouped_product(x.contiguous(), weight, bias, order, owner, pairs_a_row, pair_weights, count, tile, placed)
 
 
-def _tile_in_fp8(usual: Tile, pairs: int, outputs: int, inputs: int) -> Tile:
-    """Of experts with few pairs each."""
-    if any(inputs <= most and pairs in some for most, some in WIDE_INPUTS.items()):
-        return WIDE_TILE
-    if inputs <= SHORT_INPUTS:
-        return SHORT_TILE
-    return SHALLOW_TILE if pairs * triton.cdiv(outputs, SHALLOW_TILE.outputs) in SHALLOW_PROGRAMS else usual
+def _streamed(
+    x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: ExpertPairs, pairs_a_row: int,
+    pair_weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    order, owner, count, tile, dtype, placed = pairs
+    if isinstance(x, Tensor):
+        x = quantise(x) if isinstance(weight, Fp8Weight) else x.contiguous()
+    out = torch.empty(count, weight.shape[1], dtype=dtype, device=order.device)
+    expert_stream.product(x, weight, bias, order, owner, pairs_a_row, pair_weights, out, tile.rows, placed)
+    return out
 
 
 def _grouped(
     x: Tensor | Quantised, weight: Tensor | Fp8Weight, bias: Tensor | None, pairs: ExpertPairs, pairs_a_row: int,
     pair_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    order, owner, count, tile, dtype, of_one_token = pairs
+    order, owner, count, tile, dtype, _ = pairs
+    if tile.streamed:
+        return _streamed(x, weight, bias, pairs, pairs_a_row, pair_weights)
     if isinstance(weight, Fp8Weight):
         matrices, scales, row_block = weight.values, weight.scales, weight.row_block
         if converts_e4m3(matrices.device):
@@ -166,14 +170,6 @@ def _grouped(
         values, x_scales, matrices, scales, row_block = x.contiguous(), None, weight, None, 1
     _, outputs, inputs = matrices.shape
     out = torch.empty(count, outputs, dtype=dtype, device=values.device)
-    if of_one_token and (scales is None or x_scales is not None):
-        vector = expert_vectors.tile_for(inputs, row_block, scales is not None)
-        if vector is not None:
-            return expert_vectors.product(
-                values, x_scales, matrices, scales, row_block, bias, owner, pairs_a_row, pair_weights, out, vector
-            )
-    if x_scales is not None and tile.rows == SHORT_TILE.rows:
-        tile = _tile_in_fp8(tile, count, outputs, inputs)
     _grouped_product[(triton.cdiv(outputs, tile.outputs), len(owner))](
         values, x_scales, matrices, scales, bias, order, owner, pair_weights, out, count, values.shape[0], pairs_a_row,
         outputs, inputs, 0 if scales is None else scales.shape[1], FP8=scales is not None, ROW_BLOCK=row_block,

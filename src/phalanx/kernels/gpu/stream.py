@@ -204,7 +204,9 @@ def stream(
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a Hopper; another GPU has none that could run this kernel."""
+    """Of a Hopper; another device has none that could run this kernel."""
+    if device.type != "cuda":
+        return 0
     properties = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count) if properties.major == 9 else 0
 
