@@ -37,6 +37,9 @@ from phalanx.kernels.gpu.stream import (
 TOGETHER = 3
 """Programs that a multiprocessor has room for, at least."""
 
+COLUMNS = 16
+"""What rows must be multiples of: less than that Triton does not know of a number, and rows are copied 16 bytes at once."""
+
 
 @gluon.jit(do_not_specialize=["pairs", "x_rows"])
 def stream_experts(
@@ -146,14 +149,16 @@ def stream_experts(
 
 
 def streams(dtype: torch.dtype, *weights: Tensor | Fp8Weight) -> bool:
-    """On a GPU that has the instructions, of matrices that can be copied in bulk, one FP8 scale to a tile."""
+    """On a GPU that has the instructions, of matrices that can be copied in bulk, and rows of x sixteen at a time, one FP8
+    scale to a tile.
+    """
     return all(_streams(weight, dtype) for weight in weights)
 
 
 def _streams(weight: Tensor | Fp8Weight, dtype: torch.dtype) -> bool:
     values = weight.values if isinstance(weight, Fp8Weight) else weight
     in_tiles = weight.row_block % OUTPUTS == 0 if isinstance(weight, Fp8Weight) else values.dtype == dtype
-    aligned = values.shape[-1] * values.itemsize % LEAST_BYTES == 0 and values.data_ptr() % LEAST_BYTES == 0
+    aligned = values.shape[-1] % COLUMNS == 0 and values.data_ptr() % LEAST_BYTES == 0
     return multiprocessors(values.device) > 0 and in_tiles and aligned and dtype != torch.float32
 
 
