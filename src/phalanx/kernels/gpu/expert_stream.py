@@ -38,7 +38,7 @@ TOGETHER = 3
 """Programs that a multiprocessor has room for, at least."""
 
 COLUMNS = 16
-"""What rows must be multiples of: less than that Triton does not know of a number, and rows are copied 16 bytes at once."""
+"""What rows must be multiples of, which is what Triton asks of a number: rows of x are copied 16 bytes at once."""
 
 
 @gluon.jit(do_not_specialize=["pairs", "x_rows"])
@@ -149,9 +149,7 @@ def stream_experts(
 
 
 def streams(dtype: torch.dtype, *weights: Tensor | Fp8Weight) -> bool:
-    """On a GPU that has the instructions, of matrices that can be copied in bulk, and rows of x sixteen at a time, one FP8
-    scale to a tile.
-    """
+    """On a GPU that has the instructions, of matrices that can be copied in bulk, one FP8 scale to a tile."""
     return all(_streams(weight, dtype) for weight in weights)
 
 
