@@ -22,7 +22,6 @@ from triton.language.extra import cuda
 
 from phalanx.kernels.fp8 import GROUP, Fp8Weight, Quantised
 from phalanx.kernels.gpu.stream import (
-    HAS_REINTERPRET,
     LEAST_BYTES,
     OUTPUTS,
     SHARED_BYTES,
@@ -30,8 +29,10 @@ from phalanx.kernels.gpu.stream import (
     all_threads,
     copy_in,
     multiprocessors,
+    row_by_row,
     step_of,
     tiles_of,
+    two_groups,
 )
 
 TOGETHER = 3
@@ -104,10 +105,7 @@ def stream_experts(
         known = (group < groups)[:, None] & (scaled < pairs)[None, :]
         table = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         table.store(gl.load(place, mask=known, other=0.0) * by_output[:, None])
-        if HAS_REINTERPRET:
-            factors = table.reinterpret(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        else:
-            factors = table._reinterpret(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        factors = row_by_row(table)
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for i in range(steps):
@@ -118,14 +116,7 @@ def stream_experts(
         all_threads()
         fence_async_shared()
         if FP8:
-            none = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-            left_x, right_x = rows.slice(0, 128, 1).permute((1, 0)), rows.slice(128, 128, 1).permute((1, 0))
-            left = warpgroup_mma(weight.slice(0, 128, 1), left_x, none, use_acc=False, is_async=True)
-            right = warpgroup_mma(weight.slice(128, 128, 1), right_x, none, use_acc=False, is_async=True)
-            left_factor, right_factor = factors.index(2 * i).load(by_row), factors.index(2 * i + 1).load(by_row)
-            left = warpgroup_mma_wait(1, [left])
-            acc += left * left_factor[None, :]
-            right = warpgroup_mma_wait(0, [right])
+            acc, right, right_factor = two_groups(weight, rows, acc, factors, i, layout)
         else:
             acc = warpgroup_mma(weight, rows.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])

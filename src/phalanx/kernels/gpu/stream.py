@@ -93,6 +93,29 @@ def copied_rows(first_row, rows, across, ROWS: gl.constexpr, HALF: gl.constexpr)
     return row
 
 
+@gluon.jit
+def row_by_row(table):
+    """The factors of a group of inputs lie together."""
+    by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if HAS_REINTERPRET:
+        return table.reinterpret(gl.float32, table.shape, by_rows)
+    return table._reinterpret(gl.float32, table.shape, by_rows)
+
+
+@gluon.jit
+def two_groups(weight, x, acc, factors, step, LAYOUT: gl.constexpr):
+    """A step in FP8: with the first group of inputs added, what is to be added of the second, and its factors."""
+    by_row: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    none = gl.zeros(acc.shape, gl.float32, LAYOUT)
+    left_x, right_x = x.slice(0, 128, 1).permute((1, 0)), x.slice(128, 128, 1).permute((1, 0))
+    left = warpgroup_mma(weight.slice(0, 128, 1), left_x, none, use_acc=False, is_async=True)
+    right = warpgroup_mma(weight.slice(128, 128, 1), right_x, none, use_acc=False, is_async=True)
+    left_factor, right_factor = factors.index(2 * step).load(by_row), factors.index(2 * step + 1).load(by_row)
+    left = warpgroup_mma_wait(1, [left])
+    acc += left * left_factor[None, :]
+    return acc, warpgroup_mma_wait(0, [right]), right_factor
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def stream(
     weights, xs, weight_scales, x_scales, bias, out, partial, counter, rows, outputs, inputs,
@@ -147,24 +170,14 @@ def stream(
         known = (group < groups)[:, None] & (column < rows)[None, :]
         table = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         table.store(gl.load(place, mask=known, other=0.0) * scale[:, None])
-        if HAS_REINTERPRET:
-            factors = table.reinterpret(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        else:
-            factors = table._reinterpret(gl.float32, [GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        factors = row_by_row(table)
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for i in range(count):
         weight, x = weight_stages.index(i % STAGES), x_stages.index(i % STAGES)
         mbarrier.wait(filled.index(i % STAGES), (i // STAGES) & 1)
         if FP8:
-            none = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-            left_x, right_x = x.slice(0, 128, 1).permute((1, 0)), x.slice(128, 128, 1).permute((1, 0))
-            left = warpgroup_mma(weight.slice(0, 128, 1), left_x, none, use_acc=False, is_async=True)
-            right = warpgroup_mma(weight.slice(128, 128, 1), right_x, none, use_acc=False, is_async=True)
-            left_factor, right_factor = factors.index(2 * i).load(by_row), factors.index(2 * i + 1).load(by_row)
-            left = warpgroup_mma_wait(1, [left])
-            acc += left * left_factor[None, :]
-            right = warpgroup_mma_wait(0, [right])
+            acc, right, right_factor = two_groups(weight, x, acc, factors, i, layout)
         else:
             acc = warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, [acc])
