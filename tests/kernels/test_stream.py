@@ -46,6 +46,17 @@ def test_tiles_of_experts_hold_twice_their_share(monkeypatch: pytest.MonkeyPatch
     assert rows_of(torch.empty(4, 256, 24, dtype=torch.bfloat16), 1)[1] is False
 
 
+def test_programs_of_experts_leave_room_for_others() -> None:
+    """Rows of a tile, steps, bytes of a row's step and groups: of few steps half are under way, of long inputs what the
+    factors leave room for.
+    """
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.expert_stream import stages_of
+
+    asked = ((8, 8, 256, 16), (16, 8, 256, 16), (32, 28, 256, 64), (8, 2, 256, 4), (8, 16, 256, 0), (64, 128, 256, 256))
+    assert [stages_of(*each) for each in asked] == [4, 3, 2, 1, 4, 1]
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way products go on a GPU that has the instructions; nothing is computed."""

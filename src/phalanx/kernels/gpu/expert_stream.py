@@ -156,7 +156,7 @@ def stages_of(rows: int, steps: int, step_bytes: int, groups: int) -> int:
     other's waiting.
     """
     room = SHARED_BYTES // TOGETHER - 2 * SYSTEM_BYTES - 4 * groups * rows
-    return min(room // ((OUTPUTS + rows) * step_bytes), triton.cdiv(steps, 2))
+    return max(1, min(room // ((OUTPUTS + rows) * step_bytes), triton.cdiv(steps, 2)))
 
 
 def product(
