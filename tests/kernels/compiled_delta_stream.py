@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kernels import HOPPER, Builder, streamed_deltas, streamed_drafts, streamed_narrow
 
-from phalanx.kernels.gpu.delta_stream import WAY
+from phalanx.kernels.gpu.delta_stream import TOGETHER
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES
 
 
@@ -16,7 +16,7 @@ def main() -> None:
             case()
     assert len(builder.built) == 8
     assert not builder.wrong, builder.wrong
-    assert all(WAY.together * (built.shared + SYSTEM_BYTES) <= SHARED_BYTES for built in builder.built)
+    assert all(TOGETHER * (built.shared + SYSTEM_BYTES) <= SHARED_BYTES for built in builder.built)
 
 
 if __name__ == "__main__":

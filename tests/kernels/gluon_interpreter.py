@@ -243,8 +243,9 @@ def _allocate(kind: tl.dtype, shape: list[int], layout: object) -> Memory:
 
 
 def _wide(kind: tl.dtype, held: np.ndarray) -> np.ndarray:
-    if kind == tl.float8e4nv:
-        return torch.from_numpy(held.copy()).view(torch.float8_e4m3fn).float().numpy()
+    if kind in (tl.bfloat16, tl.float8e4nv):
+        narrow = torch.bfloat16 if kind == tl.bfloat16 else torch.float8_e4m3fn
+        return torch.from_numpy(held.copy()).view(narrow).float().numpy()
     return held.astype(np.float32)
 
 

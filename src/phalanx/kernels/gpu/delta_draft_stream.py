@@ -20,15 +20,16 @@ from phalanx.kernels.fp8 import LARGEST, Quantised
 from phalanx.kernels.gpu.delta_stream import (
     DIM,
     KERNEL,
-    Way,
-    copy_entries,
+    TOGETHER,
+    WARPS,
     copy_rows,
-    dealt_to_all,
     number_of,
     seen_as,
     sigmoid,
     silu,
     softplus,
+    sum_of,
+    taps_of,
     tiles_of,
 )
 from phalanx.kernels.gpu.stream import SHARED_BYTES, SYSTEM_BYTES, all_threads, multiprocessors
@@ -45,7 +46,8 @@ ROWS_AT_ONCE = 128
 kernel ahead they would have to wait for that one.
 """
 
-WAY = Way(rows=64)
+COPY_ROWS = 64
+"""Of a state at once."""
 
 SMALL_BYTES = 2560
 """For barriers, and for what threads exchange when they sum up or deal numbers anew."""
@@ -61,11 +63,6 @@ def _and(some, another):
 
 
 @gluon.jit
-def _sum_of(left, right):
-    return left + right
-
-
-@gluon.jit
 def _first_rows(slots, rows, spare, sequence, layout: gl.constexpr):
     """The first row of each of some sequences, by their numbers, and how many sequences there are.
 
@@ -78,11 +75,26 @@ def _first_rows(slots, rows, spare, sequence, layout: gl.constexpr):
         place = gl.load(slots + row, mask=row < rows, other=-1)
         ahead = gl.load(slots + row - 1, mask=(row > 0) & (row < rows), other=-1)
         begins = ((row < rows) & ((place != ahead) | (place == spare))).to(gl.int32)
-        reached = gl.where(row < rows, begun + gl.associative_scan(begins, 0, _sum_of), 2**30)
+        reached = gl.where(row < rows, begun + gl.associative_scan(begins, 0, sum_of), 2**30)
         reached = gl.convert_layout(reached, gl.SliceLayout(1, layout))
         first_row += gl.sum((reached[:, None] <= sequence[None, :]).to(gl.int32), 0)
         begun += gl.sum(begins, 0)
     return first_row, begun
+
+
+@gluon.jit
+def _copy_entries(
+    updates, entries, place, head, begins, position, buffer, e, w, V_HEADS: gl.constexpr, PENDING: gl.constexpr,
+    E: gl.constexpr,
+):  # fmt: skip
+    """Keys and moves of the updates that stand are on their way; what all of them leave is returned."""
+    each: gl.constexpr = V_HEADS * (2 * _DIM + 1)
+    log = updates + place.to(gl.int64) * (PENDING * each) + head * (2 * _DIM + 1)
+    for at in range(begins, position):
+        number = at % PENDING
+        async_copy.async_copy_global_to_shared(entries.index(buffer * E + number), log + number * each + w)
+    async_copy.commit_group()
+    return gl.load(log + e * each + 2 * _DIM, mask=e < PENDING, other=0.0)
 
 
 @gluon.jit
@@ -93,8 +105,7 @@ def _find_channels(
 
     Tokens before this step are kept; those of this step are rows.
     """
-    to_all: gl.constexpr = dealt_to_all(gl.num_warps())
-    tiled, tap = gl.arange(0, _DIM, gl.SliceLayout(1, to_all)), gl.arange(0, 4, gl.SliceLayout(0, to_all))
+    tap = gl.arange(0, 4 * _DIM, gl.BlockedLayout([16], [32], [gl.num_warps()], [0]))
     ring = columns + place.to(gl.int64) * (RING * CHANNELS) + at + i
     given = qkvz + row.to(gl.int64) * stride + at + i
     spots = ()
@@ -103,7 +114,7 @@ def _find_channels(
         kept = ring[None, :] + ((position + of_step + RING) % RING * CHANNELS)[:, None]
         of_row = given[None, :] + (of_step * stride)[:, None]
         spots = _and(spots, gl.where((of_step >= 0)[:, None], of_row, kept))
-    return spots, gl.load(taps + (at + tiled)[:, None] * 4 + tap[None, :])
+    return spots, gl.load(taps + at * 4 + tap)
 
 
 @gluon.jit
@@ -151,13 +162,10 @@ def _convolved(asked, layout: gl.constexpr):
     """What the convolution makes of some channels of tokens, in float32 what the model's dtype holds."""
     seen, taps = asked
     third, second, last, new = seen
-    even, odd = gl.split(gl.reshape(taps.to(gl.float32), [_DIM, 2, 2]))
-    first_tap, third_tap = gl.split(even)
-    second_tap, fourth_tap = gl.split(odd)
-    total = third.to(gl.float32) * gl.convert_layout(first_tap, layout, assert_trivial=True)[None, :]
-    total += second.to(gl.float32) * gl.convert_layout(second_tap, layout, assert_trivial=True)[None, :]
-    total += last.to(gl.float32) * gl.convert_layout(third_tap, layout, assert_trivial=True)[None, :]
-    total += new.to(gl.float32) * gl.convert_layout(fourth_tap, layout, assert_trivial=True)[None, :]
+    third_tap, second_tap, last_tap, own_tap = taps_of(taps, [_DIM], layout)
+    total = third.to(gl.float32) * third_tap[None, :] + second.to(gl.float32) * second_tap[None, :]
+    total += last.to(gl.float32) * last_tap[None, :]
+    total += new.to(gl.float32) * own_tap[None, :]
     return silu(total.to(new.dtype).to(gl.float32)).to(new.dtype).to(gl.float32)
 
 
@@ -362,7 +370,7 @@ def stream_drafts(
     weight = gl.load(norm + i)
     head, row, tokens = first % V_HEADS, number_of(row_by, 0), number_of(count_by, 0)
     place, position, begins = number_of(places, 0), number_of(at_positions, 0), number_of(begin_at, 0)
-    left = copy_entries(updates, entries, place, head, begins, position, 0, e, w, V_HEADS, PENDING, E)
+    left = _copy_entries(updates, entries, place, head, begins, position, 0, e, w, V_HEADS, PENDING, E)
     found = _find_all(
         taps, columns, qkvz, rates, decays, decay_bias, place, position, row, head, i, t, stride, K_HEADS, V_HEADS, RING
     )
@@ -431,7 +439,7 @@ def stream_drafts(
             q_asked, k_asked, v_asked, next_gate, rates_asked = _ask_all(
                 next_found, next_position, number_of(count_by, number + 1), t, V_HEADS
             )
-            left = copy_entries(
+            left = _copy_entries(
                 updates, entries, next_place, next_head, number_of(begin_at, number + 1), next_position, 1 - buffer, e,
                 w, V_HEADS, PENDING, E,
             )  # fmt: skip
@@ -489,12 +497,12 @@ def stream_drafts(
         gate = next_gate
 
 
-def stages_of(way: Way, entries: int, tokens: int, number_bytes: int) -> int:
+def stages_of(entries: int, tokens: int, number_bytes: int) -> int:
     """How many copies a program has room for beside updates, twice, and small things."""
     tables, found = 5 * HEADS_AT_ONCE, entries + 2 * tokens * (1 + entries + tokens)
     small = 4 * (tables + 3 * tokens * DIM + found) + SMALL_BYTES
-    room = SHARED_BYTES // way.together - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
-    return room // (way.rows * DIM * number_bytes)
+    room = SHARED_BYTES // TOGETHER - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
+    return room // (COPY_ROWS * DIM * number_bytes)
 
 
 def is_streamed(net: DeltaWeights, most: int, updates: int, states: Tensor) -> bool:
@@ -504,24 +512,24 @@ def is_streamed(net: DeltaWeights, most: int, updates: int, states: Tensor) -> b
     if not (net.k_dim == net.v_dim == DIM and net.taps.shape[1] == KERNEL and 1 < most <= MOST_TOKENS):
         return False
     entries, tokens = triton.next_power_of_2(updates), triton.next_power_of_2(most)
-    room = stages_of(WAY, entries, tokens, states.element_size()) * WAY.rows
+    room = stages_of(entries, tokens, states.element_size()) * COPY_ROWS
     return room >= DIM and states.is_cuda and multiprocessors(states.device) > 0
 
 
 def step(
     qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates,
-    decode: DecodeRows, out: Tensor | Quantised, way: Way = WAY,
+    decode: DecodeRows, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """The tokens of each sequence, whose rows lie together."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, entries = len(decode.positions), triton.next_power_of_2(pending.tokens)
     tokens, units = triton.next_power_of_2(pending.most), rows * net.v_heads
-    programs = max(way.together * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
+    programs = max(TOGETHER * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
     stream_drafts[(min(programs, units),)](
-        tiles_of(states, way), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
+        tiles_of(states, COPY_ROWS), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
         pending.updates, pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
         len(decode.tables) - 1, net.eps, net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads,
         RING=columns.shape[1], PENDING=pending.tokens, NEXT=2 * pending.most, E=entries,
-        STAGES=stages_of(way, entries, tokens, states.element_size()), TOKENS=tokens, num_warps=way.warps,
-        maxnreg=way.registers, launch_pdl=True,
+        STAGES=stages_of(entries, tokens, states.element_size()), TOKENS=tokens, num_warps=WARPS,
+        launch_pdl=True,
     )  # fmt: skip

@@ -7,14 +7,12 @@ head at the start, for all heads. See `delta` for what is computed, and `stream`
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
@@ -36,54 +34,17 @@ DIM, KERNEL = 128, 4
 HEADS_AT_ONCE = 128
 """Heads of which a program looks up at the start where they are; with more there are more programs."""
 
-REGISTERS = 2**16
-"""Of a multiprocessor."""
+TOGETHER, WARPS = 2, 4
+"""Programs that share a multiprocessor, and the warps of each: one computes while copies of the other are under way."""
 
-
-class Way(NamedTuple):
-    """How many programs share a multiprocessor, the warps of each, and the rows of a state that are copied at once.
-
-    While one program computes what a head is asked for, the copies of the other are on their way.
-    """
-
-    together: int = 2
-    warps: int = 4
-    rows: int = 32
-
-    @property
-    def registers(self) -> int:
-        """That a thread may take."""
-        return min(255, REGISTERS // (32 * self.warps * self.together) // 8 * 8)
-
-
-WAY, NARROW_WAY = Way(), Way(rows=64)
+COPY_BYTES = 2**15
+"""Of a state at once; half of it where many updates leave no room for two such copies."""
 
 SMALL_BYTES = 1024
 """For barriers, and for what threads exchange when they sum up."""
 
 _DIM, _HEADS_AT_ONCE = gl.constexpr(DIM), gl.constexpr(HEADS_AT_ONCE)
 _LARGEST = gl.constexpr(LARGEST)
-
-
-@gluon.constexpr_function
-def with_taps(lanes: list[int], warps: list[int]) -> gl.DistributedLinearLayout:
-    """How channels with the taps of each are dealt, four channels a thread: the strides of lanes and of warps."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0]], [[stride, 0] for stride in lanes], [[stride, 0] for stride in warps], [],
-        [DIM, KERNEL],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def dealt_to_all(warps: int) -> gl.DistributedLinearLayout:
-    """Every warp has all channels."""
-    return with_taps([4, 8, 16, 32, 64], [0] * (warps.bit_length() - 1))
-
-
-@gluon.constexpr_function
-def dealt_by_warp(warps: int) -> gl.DistributedLinearLayout:
-    """Four warps have a quarter each, and a warp has it four times: as it has the columns of a state."""
-    return with_taps([4, 8, 16, 0, 0], [32, 64, *[0] * (warps.bit_length() - 3)])
 
 
 @gluon.jit
@@ -101,40 +62,29 @@ def number_of(table, at):
 
 
 @gluon.jit
-def _ask_kept(taps, columns, place, position, channel, tiled, tap, CHANNELS: gl.constexpr, RING: gl.constexpr):
-    """Of some channels, what the convolution looks back on, oldest first, and its taps, [channels, taps]."""
-    ring = columns + place.to(gl.int64) * (RING * CHANNELS) + channel
-    third = gl.load(ring + (position + RING - 3) % RING * CHANNELS, mask=position >= 3, other=0.0)
-    second = gl.load(ring + (position + RING - 2) % RING * CHANNELS, mask=position >= 2, other=0.0)
-    last = gl.load(ring + (position + RING - 1) % RING * CHANNELS, mask=position >= 1, other=0.0)
-    return third, second, last, gl.load(taps + tiled[:, None] * 4 + tap[None, :])
-
-
-@gluon.jit
-def _ask_all_kept(
-    taps, columns, place, position, head, i, j, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr, RING: gl.constexpr
-):
-    """Of the query, the key and the value of a head."""
-    CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
-    to_all: gl.constexpr = dealt_to_all(gl.num_warps())
-    by_warp: gl.constexpr = dealt_by_warp(gl.num_warps())
-    tiled_i, tiled_j = gl.arange(0, _DIM, gl.SliceLayout(1, to_all)), gl.arange(0, _DIM, gl.SliceLayout(1, by_warp))
-    tap_i, tap_j = gl.arange(0, 4, gl.SliceLayout(0, to_all)), gl.arange(0, 4, gl.SliceLayout(0, by_warp))
+def _first_channel(part, head, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr):
+    """Of the query, the key, the value and the gate of a head."""
     key = head // (V_HEADS // K_HEADS)
-    q_at, k_at, v_at = key * _DIM, (K_HEADS + key) * _DIM, (2 * K_HEADS + head) * _DIM
-    q = _ask_kept(taps, columns, place, position, q_at + i, q_at + tiled_i, tap_i, CHANNELS, RING)
-    k = _ask_kept(taps, columns, place, position, k_at + i, k_at + tiled_i, tap_i, CHANNELS, RING)
-    v = _ask_kept(taps, columns, place, position, v_at + j, v_at + tiled_j, tap_j, CHANNELS, RING)
-    return q, k, v
+    of_value = gl.where(part == 2, 2 * K_HEADS + head, 2 * K_HEADS + V_HEADS + head)
+    return gl.where(part == 0, key, gl.where(part == 1, K_HEADS + key, of_value)) * _DIM
 
 
 @gluon.jit
-def _ask_given(qkvz, row, stride, head, i, j, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr):
-    """Query, key, value and gate of a head, as they were projected."""
-    given, key = qkvz + row.to(gl.int64) * stride, head // (V_HEADS // K_HEADS)
-    q, k = gl.load(given + key * _DIM + i), gl.load(given + (K_HEADS + key) * _DIM + i)
-    v = gl.load(given + (2 * K_HEADS + head) * _DIM + j)
-    return q, k, v, gl.load(given + (2 * K_HEADS + V_HEADS + head) * _DIM + j)
+def _ask_kept(
+    taps, columns, place, position, head, channel, K_HEADS: gl.constexpr, V_HEADS: gl.constexpr, RING: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Of each part of a head what its convolution looks back on, oldest first, and the taps; a gate has neither."""
+    CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
+    tapped: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0])
+    convolved = (gl.arange(0, 4, gl.SliceLayout(1, layout)) < 3)[:, None]
+    ring = columns + place.to(gl.int64) * (RING * CHANNELS) + channel
+    third = gl.load(ring + (position + RING - 3) % RING * CHANNELS, mask=convolved & (position >= 3), other=0.0)
+    second = gl.load(ring + (position + RING - 2) % RING * CHANNELS, mask=convolved & (position >= 2), other=0.0)
+    last = gl.load(ring + (position + RING - 1) % RING * CHANNELS, mask=convolved & (position >= 1), other=0.0)
+    part, number = gl.arange(0, 4, gl.SliceLayout(1, tapped)), gl.arange(0, 4 * _DIM, gl.SliceLayout(0, tapped))
+    of_part = taps + (_first_channel(part, head, K_HEADS, V_HEADS) * 4)[:, None] + number[None, :]
+    return third, second, last, gl.load(of_part, mask=(part < 3)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -143,32 +93,58 @@ def silu(x):
 
 
 @gluon.jit
-def _convolved(kept, new, layout: gl.constexpr):
-    """What the convolution makes of some channels, in float32 what the model's dtype holds."""
-    third, second, last, taps = kept
-    even, odd = gl.split(gl.reshape(taps.to(gl.float32), [_DIM, 2, 2]))
-    first_tap, third_tap = gl.split(even)
-    second_tap, fourth_tap = gl.split(odd)
-    total = third.to(gl.float32) * gl.convert_layout(first_tap, layout, assert_trivial=True)
-    total += second.to(gl.float32) * gl.convert_layout(second_tap, layout, assert_trivial=True)
-    total += last.to(gl.float32) * gl.convert_layout(third_tap, layout, assert_trivial=True)
-    total += new.to(gl.float32) * gl.convert_layout(fourth_tap, layout, assert_trivial=True)
-    return silu(total.to(new.dtype).to(gl.float32)).to(new.dtype).to(gl.float32)
+def taps_of(taps, shape: gl.constexpr, layout: gl.constexpr):
+    """The four taps of all channels, one after the other."""
+    even, odd = gl.split(gl.reshape(taps.to(gl.float32), shape + [2, 2]))  # noqa: RUF005
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, layout, assert_trivial=True),
+        gl.convert_layout(second, layout, assert_trivial=True),
+        gl.convert_layout(third, layout, assert_trivial=True),
+        gl.convert_layout(fourth, layout, assert_trivial=True),
+    )
 
 
 @gluon.jit
-def copy_entries(
-    updates, entries, place, head, begins, position, buffer, e, w, V_HEADS: gl.constexpr, PENDING: gl.constexpr,
-    E: gl.constexpr,
-):  # fmt: skip
-    """Keys and moves of the updates that stand are on their way; what all of them leave is returned."""
-    each: gl.constexpr = V_HEADS * (2 * _DIM + 1)
-    log = updates + place.to(gl.int64) * (PENDING * each) + head * (2 * _DIM + 1)
-    for at in range(begins, position):
-        number = at % PENDING
-        async_copy.async_copy_global_to_shared(entries.index(buffer * E + number), log + number * each + w)
+def _made(kept, new, scale, layout: gl.constexpr):
+    """Query and key, of their length, value, and what the gate lets through: what a head makes of what it was given.
+
+    What the convolution makes is, in float32, what the model's dtype holds.
+    """
+    third, second, last, taps = kept
+    third_tap, second_tap, last_tap, own_tap = taps_of(taps, [4, _DIM], layout)
+    part = gl.arange(0, 4, gl.SliceLayout(1, layout))
+    convolved = (part < 3)[:, None]
+    total = third.to(gl.float32) * third_tap + second.to(gl.float32) * second_tap
+    total += last.to(gl.float32) * last_tap
+    total += new.to(gl.float32) * own_tap
+    opened = silu(gl.where(convolved, total.to(new.dtype), new).to(gl.float32))
+    made = gl.where(convolved, opened.to(new.dtype).to(gl.float32), opened)
+    length = gl.rsqrt(gl.sum(made * made, 1) + 1e-6)
+    return made * gl.where(part == 0, length * scale, gl.where(part == 1, length, 1.0))[:, None]
+
+
+@gluon.jit
+def _ask_updates(
+    updates, log, place, head, begins, position, V_HEADS: gl.constexpr, PENDING: gl.constexpr, layout: gl.constexpr
+):
+    """Keys and moves of the updates that stand are on their way, the oldest first, and zeros behind them.
+
+    What is returned is what each leaves of the state, as a logarithm, and what the one behind it does.
+    """
+    EACH: gl.constexpr = V_HEADS * (2 * _DIM + 1)
+    E: gl.constexpr = log.shape[0]
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    count, ahead = position - begins, begins % PENDING
+    of_head = updates + place.to(gl.int64) * (PENDING * EACH) + head * (2 * _DIM + 1)
+    o, w = gl.arange(0, E, gl.SliceLayout(1, layout)), gl.arange(0, 2 * _DIM, gl.SliceLayout(0, layout))
+    entry = of_head + ((ahead + o) % PENDING * EACH)[:, None] + w[None, :]
+    async_copy.async_copy_global_to_shared(log, entry, mask=(o < count)[:, None] & (w >= 0)[None, :])
     async_copy.commit_group()
-    return gl.load(log + e * each + 2 * _DIM, mask=e < PENDING, other=0.0)
+    o, of_left = gl.arange(0, E, flat), of_head + 2 * _DIM
+    left = gl.load(of_left + (ahead + o) % PENDING * EACH, mask=o < count, other=0.0)
+    return left, gl.load(of_left + (ahead + o + 1) % PENDING * EACH, mask=o + 1 < count, other=0.0)
 
 
 @gluon.jit
@@ -184,6 +160,11 @@ def copy_rows(
     full, stage = filled.index(chunk % STAGES), stages.index(chunk % STAGES)
     mbarrier.expect(full, BYTES, pred=known)
     copy_in(tiles, [row * _DIM + chunk % CHUNKS * ROWS, 0], full, stage, pred=known)
+
+
+@gluon.jit
+def sum_of(left, right):
+    return left + right
 
 
 @gluon.jit
@@ -210,12 +191,13 @@ def _rates_of(rates, decays, decay_bias, row, head, known, V_HEADS: gl.constexpr
 
 
 @gluon.jit
-def _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps, V_HEADS: gl.constexpr):
+def _gate_and_store(read, opened, weight, out, out_scales, row, rows, head, j, eps, V_HEADS: gl.constexpr):
     """One head of a row, see `delta_parts.gate_and_store`."""
-    wide = read.to(gate.dtype).to(gl.float32)
+    dtype: gl.constexpr = weight.dtype
+    wide = read.to(dtype).to(gl.float32)
     factor = gl.rsqrt(gl.sum(wide * wide, 0) / _DIM + eps)
-    normed = (weight * (wide * factor).to(gate.dtype)).to(gl.float32)
-    gated = (normed * silu(gate.to(gl.float32))).to(gate.dtype)
+    normed = (weight * (wide * factor).to(dtype)).to(gl.float32)
+    gated = (normed * opened).to(dtype)
     spot = out + row.to(gl.int64) * (V_HEADS * _DIM) + head * _DIM + j
     if out_scales is not None:
         scale = gl.maximum(gl.max(gl.abs(gated.to(gl.float32)), 0), 1e-10) / _LARGEST
@@ -226,39 +208,28 @@ def _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps
 
 
 @gluon.jit
-def _read_pending(
-    entries, by_keys, by_queries, fades, buffer, begins, position, PENDING: gl.constexpr, E: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """What key and query read of the updates that stand, and what these leave of the state."""
-    by_key, by_query = gl.zeros([_DIM], gl.float32, layout), gl.zeros([_DIM], gl.float32, layout)
-    rest = 1.0
-    for at in range(begins, position):
-        number = at % PENDING
-        moves, fade = entries.index(buffer * E + number).slice(_DIM, _DIM, 0).load(layout), number_of(fades, number)
-        by_key = by_key * fade + moves * number_of(by_keys, number)
-        by_query = by_query * fade + moves * number_of(by_queries, number)
-        rest *= fade
-    return by_key, by_query, rest
+def _weigh(left, weights):
+    """How much is left of each update that stands, which is stored, and of the state before them."""
+    by_each, by_next = left
+    weights.store(gl.exp(gl.associative_scan(by_next, 0, sum_of, reverse=True)))
+    return gl.exp(gl.sum(by_each, 0))
 
 
 @gluon.jit
 def _write_rows(
-    spot, stage, entries, fades, buffer, begins, position, FROM: gl.constexpr, TILE: gl.constexpr, E: gl.constexpr,
-    PENDING: gl.constexpr, layout: gl.constexpr,
+    spot, stage, entries, first, weights, rest, position, FROM: gl.constexpr, TILE: gl.constexpr, E: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """Rows of a state in shared memory with the updates that stand, to where they came from."""
     ROWS: gl.constexpr = stage.shape[0]
     i, j = gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, _DIM, gl.SliceLayout(0, layout))
     for piece in gl.static_range(ROWS // TILE):
         state = stage.slice(piece * TILE, TILE, 0).load(layout).to(gl.float32)
-        state = gl.where(position > 0, state, 0.0)
-        for at in range(begins, position):
-            number = at % PENDING
-            entry = entries.index(buffer * E + number)
-            k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout))
-            moved = entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))
-            state = state * number_of(fades, number) + k[:, None] * moved[None, :]
+        state = gl.where(position > 0, state * rest, 0.0)
+        for o in gl.static_range(E):
+            entry = entries.index(first + o)
+            k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout)) * number_of(weights, o)
+            state += k[:, None] * entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))[None, :]
         rows = spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :]
         gl.store(rows, state.to(spot.dtype.element_ty))
 
@@ -280,32 +251,45 @@ def stream_states(
     CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
     SHARED: gl.constexpr = V_HEADS // K_HEADS
     EACH: gl.constexpr = V_HEADS * (2 * _DIM + 1)
+    NARROW: gl.constexpr = tiles.dtype.primitive_bitwidth == 16
     in_tiles: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS // 4, 4], [1, 0])
     of_tile: gl.constexpr = gl.SliceLayout(1, in_tiles)
-    by_column: gl.constexpr = gl.SliceLayout(0, in_tiles)
-    by_entry: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    everywhere: gl.constexpr = gl.SliceLayout(0, by_entry)
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 16])
+    by_part: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    by_move: gl.constexpr = gl.BlockedLayout([E, 4], [1, 32], [WARPS, 1], [1, 0])
+    everywhere: gl.constexpr = gl.SliceLayout(0, by_move)
+    of_log: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     cuda.gdc_launch_dependents()
     first, programs, units = gl.program_id(0), gl.num_programs(0), count * V_HEADS
     own = gl.cdiv(units - first, programs)
 
     stages = gl.allocate_shared_memory(tiles.dtype, [STAGES, ROWS, _DIM], tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], matrix)
     entries = seen_as(log, gl.float32, [2 * E, 2 * _DIM])
-    whole = gl.allocate_shared_memory(gl.int32, [3, _HEADS_AT_ONCE], vectors)
-    real = gl.allocate_shared_memory(gl.float32, [2, _HEADS_AT_ONCE], vectors)
-    places, places_of = seen_as(whole.index(0), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(0)
-    at_positions, positions_of = seen_as(whole.index(1), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(1)
-    begin_at, begins_of = seen_as(whole.index(2), gl.int32, [_HEADS_AT_ONCE, 1]), whole.index(2)
-    decay_by, decays_of = seen_as(real.index(0), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(0)
-    beta_by, betas_of = seen_as(real.index(1), gl.float32, [_HEADS_AT_ONCE, 1]), real.index(1)
-    turned = gl.allocate_shared_memory(gl.float32, [2, _DIM], vectors)
-    met = gl.allocate_shared_memory(gl.float32, [3, E], vectors)
-    by_keys, by_queries = seen_as(met.index(0), gl.float32, [E, 1]), seen_as(met.index(1), gl.float32, [E, 1])
-    fades = seen_as(met.index(2), gl.float32, [E, 1])
+    places_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
+    positions_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
+    begins_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
+    decays_of = gl.allocate_shared_memory(gl.float32, [_HEADS_AT_ONCE], vectors)
+    betas_of = gl.allocate_shared_memory(gl.float32, [_HEADS_AT_ONCE], vectors)
+    places = seen_as(places_of, gl.int32, [_HEADS_AT_ONCE, 1])
+    at_positions = seen_as(positions_of, gl.int32, [_HEADS_AT_ONCE, 1])
+    begin_at = seen_as(begins_of, gl.int32, [_HEADS_AT_ONCE, 1])
+    decay_by = seen_as(decays_of, gl.float32, [_HEADS_AT_ONCE, 1])
+    beta_by = seen_as(betas_of, gl.float32, [_HEADS_AT_ONCE, 1])
+    parts = gl.allocate_shared_memory(gl.float32, [4, _DIM], matrix)
+    part_of = seen_as(parts, gl.float32, [4, _DIM])
+    if NARROW:
+        halves = gl.allocate_shared_memory(tiles.dtype, [8, _DIM], tiles.layout)
+    read_by_query = gl.allocate_shared_memory(gl.float32, [_DIM], vectors)
+    read_by_key = gl.allocate_shared_memory(gl.float32, [_DIM], vectors)
+    met_by_query = gl.allocate_shared_memory(gl.float32, [E], vectors)
+    met_by_key = gl.allocate_shared_memory(gl.float32, [E], vectors)
+    weights_of = gl.allocate_shared_memory(gl.float32, [E], vectors)
+    weights = seen_as(weights_of, gl.float32, [E, 1])
 
     n = gl.arange(0, _HEADS_AT_ONCE, flat)
     unit = first + n * programs
@@ -325,24 +309,32 @@ def stream_states(
     begins_of.store(gl.minimum(gl.maximum(reached, position_of - PENDING), position_of))
     all_threads()
 
-    i, j = gl.arange(0, _DIM, everywhere), gl.arange(0, _DIM, by_column)
-    e, w = gl.arange(0, E, flat), gl.arange(0, 2 * _DIM, flat)
+    part, i = gl.arange(0, 4, gl.SliceLayout(1, by_part)), gl.arange(0, _DIM, gl.SliceLayout(0, by_part))
+    j = gl.arange(0, _DIM, everywhere)
     weight = gl.load(norm + j)
     row, head = first // V_HEADS, first % V_HEADS
     place, position = number_of(places, 0), number_of(at_positions, 0)
-    left = copy_entries(
-        updates, entries, place, head, number_of(begin_at, 0), position, 0, e, w, V_HEADS, PENDING, E
+    left = _ask_updates(
+        updates, log.index(0), place, head, number_of(begin_at, 0), position, V_HEADS, PENDING, of_log
     )  # fmt: skip
-    q_kept, k_kept, v_kept = _ask_all_kept(taps, columns, place, position, head, i, j, K_HEADS, V_HEADS, RING)
+    channel = _first_channel(part, head, K_HEADS, V_HEADS)[:, None] + i[None, :]
+    kept = _ask_kept(taps, columns, place, position, head, channel, K_HEADS, V_HEADS, RING, by_part)
     cuda.gdc_wait()
-    q_new, k_new, v_new, gate = _ask_given(qkvz, row, stride, head, i, j, K_HEADS, V_HEADS)
+    new = gl.load(qkvz + row.to(gl.int64) * stride + channel)
     decay_of, beta_of = _rates_of(rates, decays, decay_bias, row_of, head_of, known, V_HEADS)
     decays_of.store(decay_of)
     betas_of.store(beta_of)
 
     for number in range(own):
         async_copy.wait_group(0)
-        met.index(2).store(gl.exp(left))
+        rest = _weigh(left, weights_of)
+        made = _made(kept, new, scale, by_part)
+        parts.store(made)
+        if NARROW:
+            upper = made.to(tiles.dtype)
+            both = gl.join(upper, (made - upper.to(gl.float32)).to(tiles.dtype))
+            halves.store(gl.reshape(gl.permute(both, (2, 0, 1)), [8, _DIM]))
+            fence_async_shared()
         all_threads()
         buffer = number & 1
         place, position, begins = (
@@ -352,111 +344,118 @@ def stream_states(
         )
         decay, beta = number_of(decay_by, number), number_of(beta_by, number)
         row, head = (first + number * programs) // V_HEADS, (first + number * programs) % V_HEADS
-        key = head // SHARED
-
         keeps = place != spare
-        first_of_key = keeps & (head % SHARED == 0)
+        is_kept = keeps & ((part == 2) | (part < 2) & (head % SHARED == 0))
         ring = columns + (place.to(gl.int64) * RING + position % RING) * CHANNELS
-        gl.store(ring + key * _DIM + i, q_new, mask=first_of_key)
-        gl.store(ring + (K_HEADS + key) * _DIM + i, k_new, mask=first_of_key)
-        gl.store(ring + (2 * K_HEADS + head) * _DIM + j, v_new, mask=keeps)
-        q, k = _convolved(q_kept, q_new, everywhere), _convolved(k_kept, k_new, everywhere)
-        v = _convolved(v_kept, v_new, by_column)
-        q = q * gl.rsqrt(gl.sum(q * q, 0) + 1e-6) * scale
-        k = k * gl.rsqrt(gl.sum(k * k, 0) + 1e-6)
-        turned.index(0).store(q)
-        turned.index(1).store(k)
-        keys = log.index(buffer).slice(0, _DIM, 1).load(by_entry)
-        met.index(0).store(gl.sum(keys * k[None, :], 1))
-        met.index(1).store(gl.sum(keys * q[None, :], 1))
+        gl.store(ring + channel, new, mask=is_kept[:, None])
+
+        update = updates + place.to(gl.int64) * (PENDING * EACH) + position % PENDING * EACH + head * (2 * _DIM + 1)
+        q, k = part_of.index(0).load(everywhere), part_of.index(1).load(everywhere)
+        gl.store(update + j, k, mask=keeps)
+        own_met = gl.sum(q * k, 0)
+        v, opened = part_of.index(2).load(everywhere), part_of.index(3).load(everywhere)
+        keys = log.index(buffer).slice(0, _DIM, 1).load(by_part) * weights_of.load(gl.SliceLayout(1, by_part))[:, None]
+        met_by_query.store(gl.sum(keys * part_of.index(0).load(gl.SliceLayout(0, by_part))[None, :], 1))
+        met_by_key.store(gl.sum(keys * part_of.index(1).load(gl.SliceLayout(0, by_part))[None, :], 1))
+        moves = log.index(buffer).slice(_DIM, _DIM, 1).load(by_move)
         all_threads()
+        old_by_query = gl.sum(moves * met_by_query.load(gl.SliceLayout(1, by_move))[:, None], 0)
+        old_by_key = gl.sum(moves * met_by_key.load(gl.SliceLayout(1, by_move))[:, None], 0)
 
         following = gl.minimum(number + 1, own - 1)
         next_unit = first + following * programs
         next_row, next_head = next_unit // V_HEADS, next_unit % V_HEADS
         next_place, next_position = number_of(places, following), number_of(at_positions, following)
-        next_q_kept, next_k_kept, next_v_kept = _ask_all_kept(
-            taps, columns, next_place, next_position, next_head, i, j, K_HEADS, V_HEADS, RING
-        )
-        next_q, next_k, next_v, next_gate = _ask_given(qkvz, next_row, stride, next_head, i, j, K_HEADS, V_HEADS)
-        left = copy_entries(
-            updates, entries, next_place, next_head, number_of(begin_at, following), next_position, 1 - buffer, e, w,
-            V_HEADS, PENDING, E,
+        channel = _first_channel(part, next_head, K_HEADS, V_HEADS)[:, None] + i[None, :]
+        kept = _ask_kept(taps, columns, next_place, next_position, next_head, channel, K_HEADS, V_HEADS, RING, by_part)
+        new = gl.load(qkvz + next_row.to(gl.int64) * stride + channel)
+        left = _ask_updates(
+            updates, log.index(1 - buffer), next_place, next_head, number_of(begin_at, following), next_position,
+            V_HEADS, PENDING, of_log,
         )  # fmt: skip
 
-        old_by_key, old_by_query, rest = _read_pending(
-            entries, by_keys, by_queries, fades, buffer, begins, position, PENDING, E, by_column
-        )
         makes_updates = keeps & ((position == 0) | (position + NEXT > begins + PENDING))
         spot = states + (place.to(gl.int64) * V_HEADS + head) * (_DIM * _DIM)
-        by_key, by_query = gl.zeros([TILE, _DIM], gl.float32, in_tiles), gl.zeros([TILE, _DIM], gl.float32, in_tiles)
+        if NARROW:
+            sums = gl.zeros([_DIM, 8], gl.float32, of_sums)
+        else:
+            by_query = gl.zeros([TILE, _DIM], gl.float32, in_tiles)
+            by_key = gl.zeros([TILE, _DIM], gl.float32, in_tiles)
         for c in gl.static_range(CHUNKS):
             chunk = number * CHUNKS + c
             stage = stages.index(chunk % STAGES)
             mbarrier.wait(filled.index(chunk % STAGES), chunk // STAGES & 1)
-            for piece in gl.static_range(ROWS // TILE):
-                state = stage.slice(piece * TILE, TILE, 0).load(in_tiles).to(gl.float32)
-                by_query += state * turned.index(0).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
-                by_key += state * turned.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
+            if NARROW:
+                sums = warpgroup_mma(stage.permute((1, 0)), halves.slice(c * ROWS, ROWS, 1).permute((1, 0)), sums)
+            else:
+                for piece in gl.static_range(ROWS // TILE):
+                    state = stage.slice(piece * TILE, TILE, 0).load(in_tiles)
+                    by_query += state * part_of.index(0).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
+                    by_key += state * part_of.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
             if makes_updates:
-                _write_rows(
-                    spot, stage, entries, fades, buffer, begins, position, c * ROWS, TILE, E, PENDING, in_tiles
-                )  # fmt: skip
+                _write_rows(spot, stage, entries, buffer * E, weights, rest, position, c * ROWS, TILE, E, in_tiles)
+            if c == CHUNKS - 1:
+                if NARROW:
+                    column = gl.arange(0, 8, gl.SliceLayout(0, of_sums))[None, :]
+                    read_by_query.store(gl.sum(gl.where(column % 4 == 0, sums, 0.0), 1))
+                    read_by_key.store(gl.sum(gl.where(column % 4 == 1, sums, 0.0), 1))
+                else:
+                    read_by_query.store(gl.sum(by_query, 0))
+                    read_by_key.store(gl.sum(by_key, 0))
             all_threads()
             copy_rows(tiles, stages, filled, places, chunk + STAGES, first, programs, own, V_HEADS, STAGES)
         if makes_updates:
             gl.store(since + (place.to(gl.int64) * V_HEADS + head) * _DIM + j, j * 0 + position)
         begun = position > 0
-        from_key = gl.where(begun, gl.sum(by_key, 0) * rest, 0.0) + old_by_key
-        from_query = gl.where(begun, gl.sum(by_query, 0) * rest, 0.0) + old_by_query
+        from_query = gl.where(begun, read_by_query.load(everywhere) * rest, 0.0) + old_by_query
+        from_key = gl.where(begun, read_by_key.load(everywhere) * rest, 0.0) + old_by_key
         fade = gl.exp(decay)
         moved = (v - from_key * fade) * beta
-        read = from_query * fade + gl.sum(q * k, 0) * moved
+        read = from_query * fade + own_met * moved
 
-        update = updates + place.to(gl.int64) * (PENDING * EACH) + position % PENDING * EACH + head * (2 * _DIM + 1)
-        gl.store(update + i, k, mask=keeps)
         gl.store(update + _DIM + j, moved, mask=keeps)
         gl.store(update + 2 * _DIM, decay, mask=keeps)
-        _gate_and_store(read, gate, weight, out, out_scales, row, rows, head, j, eps, V_HEADS)
-        q_new, k_new, v_new, gate = next_q, next_k, next_v, next_gate
-        q_kept, k_kept, v_kept = next_q_kept, next_k_kept, next_v_kept
+        _gate_and_store(read, opened, weight, out, out_scales, row, rows, head, j, eps, V_HEADS)
     async_copy.wait_group(0)
 
 
-def stages_of(way: Way, entries: int, number_bytes: int) -> int:
-    """How many copies a program has room for beside updates, twice, and small things."""
-    small = 4 * (5 * HEADS_AT_ONCE + 2 * DIM + 3 * entries) + SMALL_BYTES
-    room = SHARED_BYTES // way.together - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
-    return room // (way.rows * DIM * number_bytes)
+def copies_of(entries: int, number_bytes: int) -> tuple[int, int]:
+    """The rows of a state that are copied at once, and how many such copies a program has room for.
+
+    Beside them are updates, twice, and small things.
+    """
+    small = 4 * (5 * HEADS_AT_ONCE + 6 * DIM + 3 * entries) + 16 * DIM + SMALL_BYTES
+    room = SHARED_BYTES // TOGETHER - SYSTEM_BYTES - 2 * entries * 2 * DIM * 4 - small
+    size = COPY_BYTES if room >= 2 * COPY_BYTES else COPY_BYTES // 2
+    return size // (DIM * number_bytes), room // size
 
 
-def tiles_of(states: Tensor, way: Way) -> TensorDescriptor:
+def tiles_of(states: Tensor, rows: int) -> TensorDescriptor:
     """States as they are copied."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * states.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(states.view(-1, DIM), [way.rows, DIM], layout)
+    return TensorDescriptor.from_tensor(states.view(-1, DIM), [rows, DIM], layout)
 
 
 def is_streamed(net: DeltaWeights, rows: int, states: Tensor) -> bool:
     """On a GPU that has the instructions, of heads that this is written for, where programs have several each."""
     fits = net.k_dim == net.v_dim == DIM and net.taps.shape[1] == KERNEL
-    return fits and states.is_cuda and rows * net.v_heads > WAY.together * multiprocessors(states.device) > 0
+    return fits and states.is_cuda and rows * net.v_heads > TOGETHER * multiprocessors(states.device) > 0
 
 
 def step(
     qkvz: Tensor, rates: Tensor, net: DeltaWeights, states: Tensor, columns: Tensor, pending: PendingUpdates,
-    decode: DecodeRows, out: Tensor | Quantised, way: Way | None = None,
+    decode: DecodeRows, out: Tensor | Quantised,
 ) -> None:  # fmt: skip
     """One token of each row, which is the only one of its sequence."""
-    way = way or (WAY if states.element_size() == 4 else NARROW_WAY)
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, entries = len(decode.positions), triton.next_power_of_2(pending.tokens)
     units = rows * net.v_heads
-    programs = max(way.together * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
+    at_once, stages = copies_of(entries, states.element_size())
+    programs = max(TOGETHER * multiprocessors(states.device), triton.cdiv(units, HEADS_AT_ONCE))
     stream_states[(min(programs, units),)](
-        tiles_of(states, way), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
+        tiles_of(states, at_once), qkvz, rates, net.taps, net.decay, net.decay_bias, net.norm, states, columns,
         pending.updates, pending.since, decode.slots, decode.positions, values, scales, rows, len(qkvz), qkvz.stride(0),
         len(decode.tables) - 1, net.eps, net.k_dim**-0.5, K_HEADS=net.k_heads, V_HEADS=net.v_heads,
-        RING=columns.shape[1], PENDING=pending.tokens, NEXT=1 + pending.most, E=entries,
-        STAGES=stages_of(way, entries, states.element_size()), num_warps=way.warps, maxnreg=way.registers,
-        launch_pdl=True,
+        RING=columns.shape[1], PENDING=pending.tokens, NEXT=1 + pending.most, E=entries, STAGES=stages,
+        num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

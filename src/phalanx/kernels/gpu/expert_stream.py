@@ -35,7 +35,7 @@ from phalanx.kernels.gpu.stream import (
     two_groups,
 )
 
-TOGETHER = 3
+TOGETHER, FP8_TOGETHER = 2, 3
 """Programs that a multiprocessor has room for, at least."""
 
 COLUMNS = 16
@@ -155,7 +155,8 @@ def stages_of(rows: int, steps: int, step_bytes: int, groups: int) -> int:
     """How many copies are in flight: as many as there is room for, but of few steps half. More programs then hide each
     other's waiting.
     """
-    room = SHARED_BYTES // TOGETHER - 2 * SYSTEM_BYTES - 4 * groups * rows
+    together = FP8_TOGETHER if groups else TOGETHER
+    room = SHARED_BYTES // together - 2 * SYSTEM_BYTES - 4 * groups * rows
     return max(1, min(room // ((OUTPUTS + rows) * step_bytes), triton.cdiv(steps, 2)))
 
 

@@ -90,15 +90,21 @@ def _stretch(position, split, SPLITS: gl.constexpr):
 
 @gluon.jit
 def _clear(latent, first, WARPS: gl.constexpr):
-    """Zeros in the rows of a block from `first` on, in pieces for which there are registers beside all sums."""
+    """Zeros in the rows of a block from `first` on: 0 times what a request that broke has left there is NaN.
+
+    In pieces for which there are registers beside all sums.
+    """
     spread: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = gl.arange(0, _PAGE, gl.SliceLayout(1, spread))
     for number in gl.static_range(_PAGES):
-        kept = (number * _PAGE + row < first)[:, None]
-        for start in gl.static_range(0, _RANK, _PIECE):
-            piece = latent.slice(number * _PAGE, _PAGE, 0).slice(start, _PIECE, 1)
-            held = piece.load(spread)
-            piece.store(gl.where(kept, held, gl.zeros_like(held)))
+        if first < (number + 1) * _PAGE:
+            kept = (number * _PAGE + row < first)[:, None]
+            for start in gl.static_range(0, _RANK, _PIECE):
+                piece = latent.slice(number * _PAGE, _PAGE, 0).slice(start, _PIECE, 1)
+                held = piece.load(spread)
+                piece.store(gl.where(kept, held, gl.zeros_like(held)))
+    fence_async_shared()
+    all_threads()
 
 
 @gluon.jit(do_not_specialize=["table_rows"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -185,15 +191,13 @@ def attend_latents(
         latent, key = latent_stages.index(stage), key_stages.index(stage)
         pages = _pages_of(table, at + _STAGES * _TOKENS, guess)
         mbarrier.wait(full, (i // _STAGES + turn) & 1)
+        if at + _TOKENS > stop:
+            _clear(latent, stop - at, WARPS)
         none = gl.zeros([_TOKENS, COLUMNS], gl.float32, layout)
         scores = warpgroup_mma(latent, low.permute((1, 0)), none, use_acc=False, is_async=True)
         scores = warpgroup_mma(key, high.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, [scores])
         seen = at + gl.arange(0, _TOKENS, by_token) < stop
-        if at + _TOKENS > stop:
-            unseen = gl.where(seen[:, None], 0.0, scores)
-            if gl.max(gl.max(gl.where(unseen - unseen == 0.0, 0, 1), 1), 0) > 0:
-                _clear(latent, stop - at, WARPS)  # 0 times what a request that broke has left is NaN
         scores = gl.where(seen[:, None], scores * scale, -1.0e30)
         top = gl.maximum(peak, gl.max(scores, 0))
         weights = gl.exp2(scores - top[None, :])
