@@ -84,7 +84,8 @@ def main() -> None:
     ):
         for placed in (False, True):
             taken = shared_memory_of_experts(tile, inputs, in_fp8, placed)
-            assert taken * expert_stream.TOGETHER <= SHARED_MEMORY, (tile, inputs, taken)
+            together = expert_stream.FP8_TOGETHER if in_fp8 else expert_stream.TOGETHER
+            assert taken * together <= SHARED_MEMORY, (tile, inputs, taken)
 
 
 if __name__ == "__main__":

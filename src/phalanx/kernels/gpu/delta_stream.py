@@ -217,19 +217,20 @@ def _weigh(left, weights):
 
 @gluon.jit
 def _write_rows(
-    spot, stage, entries, first, weights, rest, position, FROM: gl.constexpr, TILE: gl.constexpr, E: gl.constexpr,
-    layout: gl.constexpr,
+    spot, stage, entries, first, count, weights, rest, position, FROM: gl.constexpr, TILE: gl.constexpr,
+    TURN: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Rows of a state in shared memory with the updates that stand, to where they came from."""
+    """Rows of a state in shared memory with so many updates, which are made some at a turn, to where they came from."""
     ROWS: gl.constexpr = stage.shape[0]
     i, j = gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, _DIM, gl.SliceLayout(0, layout))
     for piece in gl.static_range(ROWS // TILE):
         state = stage.slice(piece * TILE, TILE, 0).load(layout).to(gl.float32)
         state = gl.where(position > 0, state * rest, 0.0)
-        for o in gl.static_range(E):
-            entry = entries.index(first + o)
-            k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout)) * number_of(weights, o)
-            state += k[:, None] * entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))[None, :]
+        for turn in range(0, count, TURN):
+            for o in gl.static_range(TURN):
+                entry, weight = entries.index(first + turn + o), number_of(weights, turn + o)
+                k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout)) * weight
+                state += k[:, None] * entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))[None, :]
         rows = spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :]
         gl.store(rows, state.to(spot.dtype.element_ty))
 
@@ -251,12 +252,13 @@ def stream_states(
     CHANNELS: gl.constexpr = (2 * K_HEADS + V_HEADS) * _DIM
     SHARED: gl.constexpr = V_HEADS // K_HEADS
     EACH: gl.constexpr = V_HEADS * (2 * _DIM + 1)
+    TURN: gl.constexpr = min(E, 8)
     NARROW: gl.constexpr = tiles.dtype.primitive_bitwidth == 16
     in_tiles: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS // 4, 4], [1, 0])
     of_tile: gl.constexpr = gl.SliceLayout(1, in_tiles)
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 16])
     by_part: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    by_move: gl.constexpr = gl.BlockedLayout([E, 4], [1, 32], [WARPS, 1], [1, 0])
+    by_move: gl.constexpr = gl.BlockedLayout([TURN, 4], [1, 32], [WARPS, 1], [1, 0])
     everywhere: gl.constexpr = gl.SliceLayout(0, by_move)
     of_log: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -393,7 +395,10 @@ def stream_states(
                     by_query += state * part_of.index(0).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
                     by_key += state * part_of.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
             if makes_updates:
-                _write_rows(spot, stage, entries, buffer * E, weights, rest, position, c * ROWS, TILE, E, in_tiles)
+                _write_rows(
+                    spot, stage, entries, buffer * E, position - begins, weights, rest, position, c * ROWS, TILE, TURN,
+                    in_tiles,
+                )  # fmt: skip
             if c == CHUNKS - 1:
                 if NARROW:
                     column = gl.arange(0, 8, gl.SliceLayout(0, of_sums))[None, :]
