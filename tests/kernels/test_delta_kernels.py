@@ -37,22 +37,32 @@ def test_the_installed_triton_builds_the_kernels_that_stream_states(tmp_path: Pa
     run_apart("compiled_delta_stream", interpret=False, TRITON_CACHE_DIR=str(tmp_path))
 
 
-def test_states_of_many_heads_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from phalanx.kernels.gpu import delta_stream
 
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
 
-    def is_streamed(rows: int, dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
+    def is_streamed(dim: int = 128, kernel: int = 4, processors: int = 132) -> bool:
         monkeypatch.setattr(delta_stream, "multiprocessors", lambda device: processors)
         heads = torch.zeros(32)
         net = DeltaWeights(16, 32, dim, dim, torch.empty(64 * dim, kernel), heads, heads, torch.empty(dim), 1e-6)
-        return delta_stream.is_streamed(net, rows, on_gpu)
+        return delta_stream.is_streamed(net, on_gpu)
 
-    assert [is_streamed(rows) for rows in (1, 8, 9, 256)] == [False, False, True, True]
-    assert not is_streamed(256, dim=64)
-    assert not is_streamed(256, kernel=3)
-    assert not is_streamed(256, processors=0)
+    assert is_streamed()
+    assert not is_streamed(dim=64)
+    assert not is_streamed(kernel=3)
+    assert not is_streamed(processors=0)
+
+
+def test_copies_of_states_leave_room_for_updates() -> None:
+    """Rows of a state at once and how many such copies, beside 8, 16 and 32 updates, of states in 32 and 16 bits."""
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu.delta_stream import copies_of
+
+    assert [copies_of(*each) for each in ((8, 4), (16, 4), (32, 4), (8, 2), (16, 2), (32, 2))] == [
+        (64, 2), (64, 2), (32, 2), (128, 2), (128, 2), (64, 2),
+    ]  # fmt: skip
 
 
 def test_drafts_of_few_tokens_are_streamed_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:

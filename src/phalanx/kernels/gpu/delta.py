@@ -244,7 +244,7 @@ def _step(
     """Nothing here depends on lengths: a graph serves all. Rows that fill it up have the last slot, the spare one."""
     values, scales = out if isinstance(out, Quantised) else (out, None)
     rows, most = len(decode.positions), 1 if decode.apart else pending.most
-    if HAS_GLUON and most == 1 and delta_stream.is_streamed(net, rows, states):
+    if HAS_GLUON and most == 1 and delta_stream.is_streamed(net, states):
         delta_stream.step(qkvz, rates, net, states, columns, pending, decode, out)
         return
     if HAS_GLUON and delta_draft_stream.is_streamed(net, most, pending.tokens, states):

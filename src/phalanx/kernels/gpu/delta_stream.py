@@ -217,21 +217,25 @@ def _weigh(left, weights):
 
 @gluon.jit
 def _write_rows(
-    spot, stage, entries, first, count, weights, rest, position, FROM: gl.constexpr, TILE: gl.constexpr,
-    TURN: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    spot, stage, log, first, count, weights, rest, position, begin, TURN: gl.constexpr, layout: gl.constexpr
+):
     """Rows of a state in shared memory with so many updates, which are made some at a turn, to where they came from."""
-    ROWS: gl.constexpr = stage.shape[0]
+    TILE: gl.constexpr = 4 * gl.num_warps()
+    PARTS: gl.constexpr = 2 * _DIM // TILE
+    parts = seen_as(log, gl.float32, [log.shape[0] * log.shape[1] * PARTS, TILE])
+    entries = seen_as(log, gl.float32, [log.shape[0] * log.shape[1], 2 * _DIM])
     i, j = gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, _DIM, gl.SliceLayout(0, layout))
-    for piece in gl.static_range(ROWS // TILE):
+    for piece in gl.static_range(stage.shape[0] // TILE):
+        tile = begin // TILE + piece
         state = stage.slice(piece * TILE, TILE, 0).load(layout).to(gl.float32)
         state = gl.where(position > 0, state * rest, 0.0)
         for turn in range(0, count, TURN):
             for o in gl.static_range(TURN):
-                entry, weight = entries.index(first + turn + o), number_of(weights, turn + o)
-                k = entry.slice(FROM + piece * TILE, TILE, 0).load(gl.SliceLayout(1, layout)) * weight
-                state += k[:, None] * entry.slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))[None, :]
-        rows = spot + (FROM + piece * TILE + i)[:, None] * _DIM + j[None, :]
+                entry = first + turn + o
+                k = parts.index(entry * PARTS + tile).load(gl.SliceLayout(1, layout)) * number_of(weights, turn + o)
+                moved = entries.index(entry).slice(_DIM, _DIM, 0).load(gl.SliceLayout(0, layout))
+                state += k[:, None] * moved[None, :]
+        rows = spot + (tile * TILE + i)[:, None] * _DIM + j[None, :]
         gl.store(rows, state.to(spot.dtype.element_ty))
 
 
@@ -271,7 +275,6 @@ def stream_states(
     stages = gl.allocate_shared_memory(tiles.dtype, [STAGES, ROWS, _DIM], tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     log = gl.allocate_shared_memory(gl.float32, [2, E, 2 * _DIM], matrix)
-    entries = seen_as(log, gl.float32, [2 * E, 2 * _DIM])
     places_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
     positions_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
     begins_of = gl.allocate_shared_memory(gl.int32, [_HEADS_AT_ONCE], vectors)
@@ -396,8 +399,7 @@ def stream_states(
                     by_key += state * part_of.index(1).slice(c * ROWS + piece * TILE, TILE, 0).load(of_tile)[:, None]
             if makes_updates:
                 _write_rows(
-                    spot, stage, entries, buffer * E, position - begins, weights, rest, position, c * ROWS, TILE, TURN,
-                    in_tiles,
+                    spot, stage, log, buffer * E, position - begins, weights, rest, position, c * ROWS, TURN, in_tiles
                 )  # fmt: skip
             if c == CHUNKS - 1:
                 if NARROW:
@@ -441,10 +443,10 @@ def tiles_of(states: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(states.view(-1, DIM), [rows, DIM], layout)
 
 
-def is_streamed(net: DeltaWeights, rows: int, states: Tensor) -> bool:
-    """On a GPU that has the instructions, of heads that this is written for, where programs have several each."""
+def is_streamed(net: DeltaWeights, states: Tensor) -> bool:
+    """On a GPU that has the instructions, of heads that this is written for."""
     fits = net.k_dim == net.v_dim == DIM and net.taps.shape[1] == KERNEL
-    return fits and states.is_cuda and rows * net.v_heads > TOGETHER * multiprocessors(states.device) > 0
+    return fits and states.is_cuda and multiprocessors(states.device) > 0
 
 
 def step(
