@@ -26,6 +26,7 @@ from phalanx.spec.delta import updates_beside
 
 NETS = {"35b-a3b": (16, 32), "27b": (16, 48)}
 DIM, KERNEL, LAYERS = 128, 4, 4
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_PER_S = 4.3e12
 GPU = torch.device("cuda")
 
@@ -33,13 +34,15 @@ GPU = torch.device("cuda")
 class Layer:
     """A net with states for so many sequences, of which a step may have so many tokens as `most`."""
 
-    def __init__(self, k_heads: int, v_heads: int, places: int, most: int = 1) -> None:
+    def __init__(
+        self, k_heads: int, v_heads: int, places: int, most: int = 1, dtype: torch.dtype = torch.float32
+    ) -> None:
         channels = (2 * k_heads + v_heads) * DIM
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": GPU}
         rates = torch.full((v_heads,), -3.0, device=GPU), torch.zeros(v_heads, device=GPU)
         taps, norm = torch.randn(channels, KERNEL, **half), torch.ones(DIM, **half)
         self.net = DeltaWeights(k_heads, v_heads, DIM, DIM, taps, *rates, norm, 1e-6)
-        self.states = torch.zeros(places, v_heads, DIM, DIM, device=GPU)
+        self.states = torch.zeros(places, v_heads, DIM, DIM, device=GPU, dtype=dtype)
         self.columns = torch.zeros(places, KERNEL - 1 + most, channels, **half)
         updates = torch.zeros(places, updates_beside(most), v_heads, 2 * DIM + 1, device=GPU)
         since = torch.full((places, v_heads, DIM), 100, dtype=torch.int32, device=GPU)
@@ -58,7 +61,8 @@ def decode_rows(sequences: int, tokens: int) -> DecodeRows:
     """So many tokens of each sequence, which are not all where their states are written."""
     tables = torch.zeros(sequences + 1, 1, dtype=torch.int32, device=GPU)
     slots = torch.arange(sequences, device=GPU).repeat_interleave(tokens)
-    positions = 100 + slots % 8 + torch.arange(tokens, device=GPU).repeat(sequences)
+    begun = 100 + torch.randint(0, 8, (sequences,), device=GPU)
+    positions = begun[slots] + torch.arange(tokens, device=GPU).repeat(sequences)
     return DecodeRows(tables, slots, positions, apart=tokens == 1)
 
 
@@ -81,9 +85,9 @@ def seconds(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / times
 
 
-def time_decodes(name: str, sequences: int, tokens: int) -> None:
+def time_decodes(name: str, sequences: int, tokens: int, dtype: torch.dtype) -> None:
     """Steps go on by what is accepted: with drafts, by a token fewer than there are."""
-    layers = [Layer(*NETS[name], sequences + 1, tokens) for _ in range(max(LAYERS, 128 // sequences))]
+    layers = [Layer(*NETS[name], sequences + 1, tokens, dtype) for _ in range(max(LAYERS, 128 // sequences))]
     decode, (qkvz, rates) = decode_rows(sequences, tokens), layers[0].inputs(sequences * tokens)
 
     def step(layer: Layer) -> None:
@@ -92,7 +96,7 @@ def time_decodes(name: str, sequences: int, tokens: int) -> None:
     runs = [partial(step, layer) for layer in layers]
     runs.append(lambda: decode.positions.add_(max(1, tokens - 1)))
     took = microseconds(runs) * len(runs) / len(layers) * 1e-6
-    moved = 4 * layers[0].states[:-1].numel() + qkvz.nbytes
+    moved = layers[0].states[:-1].nbytes + qkvz.nbytes
     told(f"{name} decode {sequences}x{tokens}", took, moved)
 
 
@@ -135,11 +139,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", choices=list(NETS), default=list(NETS))
     parser.add_argument("--values", type=int, default=delta_prompts.VALUES_AT_ONCE, help="columns of a state at once")
+    parser.add_argument("--states", choices=list(STATES), default="fp32", help="of what decodes read")
     asked = parser.parse_args()
     delta_prompts.VALUES_AT_ONCE = asked.values
     for name in asked.nets:
         for sequences, tokens in ((1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (1, 4), (8, 4), (32, 4)):
-            time_decodes(name, sequences, tokens)
+            time_decodes(name, sequences, tokens, STATES[asked.states])
         for prompts, length in ((1, 128), (1, 1024), (16, 1024), (1, 16384)):
             time_prompts(name, prompts, length)
         tell_error(name, 1000)
