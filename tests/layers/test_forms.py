@@ -13,12 +13,14 @@ from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
+from phalanx.kernels.gemm import Fp8Gemm
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.router import RouterAtOnce, blanks_for
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.adapters import Added, StepAdapters
 from phalanx.layers.decoder import Decoder
 from phalanx.layers.ffn import experts
+from phalanx.layers.mixers.delta import DeltaMixer
 from phalanx.layers.place import Place
 from phalanx.layers.step import StepContext
 from phalanx.models import read_config
@@ -81,6 +83,21 @@ def test_what_a_norm_brings_to_fp8_is_what_products_would(
     runner = runner_of(name)
     assert {layer.mixer.takes for layer in runner.model.layers} == mixers
     assert {layer.ffn.takes for layer in runner.model.layers} == ffns
+    found = hidden(runner)
+    assert found.isfinite().all()
+    monkeypatch.setattr(StepContext, "form", lambda *_: Form.PLAIN)
+    assert torch.equal(found, hidden(runner))
+
+
+def test_a_net_may_take_all_it_takes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("qwen3_5_text")
+    nets = [layer.mixer for layer in runner.model.layers if isinstance(layer.mixer, DeltaMixer)]
+    for net in nets:
+        plain = net.rates.product.weight
+        weight = Fp8Weight.empty(*plain.shape, row_block=128, device=plain.device)
+        weight.fill(*quantise_blocks(plain.float()))
+        net.rates.product = Fp8Gemm(weight, None, plain.dtype)
+    assert {net.takes for net in nets} == {Form.FP8}
     found = hidden(runner)
     assert found.isfinite().all()
     monkeypatch.setattr(StepContext, "form", lambda *_: Form.PLAIN)

@@ -59,6 +59,10 @@ def plain(x: Activations) -> Tensor:
     return found
 
 
+def rows_in(x: Activations) -> int:
+    return len(x.values if isinstance(x, Quantised) else plain(x))
+
+
 def dequantise(values: Tensor, scales: Tensor, row_block: int, dtype: torch.dtype) -> Tensor:
     """Every element times the scale of the tile of `row_block` x 128 that it lies in, for one matrix or a stack."""
     rows, columns = values.shape[-2:]

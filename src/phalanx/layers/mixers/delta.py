@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.kernels.cache import zeros
 from phalanx.kernels.delta import delta_net
 from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
-from phalanx.kernels.fp8 import GROUP, Activations, Form, plain
+from phalanx.kernels.fp8 import GROUP, Activations, Form, rows_in
 from phalanx.kernels.gemm import Product
 from phalanx.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, form_for
 from phalanx.layers.place import Part, Place
@@ -114,7 +114,7 @@ class DeltaMixer:
         """This rank's part of what the net adds to these rows, all by default."""
         quantised = rows is None and self.output.product.takes_fp8 and self.record.v_dim == GROUP
         adapters = step.adapters_of(None)
-        if len(plain(x)) == 1:  # quick: the first weights of the other are on their way meanwhile
+        if rows_in(x) == 1:  # quick: the first weights of the other are on their way meanwhile
             rates, qkvz = self.rates(x, adapters), self.qkvz(x, adapters)
         else:  # not as quick: the other had better not wait for it
             qkvz, rates = self.qkvz(x, adapters), self.rates(x, adapters)
