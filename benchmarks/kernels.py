@@ -26,7 +26,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
-from phalanx.kernels.cache import HeadNorms
+from phalanx.kernels.cache import UNSCALED, Fresh, HeadNorms
 from phalanx.kernels.delta_weights import DeltaWeights, PendingUpdates
 from phalanx.kernels.draft_rows import Cache, Sequences, StepRows
 from phalanx.kernels.four_bit import FourBitWeight
@@ -34,6 +34,7 @@ from phalanx.kernels.fp8 import E4M3, Form, Fp8Weight
 from phalanx.kernels.gpu import (
     all_reduce,
     attention,
+    attention_early,
     compressed,
     compressed_rows,
     delta,
@@ -144,6 +145,18 @@ def attending(cache_dtype: torch.dtype, dtype: torch.dtype = HALF, fp8: bool = F
                         q, h, c, t, w, 0.1, o, sinks=s
                     )
                 )
+
+
+def attending_early(cache_dtype: torch.dtype) -> Iterator[Case]:
+    """One row whose heads come as they were computed."""
+    for heads, kv_heads, dim, sinks in ((32, 8, 128, None), (64, 8, 64, some(64, dtype=torch.float32))):
+        cache, qkv = some(8, 16, 2, kv_heads, dim, dtype=cache_dtype), some(1, heads + 2 * kv_heads, dim)
+        one, places = torch.zeros(1, dtype=torch.int64), DecodeRows(whole(4, 4), torch.arange(1), torch.arange(1))
+        fresh = Fresh(some(1, 1, dim), some(1, 1, dim), one, UNSCALED)
+        for out in (some(1, heads, dim), rows.empty_quantised(1, heads * dim, qkv.device)) if dim == 128 else (qkv,):
+            yield lambda q=qkv, h=heads, c=cache, p=places, o=out, s=sinks, f=fresh: attention_early.decode_early(
+                q, h, c, p, None, 0.1, o, 1.0, s, f
+            )
 
 
 def latents(dtype: torch.dtype = HALF) -> Iterator[Case]:
@@ -536,6 +549,8 @@ def cases(kernel: str, capability: int) -> Iterator[Case]:
         case "attention":
             yield from _wide_and_half(lambda dtype: attending(dtype, dtype, fp8 and dtype == HALF))
             yield from attending(E4M3) if fp8 else ()
+            if early.starts_early():
+                yield from (*attending_early(HALF), *attending_early(E4M3))
         case "latents":
             yield from _wide_and_half(latents)
             yield from streamed_latents() if capability == HOPPER else ()

@@ -9,9 +9,13 @@ import torch
 
 from phalanx.kernels import tiling
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, decode_attention_torch, prefill_attention_torch
-from phalanx.kernels.fp8 import GROUP, Quantised
+from phalanx.kernels.cache import UNSCALED, CacheScales, Fresh
+from phalanx.kernels.fp8 import E4M3, GROUP, Quantised
 from phalanx.kernels.gpu import attention as gpu
-from phalanx.kernels.gpu.rows import empty_quantised, quantise
+from phalanx.kernels.gpu import attention_early
+from phalanx.kernels.gpu.attention_early import decode_early
+from phalanx.kernels.gpu.rows import empty_quantised, quantise, rotate_and_store
+from phalanx.kernels.rotary import cos_and_sin_torch
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles, tile_prompt
 from tests.kernels.interpreter import make_ready
 
@@ -110,6 +114,57 @@ def check_decode(
         same(first, quantise(half.flatten(1)))
 
 
+def check_fresh(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    length: int,
+    window: int | None,
+    rotary: int,
+    sunk: bool = False,
+    in_fp8: bool = False,
+    late: bool = False,
+) -> None:
+    """Heads that come as they were computed: the cache and what is attended are those of two launches. What kernels not
+    yet ended write may come late: where the token is, and the tokens just before it.
+    """
+    width, position, dtype = -(-length // PAGE) + 2, torch.tensor([length - 1]), torch.float32 if in_fp8 else torch.half
+    qkv = torch.randn(1, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    cache = torch.randn(3 * width, PAGE, 2, kv_heads, head_dim).to(E4M3 if in_fp8 else dtype)
+    decode = DecodeRows(torch.randperm(len(cache)).view(3, width).int(), torch.tensor([1]), position)
+    places = decode.tables[1, torch.arange(length) // PAGE].long() * PAGE + torch.arange(length) % PAGE
+    cos, sin = cos_and_sin_torch(position, torch.rand(rotary // 2), 1.2, dtype)
+    scales = CacheScales(0.5, 2.0) if in_fp8 else UNSCALED
+    sinks = torch.randn(heads) * 2 if sunk else None
+    found, wanted = (torch.full((1, heads, head_dim), float("nan"), dtype=dtype) for _ in range(2))
+    turned, filled, write_to = qkv.clone(), cache.clone(), places[-1:]
+    rotate_and_store(turned, cos, sin, write_to, filled, heads, kv_heads, None, scales)
+    asked = (window, 0.2 * scales.key)
+    gpu.decode_attention(turned[:, :heads], filled, decode, *asked, wanted, scales.value, sinks)
+    fresh, flat, recent = (
+        Fresh(cos, sin, write_to, scales),
+        cache.flatten(0, 1),
+        places[-attention_early.ASIDE - 1 : -1],
+    )
+    whole = flat.clone()
+    flat[write_to] = float("nan")
+
+    def begin() -> None:
+        """Nothing that may come late is there."""
+        flat[recent] = float("nan")
+        if late:
+            decode.slots[0], decode.positions[0] = 2**40, 7
+
+    def wait() -> None:
+        flat[recent] = whole[recent]
+        decode.slots[0], decode.positions[0] = 1, length - 1
+
+    with patch.multiple(attention_early, let_next_start=begin, wait_for_ahead=wait):
+        decode_early(qkv, heads, cache, decode, *asked, found, scales.value, sinks, fresh)
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+    assert torch.equal(cache.float(), filled.float())
+
+
 def main() -> None:
     make_ready()
     torch.manual_seed(0)
@@ -124,6 +179,13 @@ def main() -> None:
     check_decode(4, 2, [1, 200, 130], None, parts=2, head_dim=128)
     check_decode(2, 1, [70, 5], None, parts=8, head_dim=256)
     check_decode(4, 4, [1, 200, 3, 4, 5], None, parts=1, head_dim=128)
+    for length in (1, 2, 64, 65, 81, 200):
+        check_fresh(4, 2, 16, length, None, 16)
+    check_fresh(4, 4, 16, 700, None, 16, sunk=True)
+    check_fresh(4, 4, 16, 300, 150, 16, sunk=True, late=True)
+    check_fresh(2, 1, 128, 300, None, 128, late=True)
+    check_fresh(4, 2, 24, 70, None, 8)
+    check_fresh(4, 2, 16, 90, 20, 16, in_fp8=True)
     check_prompts(2, 1, 128, None, [(37, 20), (0, 70)])
     for broken in (0, 1):
         check_prompts(2, 1, 16, None, [(0, 20), (0, 150), (0, 7)], broken=broken)

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 def make_ready() -> None:
     """Leave out what only GPUs have, and half of the time: at every call of a function the interpreter puts all of its
     language in place anew, and it computes for every sum whether it overflows, which then nobody looks at. It cuts
-    numbers off where GPUs round them to bf16.
+    numbers off where GPUs round them to bf16 and e4m3.
     """
     cuda.gdc_wait = cuda.gdc_launch_dependents = language.debug_barrier = lambda: None
     builder = interpreter.interpreter_builder
@@ -47,6 +47,8 @@ def _rounding(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         if (source, target) == (language.float32, language.bfloat16):
             wide = torch.from_numpy(np.ascontiguousarray(values))
             return wide.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (language.float32, language.float8e4nv):
+            return torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return convert(values, source, target, mode)
 
     return rounded

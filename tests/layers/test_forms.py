@@ -12,9 +12,13 @@ from torch import Tensor
 from phalanx.engine.sampling import SamplingParams
 from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
+from phalanx.kernels import attention
+from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, paged_attention
+from phalanx.kernels.cache import Fresh
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
 from phalanx.kernels.gemm import Fp8Gemm
 from phalanx.kernels.pairs import Unsummed
+from phalanx.kernels.rotary import rotate_and_store
 from phalanx.kernels.router import RouterAtOnce, blanks_for
 from phalanx.kernels.unnormed import Unnormed
 from phalanx.layers.adapters import Added, StepAdapters
@@ -164,6 +168,42 @@ def test_experts_may_be_chosen_in_the_launch_that_scores_them(name: str, monkeyp
     assert torch.equal(hidden(runner), wanted)
     assert calls == routed > 0
     assert unnormed == (0 if name == "deepseek_v4" else routed), "several streams are normed before"
+
+
+@pytest.mark.parametrize(("name", "fresh"), [("llama", True), ("gpt_oss", True), ("qwen3", False)])
+def test_a_single_row_may_be_turned_where_it_is_attended(
+    name: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the definition of that kernel: with sinks and windows, but not where heads are normed, nor several rows."""
+    torch.manual_seed(0)
+    runner, calls = runner_of(name), 0
+    hidden(runner)
+
+    def again(*at: int) -> Tensor:
+        positions = torch.tensor(at)
+        tokens, attention = runner.batch.decode_inputs(torch.zeros_like(positions), positions, False, apart=False)
+        return runner.model(tokens, positions, attention)
+
+    def turned_and_attended(
+        qkv: Tensor, heads: int, cache: Tensor, batch: AttentionBatch, sight: Sight, scale: float, out: Tensor,
+        value_scale: float, fresh: Fresh,
+    ) -> None:  # fmt: skip
+        nonlocal calls
+        calls += 1
+        turned, masks = qkv.clone(), SightMasks(batch, cache.shape[1], qkv.dtype)
+        rotate_and_store(turned, fresh.cos, fresh.sin, fresh.write_to, cache, heads, cache.shape[3], None, fresh.scales)
+        out.copy_(paged_attention(turned, heads, cache, batch, masks, sight, scale, value_scale))
+
+    at = len(PROMPT) - 1
+    wanted, two = again(at), again(at - 1, at)
+    assert calls == 0
+    monkeypatch.setattr(attention, "_reads_early", lambda cache, dtype: True)
+    monkeypatch.setattr(attention, "_attend_fresh", turned_and_attended)
+    assert torch.equal(again(at), wanted)
+    assert calls == (len(runner.model.layers) if fresh else 0)
+    calls = 0
+    assert torch.equal(again(at - 1, at), two)
+    assert calls == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import cpu
-from phalanx.kernels.cache import take
+from phalanx.kernels.cache import Fresh, take
 from phalanx.kernels.fp8 import GROUP, Quantised
 from phalanx.kernels.quantise import quantise
 from phalanx.kernels.tiling import DecodeRows, PrefillTiles
@@ -115,6 +115,20 @@ def visible(queries: Tensor, keys: Tensor, window: int | None, chunked: bool = F
     return allowed & (keys // window == queries // window if chunked else keys > queries - window)
 
 
+def takes_fresh(batch: AttentionBatch, cache: Tensor, sight: Sight, dtype: torch.dtype) -> bool:
+    """Whether attention had better be given heads as they were computed. Of several rows one may look at another."""
+    alone = batch.decode is not None and batch.tiles is None and not batch.prefills and len(batch.write_to) == 1
+    return alone and sight.is_plain and _reads_early(cache, dtype)
+
+
+def _reads_early(cache: Tensor, dtype: torch.dtype) -> bool:
+    if not cache.is_cuda:
+        return False
+    from phalanx.kernels.gpu.attention_early import takes
+
+    return takes(dtype, cache.shape[-1])
+
+
 def paged_attention(
     qkv: Tensor,
     heads: int,
@@ -124,13 +138,18 @@ def paged_attention(
     sight: Sight,
     scale: float,
     value_scale: float = 1.0,
+    fresh: Fresh | None = None,
 ) -> Tensor:
-    """Attend with the query heads of qkv, [tokens, heads + 2 * kv_heads, head_dim], whose keys and values are cached.
+    """Attend with the query heads of qkv, [tokens, heads + 2 * kv_heads, head_dim], whose keys and values are cached,
+    or are to be, with what else is `fresh`.
 
     All writes to the cache come before any read, so a sequence may use a prefix that another one computes in the same
     step. `scale` is for the scores and `value_scale` for what is attended; an FP8 cache's own scales are in them.
     """
     out = qkv.new_empty(qkv.shape[0], heads, qkv.shape[2])
+    if fresh is not None:
+        _attend_fresh(qkv, heads, cache, batch, sight, scale, out, value_scale, fresh)
+        return out
     if batch.alone is not None and cpu.runs(cache):
         decode_attention(qkv[:, :heads], cache, batch.alone, masks, sight, scale, out, value_scale)
         return out
@@ -142,8 +161,8 @@ def paged_attention(
         return out
     for row in batch.prefills:
         span, mask = slice(row.first, row.first + row.count), masks.prefill(row, sight)
-        fresh = mask is None and cache.dtype is qkv.dtype
-        kv = qkv[span, heads:].unflatten(1, (2, -1)) if fresh else _gather(cache, row, qkv.dtype)
+        whole = mask is None and cache.dtype is qkv.dtype
+        kv = qkv[span, heads:].unflatten(1, (2, -1)) if whole else _gather(cache, row, qkv.dtype)
         torch.mul(_prefill(qkv[span, :heads], kv, mask, scale, sight.sinks), value_scale, out=out[span])
     return out
 
@@ -157,16 +176,20 @@ def paged_attention_quantised(
     sight: Sight,
     scale: float,
     value_scale: float = 1.0,
+    fresh: Fresh | None = None,
 ) -> Quantised:
     """The same with the heads of a token side by side, brought to FP8 on the way out."""
     by_kernels = qkv.is_cuda and sight.is_plain and (batch.tiles is not None or not batch.prefills)
     if not by_kernels or qkv.shape[2] != GROUP:
-        attended = paged_attention(qkv, heads, cache, batch, masks, sight, scale, value_scale)
+        attended = paged_attention(qkv, heads, cache, batch, masks, sight, scale, value_scale, fresh)
         return quantise(attended.flatten(1))
     from phalanx.kernels.gpu import attention as gpu
     from phalanx.kernels.gpu.rows import empty_quantised
 
     out, window, sinks = empty_quantised(len(qkv), heads * GROUP, qkv.device), sight.window, sight.sinks
+    if fresh is not None:
+        _attend_fresh(qkv, heads, cache, batch, sight, scale, out, value_scale, fresh)
+        return out
     if batch.decode is not None:
         rows = len(batch.decode.positions)
         first = Quantised(out.values[:rows], out.scales[:rows])
@@ -174,6 +197,23 @@ def paged_attention_quantised(
     if batch.tiles is not None:
         gpu.prefill_attention(qkv, heads, cache, batch.tiles, window, scale, out, value_scale, sinks)
     return out
+
+
+def _attend_fresh(
+    qkv: Tensor,
+    heads: int,
+    cache: Tensor,
+    batch: AttentionBatch,
+    sight: Sight,
+    scale: float,
+    out: Tensor | Quantised,
+    value_scale: float,
+    fresh: Fresh,
+) -> None:
+    from phalanx.kernels.gpu.attention_early import decode_early
+
+    assert batch.decode is not None
+    decode_early(qkv, heads, cache, batch.decode, sight.window, scale, out, value_scale, sight.sinks, fresh)
 
 
 def decode_attention(

@@ -30,6 +30,17 @@ class CacheScales(NamedTuple):
 UNSCALED = CacheScales()
 
 
+class Fresh(NamedTuple):
+    """What is still to be done to the heads of a step: query and key heads are turned by cos and sin, keys and values
+    written to their places in the flattened cache.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    write_to: Tensor
+    scales: CacheScales
+
+
 _WORTH_A_MAPPING = 2**20
 """Bytes."""
 

@@ -30,7 +30,7 @@ JOINED_AT_ONCE = 2048
 
 
 @triton.jit
-def _to_meet(queries, cache):
+def to_meet(queries, cache):
     """The queries in the dtype that the cache is widened to. From e4m3 a GPU is quick to float16, slow to bfloat16."""
     if cache.dtype.element_ty.is_fp8() and queries.dtype == tl.bfloat16:
         queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
@@ -54,6 +54,20 @@ def _widened(values, queries):
 
 
 @triton.jit
+def attend_tile(queries, keys, values, seen, acc, peak, total, scale):
+    """Some tokens of the cache, with what came before them."""
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    top = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp(scores - top[:, None])
+    shrink = tl.exp(peak - top)
+    total = total * shrink + tl.sum(weights, 1)
+    values = _widened(values, queries)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
 def _store_heads(out, out_scales, attended, place, scale_place, mask, known, like, LARGEST: tl.constexpr):
     """A head for each row. For FP8, where a head is a group of its own, it is rounded as it would be without."""
     if out_scales is None:
@@ -63,6 +77,27 @@ def _store_heads(out, out_scales, attended, place, scale_place, mask, known, lik
         factor = tl.maximum(tl.max(tl.abs(rounded), 1), 1e-10) / LARGEST
         tl.store(out + place, (rounded / factor[:, None]).to(out.dtype.element_ty), mask=mask)
         tl.store(out_scales + scale_place, factor, mask=known)
+
+
+@triton.jit
+def store_stretch(
+    acc, peak, total, q, cache, out, out_scales, partial, peaks, totals, value_scale, out_rows, row, head, split, known,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """What is attended, or what it is made of where there are several stretches."""
+    d = tl.arange(0, DIM)
+    mask = known[:, None] & (d < HEAD_DIM)
+    if cache.dtype.element_ty.is_fp8():
+        acc *= value_scale
+    if SPLITS == 1:
+        place, scale_place = (row * HEADS + head)[:, None] * HEAD_DIM + d, head.to(tl.int64) * out_rows + row
+        attended = acc / total[:, None]
+        _store_heads(out, out_scales, attended, place, scale_place, mask, known, q, LARGEST)
+    else:
+        place = (row * HEADS + head) * SPLITS + split
+        tl.store(peaks + place, peak, mask=known)
+        tl.store(totals + place, total, mask=known)
+        tl.store(partial + place[:, None] * HEAD_DIM + d, acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["out_rows"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -84,7 +119,7 @@ def _decode(
     head = kv * group + g
     wait_for_ahead()
     queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + d, mask=known & inside, other=0.0)
-    queries = _to_meet(queries, cache)
+    queries = to_meet(queries, cache)
     last = tl.load(positions + row)
     table = tables + tl.load(slots + row) * table_width
     first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
@@ -103,27 +138,13 @@ def _decode(
         page = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
         entry = (page * PAGE + position % PAGE) * 2 * KV_HEADS + kv
         keys = tl.load(cache + entry[None, :] * HEAD_DIM + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        top = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - top[:, None])
-        shrink = tl.exp(peak - top)
-        total = total * shrink + tl.sum(weights, 1)
         spot = (entry + KV_HEADS)[:, None] * HEAD_DIM + d
-        values = _widened(tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0), queries)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = top
-    if cache.dtype.element_ty.is_fp8():
-        acc *= value_scale
-    if SPLITS == 1:
-        place, scale_place = (row * HEADS + head)[:, None] * HEAD_DIM + d, head.to(tl.int64) * out_rows + row
-        attended = acc / total[:, None]
-        _store_heads(out, out_scales, attended, place, scale_place, known & inside, g < group, q, LARGEST)
-    else:
-        place = (row * HEADS + head) * SPLITS + split
-        tl.store(peaks + place, peak, mask=g < group)
-        tl.store(totals + place, total, mask=g < group)
-        tl.store(partial + place[:, None] * HEAD_DIM + d, acc, mask=known & inside)
+        values = tl.load(cache + spot, mask=seen[:, None] & inside, other=0.0)
+        acc, peak, total = attend_tile(queries, keys, values, seen, acc, peak, total, scale)
+    store_stretch(
+        acc, peak, total, q, cache, out, out_scales, partial, peaks, totals, value_scale, out_rows, row, head, split,
+        g < group, HEADS, HEAD_DIM, SPLITS, DIM, LARGEST,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["out_rows"])
@@ -174,7 +195,7 @@ def decode_attention(
     sinks: Tensor | None = None,
 ) -> None:
     """Nothing here depends on lengths on the host, but for what `decode` says of them: a graph serves all others."""
-    values, scales, out_rows = _places(out)
+    values, scales, out_rows = places_of(out)
     (rows, heads, head_dim), (_, page, _, kv_heads, _) = q.shape, cache.shape
     tables, splits = decode.tables, splits_of(rows, kv_heads, decode.uneven)
     dim = max(16, triton.next_power_of_2(head_dim))
@@ -197,7 +218,7 @@ def decode_attention(
 
 def join_splits(partial: Tensor, peaks: Tensor, totals: Tensor, q: Tensor, out: Tensor | Quantised) -> None:
     """What the queries attend, of the partial sums, peaks and totals of all stretches of their sequences."""
-    (rows, heads, head_dim), splits, (values, scales, out_rows) = q.shape, partial.shape[2], _places(out)
+    (rows, heads, head_dim), splits, (values, scales, out_rows) = q.shape, partial.shape[2], places_of(out)
     dim = max(16, triton.next_power_of_2(head_dim))
     _join_splits[(rows * heads,)](
         partial, peaks, totals, q, values, scales, out_rows, HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, DIM=dim,
@@ -205,7 +226,7 @@ def join_splits(partial: Tensor, peaks: Tensor, totals: Tensor, q: Tensor, out: 
     )  # fmt: skip
 
 
-def _places(out: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int]:
+def places_of(out: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int]:
     """Where numbers go, where their scales do, and how far those of two heads are apart."""
     return (*out, out.scales.stride(1)) if isinstance(out, Quantised) else (out, None, 0)
 
@@ -322,7 +343,7 @@ def _prefill(
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mask = (r[:, None] < count) & (d < HEAD_DIM)
     row = (first + r).to(tl.int64)[:, None]
-    queries = _to_meet(tl.load(qkv + row * stride + head * HEAD_DIM + d, mask=mask, other=0.0), cache)
+    queries = to_meet(tl.load(qkv + row * stride + head * HEAD_DIM + d, mask=mask, other=0.0), cache)
     table = tables + sequence.to(tl.int64) * table_width
     oldest = tl.maximum(start - window + 1, 0) if WINDOWED else 0
     peak = tl.full([ROWS], -1.0e30, tl.float32)
@@ -377,7 +398,7 @@ def prefill_attention(
 
     A tile of qkv is one copy if a head fills it.
     """
-    values, scales, out_rows = _places(out)
+    values, scales, out_rows = places_of(out)
     (tokens, _, head_dim), (_, page, _, kv_heads, _) = qkv.shape, cache.shape
     dim = max(16, triton.next_power_of_2(head_dim))
     wide, head_bytes = qkv.dtype == torch.float32, dim * qkv.element_size()

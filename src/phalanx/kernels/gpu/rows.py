@@ -244,7 +244,7 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor, quantised: bool = False) -> Tensor 
 
 
 @triton.jit
-def _as_cached(x, inverse, cache, LARGEST: tl.constexpr):
+def as_cached(x, inverse, cache, LARGEST: tl.constexpr):
     """Values as the cache holds them: in FP8 divided by their scale, and at most the largest."""
     if cache.dtype.element_ty.is_fp8():
         x = tl.clamp(x.to(tl.float32) * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -320,10 +320,10 @@ def _rotate_and_store(
     entry = cache + (slot * 2 * kv_heads + head - heads) * head_dim
     kept = exists & (head >= heads)
     inverse = tl.where(turns, key_inverse, value_inverse)
-    tl.store(entry + d, _as_cached(low, inverse, cache, LARGEST), mask=mask & kept)
-    tl.store(entry + half + d, _as_cached(high, inverse, cache, LARGEST), mask=mask & kept)
+    tl.store(entry + d, as_cached(low, inverse, cache, LARGEST), mask=mask & kept)
+    tl.store(entry + half + d, as_cached(high, inverse, cache, LARGEST), mask=mask & kept)
     if rotary < head_dim:
-        tl.store(entry + r, _as_cached(rest, inverse, cache, LARGEST), mask=kept & behind)
+        tl.store(entry + r, as_cached(rest, inverse, cache, LARGEST), mask=kept & behind)
 
 
 def rotate_and_store(

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.activation import sigmoid_and_mul, sigmoid_and_mul_quantised
-from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, paged_attention, paged_attention_quantised
-from phalanx.kernels.cache import UNSCALED, HeadNorms, store, zeros
+from phalanx.kernels.attention import (
+    AttentionBatch,
+    Sight,
+    SightMasks,
+    paged_attention,
+    paged_attention_quantised,
+    takes_fresh,
+)
+from phalanx.kernels.cache import UNSCALED, Fresh, HeadNorms, store, zeros
 from phalanx.kernels.fp8 import Activations, Form
 from phalanx.kernels.gemm import Product
 from phalanx.kernels.invariant import invariant_attention
@@ -82,12 +89,14 @@ class Attention(Stateless):
     def __call__(self, x: Activations, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """This rank's part of what attention adds to these rows, all by default."""
         qkv = self.qkv(x, step.adapters_of(None)).view(-1, self.heads + 2 * self.kv_heads, self.record.head_dim)
-        self._turn_and_store(qkv, step)
+        fresh = self._fresh(qkv, step)
+        if fresh is None:
+            self._turn_and_store(qkv, step)
         adapters = step.adapters_of(rows)
         in_fp8 = self.output.product.takes_fp8 and adapters is None
         if in_fp8 and rows is None and self.gate is None:
-            return self.output(paged_attention_quantised(*self._asked(qkv, step)))
-        attended = self._attended(qkv, step)
+            return self.output(paged_attention_quantised(*self._asked(qkv, step), fresh))
+        attended = self._attended(qkv, step, fresh)
         if self.gate is None:
             return self.output(attended if rows is None else attended.index_select(0, rows), adapters)
         gate = self.gate(x, step.adapters_of(None))
@@ -102,14 +111,23 @@ class Attention(Stateless):
         batch, (key, value) = step.batch.of(self.cache_group), self.cache_scales
         return qkv, self.heads, self.cache, batch, step.masks, self.sight, self.record.scale * key, value
 
-    def _attended(self, qkv: Tensor, step: StepContext) -> Tensor:
+    def _attended(self, qkv: Tensor, step: StepContext, fresh: Fresh | None) -> Tensor:
         """The heads of a token side by side."""
         asked = self._asked(qkv, step)
         if not self.invariant:
-            return paged_attention(*asked).flatten(1)
+            return paged_attention(*asked, fresh).flatten(1)
         _, heads, cache, batch, masks, sight, scale, _ = asked
         assert batch.decode is not None
         return invariant_attention(qkv[:, :heads], cache, batch.decode, masks, sight, scale).flatten(1)
+
+    def _fresh(self, qkv: Tensor, step: StepContext) -> Fresh | None:
+        """What attention does itself of what else is done before it."""
+        batch, rope = step.batch.of(self.cache_group), self.record.rope
+        if rope is None or self.record.head_norm is not None or self.invariant:
+            return None
+        if not takes_fresh(batch, self.cache, self.sight, qkv.dtype):
+            return None
+        return Fresh(*step.turns(rope), batch.write_to, self.cache_scales)
 
     def _turn_and_store(self, qkv: Tensor, step: StepContext) -> None:
         """Queries and keys normed and turned in place, keys and values written to the cache."""
