@@ -182,6 +182,7 @@ def main() -> None:
     for length in (1, 2, 64, 65, 81, 200):
         check_fresh(4, 2, 16, length, None, 16)
     check_fresh(4, 4, 16, 700, None, 16, sunk=True)
+    check_fresh(32, 16, 16, 66, None, 16, sunk=True)  # in one part
     check_fresh(4, 4, 16, 300, 150, 16, sunk=True, late=True)
     check_fresh(2, 1, 128, 300, None, 128, late=True)
     check_fresh(4, 2, 24, 70, None, 8)
