@@ -67,9 +67,12 @@ def _places(
 
 @triton.jit
 def _read(key_places, value_places, known, inside, keys, values):
-    """Of the tokens that are known; of others what is given."""
-    keys = tl.load(key_places, mask=known[None, :] & inside[:, None], other=keys)
-    return keys, tl.load(value_places, mask=known[:, None] & inside[None, :], other=values)
+    """Of the tokens that are known; of others what is given. Past the first cache, where what lies beside a token that
+    is read early would stay as it was.
+    """
+    keys = tl.load(key_places, mask=known[None, :] & inside[:, None], other=keys, cache_modifier=".cg")
+    values = tl.load(value_places, mask=known[:, None] & inside[None, :], other=values, cache_modifier=".cg")
+    return keys, values
 
 
 @triton.jit(do_not_specialize=["out_rows", "table_rows"], do_not_specialize_on_alignment=_ANYWHERE)
@@ -178,8 +181,8 @@ def decode_early(
         peaks, totals, qkv.stride(0), len(tables), tables.stride(0), window or 0, scale, value_scale, out_rows,
         1 / key_scale, 1 / own_scale, SINKS=sinks is not None, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         PAGE=page, SPLITS=splits, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=TOKENS,
-        ROTARY=cos.shape[-1], LARGEST=LARGEST, 
-        num_warps=SHORT_WARPS if dim <= SHORT_DIMENSIONS else WARPS, num_stages=STAGES, launch_pdl=True,
+        ROTARY=cos.shape[-1], LARGEST=LARGEST, num_stages=STAGES, launch_pdl=True,
+        num_warps=SHORT_WARPS if dim <= SHORT_DIMENSIONS else WARPS,
     )  # fmt: skip
     if splits > 1:
         join_splits(partial, peaks, totals, qkv[:, :heads], out)
