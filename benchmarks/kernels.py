@@ -153,7 +153,8 @@ def attending_early(cache_dtype: torch.dtype) -> Iterator[Case]:
         cache, qkv = some(8, 16, 2, kv_heads, dim, dtype=cache_dtype), some(1, heads + 2 * kv_heads, dim)
         one, places = torch.zeros(1, dtype=torch.int64), DecodeRows(whole(4, 4), torch.arange(1), torch.arange(1))
         fresh = Fresh(some(1, 1, dim), some(1, 1, dim), one, UNSCALED)
-        for out in (some(1, heads, dim), rows.empty_quantised(1, heads * dim, qkv.device)) if dim == 128 else (qkv,):
+        in_fp8 = [rows.empty_quantised(1, heads * dim, qkv.device)] if dim == 128 else []
+        for out in (some(1, heads, dim), *in_fp8):
             yield lambda q=qkv, h=heads, c=cache, p=places, o=out, s=sinks, f=fresh: attention_early.decode_early(
                 q, h, c, p, None, 0.1, o, 1.0, s, f
             )

@@ -14,7 +14,7 @@ from phalanx.engine.step_plan import Admission, StepPlan
 from phalanx.fabric.group import Solo
 from phalanx.kernels import attention
 from phalanx.kernels.attention import AttentionBatch, Sight, SightMasks, paged_attention
-from phalanx.kernels.cache import Fresh
+from phalanx.kernels.cache import CacheScales, Fresh
 from phalanx.kernels.fp8 import Form, Fp8Weight, quantise_blocks
 from phalanx.kernels.gemm import Fp8Gemm
 from phalanx.kernels.pairs import Unsummed
@@ -176,13 +176,19 @@ def test_a_single_row_may_be_turned_where_it_is_attended(
 ) -> None:
     """By the definition of that kernel: with sinks and windows, but not where heads are normed, nor several rows."""
     torch.manual_seed(0)
-    runner, calls = runner_of(name), 0
+    runner, calls, scales = runner_of(name), 0, CacheScales()
     hidden(runner)
+    mixers = [layer.mixer for layer in runner.model.layers]
+    begun = [mixer.cache.clone() for mixer in mixers]
 
-    def again(*at: int) -> Tensor:
+    def goes_on(*at: int) -> list[Tensor]:
+        """Behind the last layer, and what is cached then."""
+        for mixer, cache in zip(mixers, begun, strict=True):
+            mixer.cache.copy_(cache)
+            mixer.cache_scales = scales
         positions = torch.tensor(at)
         tokens, attention = runner.batch.decode_inputs(torch.zeros_like(positions), positions, False, apart=False)
-        return runner.model(tokens, positions, attention)
+        return [runner.model(tokens, positions, attention), *(mixer.cache.clone() for mixer in mixers)]
 
     def turned_and_attended(
         qkv: Tensor, heads: int, cache: Tensor, batch: AttentionBatch, sight: Sight, scale: float, out: Tensor,
@@ -190,19 +196,22 @@ def test_a_single_row_may_be_turned_where_it_is_attended(
     ) -> None:  # fmt: skip
         nonlocal calls
         calls += 1
+        assert fresh.scales is scales
         turned, masks = qkv.clone(), SightMasks(batch, cache.shape[1], qkv.dtype)
-        rotate_and_store(turned, fresh.cos, fresh.sin, fresh.write_to, cache, heads, cache.shape[3], None, fresh.scales)
+        rotate_and_store(turned, fresh.cos, fresh.sin, fresh.write_to, cache, heads, cache.shape[3])
         out.copy_(paged_attention(turned, heads, cache, batch, masks, sight, scale, value_scale))
 
-    at = len(PROMPT) - 1
-    wanted, two = again(at), again(at - 1, at)
-    assert calls == 0
+    def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+        return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+    following = len(PROMPT)
+    one, two = goes_on(following), goes_on(following, following + 1)
     monkeypatch.setattr(attention, "_reads_early", lambda cache, dtype: True)
     monkeypatch.setattr(attention, "_attend_fresh", turned_and_attended)
-    assert torch.equal(again(at), wanted)
-    assert calls == (len(runner.model.layers) if fresh else 0)
+    assert same(goes_on(following), one)
+    assert calls == (len(mixers) if fresh else 0)
     calls = 0
-    assert torch.equal(again(at - 1, at), two)
+    assert same(goes_on(following, following + 1), two)
     assert calls == 0
 
 

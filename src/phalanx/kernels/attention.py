@@ -141,7 +141,7 @@ def paged_attention(
     fresh: Fresh | None = None,
 ) -> Tensor:
     """Attend with the query heads of qkv, [tokens, heads + 2 * kv_heads, head_dim], whose keys and values are cached,
-    or are to be, with what else is `fresh`.
+    or which are all as they were computed, with `fresh`.
 
     All writes to the cache come before any read, so a sequence may use a prefix that another one computes in the same
     step. `scale` is for the scores and `value_scale` for what is attended; an FP8 cache's own scales are in them.

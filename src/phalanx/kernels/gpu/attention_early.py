@@ -25,8 +25,10 @@ MOST_DIMENSIONS = 128
 """Of a head. Longer ones were not measured."""
 
 TOKENS, STAGES = 64, 2
+"""That a program takes at once, and how many times so many it has room for."""
+
 SHORT_DIMENSIONS, SHORT_WARPS, WARPS = 64, 8, 16
-"""Tokens that a program takes at once, and its warps, for heads of up to so many dimensions and of more."""
+"""Of a program, for heads of up to so many dimensions, and of more."""
 
 _ASIDE = tl.constexpr(ASIDE)
 _ANYWHERE = ["slots", "positions", "write_to", "cos", "sin"]
