@@ -38,10 +38,10 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_
 PROMPT = list(range(5, 24))
 
 
-def runner_of(name: str) -> TorchRunner:
+def runner_of(name: str, in_fp8: bool = True) -> TorchRunner:
     """A tiny model in bfloat16, with weights in FP8 where checkpoints of its family have them so."""
     place = Place(
-        Layout(read_config(tiny_config(name).to_dict() | IN_FP8), 1),
+        Layout(read_config(tiny_config(name).to_dict() | (IN_FP8 if in_fp8 else {})), 1),
         Solo(),
         torch.bfloat16,
         torch.device("cpu"),
@@ -170,13 +170,14 @@ def test_experts_may_be_chosen_in_the_launch_that_scores_them(name: str, monkeyp
     assert unnormed == (0 if name == "deepseek_v4" else routed), "several streams are normed before"
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize(("name", "fresh"), [("llama", True), ("gpt_oss", True), ("qwen3", False)])
 def test_a_single_row_may_be_turned_where_it_is_attended(
-    name: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, fresh: bool, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the definition of that kernel: with sinks and windows, but not where heads are normed, nor several rows."""
     torch.manual_seed(0)
-    runner, calls, scales = runner_of(name), 0, CacheScales()
+    runner, calls, scales = runner_of(name, in_fp8), 0, CacheScales()
     hidden(runner)
     mixers = [layer.mixer for layer in runner.model.layers]
     begun = [mixer.cache.clone() for mixer in mixers]
