@@ -42,6 +42,7 @@ from phalanx.kernels.gpu import (
     delta_stream,
     drafts,
     early,
+    expert_prompts,
     expert_stream,
     four_bit,
     four_bit_persistent,
@@ -630,7 +631,10 @@ class Builder:
             told.cache_clear()
         processors, linear, converts = stream.multiprocessors, F.linear, moe.converts_e4m3
         hopper = 132 if self.capability == HOPPER else 0
-        streaming = (stream, expert_stream, four_bit_stream, four_bit_persistent, delta_draft_stream, delta_stream)
+        streaming = (
+            stream, expert_stream, expert_prompts, four_bit_stream, four_bit_persistent, delta_draft_stream,
+            delta_stream,
+        )  # fmt: skip
         for module in streaming:
             module.multiprocessors = lambda device: hopper
         moe.converts_e4m3 = lambda device: self.capability >= HAS_FP8

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from phalanx.kernels.gpu import expert_stream
+from phalanx.kernels.gpu import expert_prompts, expert_stream
 from phalanx.kernels.gpu.gemm import HAS_GLUON
 from phalanx.kernels.gpu.stream import (
     FEW_ROWS,
@@ -20,6 +22,7 @@ from phalanx.kernels.gpu.stream import (
     step_of,
     stream,
 )
+from tests.kernels.compiled_four_bit import code_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY, OF_THE_SYSTEM = 228 * 1024, 1024
@@ -65,8 +68,38 @@ def shared_memory_of_experts(rows: int, inputs: int, in_fp8: bool, placed: bool)
     return int(kernel.metadata.shared) + OF_THE_SYSTEM
 
 
+def check_experts_of_prompts(in_fp8: bool, entering: bool) -> None:
+    """Registers last, and products are not waited for one by one."""
+    kind, bits = ("fp8e4nv", 8) if in_fp8 else ("bf16", 16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    tiles = f"tensordesc<{kind}[128, {8 * expert_prompts.STEP_BYTES // bits}],{layout!r}>"
+    types = dict.fromkeys(("weight_scales", "x_scales", "pair_weights", "inner_scales"), "*fp32") | {"out": "*bf16"}
+    types |= {"x": f"*{kind}" if entering else tiles, "weights": tiles, "inner": f"*{kind}"}
+    types |= dict.fromkeys(("order", "owner"), "*i32")
+    copying = expert_prompts.GATHERING if entering else expert_prompts.COPYING
+    fixed = {"ENTERING": entering, "KIND": "silu", "LIMIT": None, "DTYPE": gl.bfloat16, "WEIGHED": True}
+    fixed |= {"STAGES": expert_prompts.STAGES, "TAKEN": expert_prompts.taken(copying), "COPYING": copying}
+    fixed |= {} if in_fp8 else dict.fromkeys(("weight_scales", "x_scales", "inner_scales"))
+    names = expert_prompts.stay_experts.arg_names
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
+    aligned |= {(names.index(name),): [["tt.divisibility", 16]] for name in ("inputs", "outputs")}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = GluonASTSource(expert_prompts.stay_experts, signature, constants, aligned)
+    options = {"num_warps": 4, "maxnreg": expert_prompts.LAUNCHED, "launch_pdl": True}
+    kernel = triton.compile(source, target=HOPPER, options=options)
+    assert int(kernel.metadata.shared) + OF_THE_SYSTEM <= SHARED_MEMORY
+    code = code_of(kernel)
+    assert not re.search(r"\b(STL|LDL)\b", code), "there are not enough registers"
+    assert code.count("GMMA.64x128") == 2 * 2 * 4, "two groups of warps, two halves of a tile, four products"
+    assert code.count("WARPGROUP.DEPBAR") <= 4
+
+
 def main() -> None:
     assert HAS_GLUON
+    for in_fp8 in (False, True):
+        for entering in (False, True):
+            check_experts_of_prompts(in_fp8, entering)
     for rows, splits in ((8, 1), (FEW_ROWS, 3)):
         for groups in (0, 32, MOST_FACTORS // rows):
             assert shared_memory(rows, splits, groups, alone=True) <= SHARED_MEMORY

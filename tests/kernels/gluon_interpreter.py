@@ -271,7 +271,7 @@ def _language(turns: Turns) -> ModuleType:
     language = ModuleType("triton.experimental.gluon.language")
     for name in ALIKE:
         setattr(language, name, _without_layout(name))
-    for name in ("float32", "float16", "bfloat16", "int32", "int64", "uint8"):
+    for name in ("float32", "float16", "bfloat16", "float8e4nv", "int32", "int64", "uint8"):
         setattr(language, name, getattr(tl, name))
     for name in (
         "BlockedLayout",

@@ -65,10 +65,10 @@ def weight_of(kind: str, *shape: int) -> FourBitWeight:
     return weight
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Tensor, wanted: Tensor, most: float = 2e-3) -> None:
     assert not found.isnan().any()
     error = (found.double() - wanted).norm() / wanted.norm()
-    assert error < 2e-3, float(error)
+    assert error < most, float(error)
 
 
 def sorted_pairs(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -23,27 +23,38 @@ def test_experts_of_few_tokens_are_multiplied_as_defined() -> None:
     run_apart("interpreted_expert_stream")
 
 
+def test_experts_of_many_tokens_are_multiplied_as_defined() -> None:
+    run_apart("interpreted_expert_prompts")
+
+
 def test_tiles_of_experts_hold_twice_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper, where weights can be copied in bulk, tiles of many rows in FP8 are as many as were faster."""
+    """On a Hopper, where weights can be copied in bulk. From so many on both products are one way's."""
     pytest.importorskip("triton")
     from phalanx.kernels.gpu import expert_stream, moe
 
     monkeypatch.setattr(expert_stream, "multiprocessors", lambda device: 132)
     held = Fp8Weight.empty(4, 256, 128, row_block=128, device=torch.device("cpu"))
+    small = Fp8Weight.empty(4, 256, 128, row_block=64, device=torch.device("cpu"))
     odd = Fp8Weight.empty(4, 256, 128, row_block=32, device=torch.device("cpu"))
     plain = torch.empty(4, 256, 128, dtype=torch.bfloat16)
 
-    def rows_of(weight: torch.Tensor | Fp8Weight, pairs: int) -> tuple[int, bool]:
-        tile = moe._way(weight, weight, torch.bfloat16).tile(pairs, 4)
-        return tile.rows, tile.streamed
+    def tile_of(weight: torch.Tensor | Fp8Weight, pairs: int, bias: torch.Tensor | None = None) -> tuple[int, str]:
+        tile = moe._way((weight, bias), (weight, None), torch.bfloat16).tile(pairs, 4)
+        return tile.rows, "streamed" if tile.streamed else "both" if tile == moe.PROMPT_TILE else "tiles"
 
-    assert [rows_of(held, pairs) for pairs in (1, 16, 17, 64, 192, 193, 257)] == [
-        (8, True), (8, True), (16, True), (32, True), (32, True), (64, True), (128, False),
+    asked = (1, 16, 17, 64, 160, 161, 257)
+    few = [(8, "streamed"), (8, "streamed"), (16, "streamed"), (32, "streamed"), (32, "streamed")]
+    assert [tile_of(held, pairs) for pairs in asked] == [*few, (128, "both"), (128, "both")]
+    by_one = [*few, (32, "streamed"), (128, "tiles")]
+    assert [tile_of(small, pairs) for pairs in asked] == by_one, "a tile has scales for 128 outputs each"
+    assert [tile_of(held, pairs, torch.empty(4, 256)) for pairs in asked] == by_one, "biases are not added there"
+    assert tile_of(small, 193) == (64, "streamed")
+    assert [tile_of(plain, pairs) for pairs in (1, 64, 65, 129)] == [
+        (8, "streamed"), (32, "streamed"), (64, "tiles"), (128, "both"),
     ]  # fmt: skip
-    assert [rows_of(plain, pairs) for pairs in (1, 64, 65, 257)] == [(8, True), (32, True), (64, False), (128, False)]
-    assert rows_of(odd, 1) == (16, False), "a tile of outputs has several scales"
-    assert rows_of(plain.float(), 1)[1] is False
-    assert rows_of(torch.empty(4, 256, 24, dtype=torch.bfloat16), 1)[1] is False
+    assert tile_of(odd, 1) == (16, "tiles"), "a tile of outputs has several scales"
+    assert tile_of(plain.float(), 1)[1] == "tiles"
+    assert tile_of(torch.empty(4, 256, 24, dtype=torch.bfloat16), 1)[1] == "tiles"
 
 
 def test_programs_of_experts_leave_room_for_others() -> None:

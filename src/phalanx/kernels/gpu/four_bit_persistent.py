@@ -265,7 +265,7 @@ def _consume(
 
 
 @gluon.jit
-def _used(owner, owners):
+def used_tiles(owner, owners):
     """How many tiles of rows there are: those of experts come first."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     found = 0
@@ -310,7 +310,7 @@ def stay_four_bit(
         if not PLACED:
             cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-        row_tiles = _used(owner, row_tiles)
+        row_tiles = used_tiles(owner, row_tiles)
     steps = gl.cdiv(inputs, _STEP)
     units = gl.cdiv(outputs, PARTS * _HEIGHT) * row_tiles * steps
     share = gl.maximum(gl.cdiv(units, gl.num_programs(0)), LEAST)

@@ -22,7 +22,7 @@ from phalanx.kernels.pairs import Unsummed
 from phalanx.spec.ffn import Activation
 
 if HAS_GLUON:
-    from phalanx.kernels.gpu import expert_stream
+    from phalanx.kernels.gpu import expert_prompts, expert_stream
 
 BF16_TILES = {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 128, 64, 8, 3), 128: Tile(128, 128, 64, 8, 3)}
 FP8_TILES = {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 128, 128, 4, 3), 128: Tile(128, 64, 128, 4, 4)}
@@ -33,6 +33,11 @@ STREAMED_BF16_TILES = {rows: streamed_tile(rows) for rows in (8, 16, 32)} | {64:
 STREAMED_FP8_TILES = {rows: streamed_tile(rows) for rows in (8, 16, 32)}
 STREAMED_FP8_TILES |= {96: streamed_tile(32), 128: streamed_tile(64), 256: FP8_TILES[128]}
 """On Hoppers. Of many rows, a second tile of some costs less than a larger one of all."""
+
+PROMPT_TILE = Tile(128, 256, 128, 12, 4)
+PROMPT_FP8_TILES = {rows: streamed_tile(rows) for rows in (8, 16, 32)} | {80: streamed_tile(32), 256: PROMPT_TILE}
+PROMPT_BF16_TILES = STREAMED_BF16_TILES | {128: PROMPT_TILE}
+"""Of both products by `expert_prompts`, on Hoppers too."""
 
 EXPERTS_A_PAIR = 6
 """Where there are as many in FP8, few pairs share one: to read it again, from the cache, is quicker than to sort."""
@@ -78,7 +83,7 @@ def expert_pairs(
     """Where weights multiply what experts take, every pair has a row of its own there too."""
     given = plain(x)
     rows, top, experts = len(given), chosen.shape[1], gate_up[0].shape[0]
-    way = _way(gate_up[0], down[0], given.dtype)
+    way = _way(gate_up, down, given.dtype)
     tile = way.tile(rows * top, experts)
     few = way.quantised and EXPERTS_A_PAIR * rows * top <= experts
     by_expert = apart(chosen, tile.rows) if few else sort_by_expert(chosen, experts, tile.rows)
@@ -89,6 +94,12 @@ def expert_pairs(
     else:
         taken, pairs_a_row = x.in_fp8 if way.quantised and isinstance(x, InBoth) else given, top
     pair_weights = None if weighs_input else weights
+    if tile == PROMPT_TILE:
+        if way.quantised and isinstance(taken, Tensor):
+            taken = quantise(taken)
+        out = given.new_empty(rows * top, given.shape[1])
+        expert_prompts.product(taken, gate_up[0], down[0], *by_expert, pairs_a_row, pair_weights, out, activation)
+        return Unsummed(out, top)
     entered = way.product(taken, *gate_up, pairs, pairs_a_row, None)
     inner = gate_and_mul(entered, activation, way.quantised)
     return Unsummed(way.product(inner, *down, pairs._replace(placed=True), 1, pair_weights), top)
@@ -117,11 +128,14 @@ class _Way(NamedTuple):
         return pick_tile(self.tiles, triton.cdiv(2 * pairs, experts))
 
 
-def _way(gate_up: Tensor | Fp8Weight | FourBitWeight, down: Any, dtype: torch.dtype) -> _Way:
+def _way(entering: Experts, leaving: Experts, dtype: torch.dtype) -> _Way:
+    (gate_up, bias), (down, other_bias) = entering, leaving
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
     quantised = isinstance(gate_up, Fp8Weight) and converts_e4m3(gate_up.values.device)
     if HAS_GLUON and expert_stream.streams(dtype, gate_up, down):
+        if bias is None and other_bias is None and all(map(expert_prompts.multiplies, (gate_up, down))):
+            return _Way(PROMPT_FP8_TILES if quantised else PROMPT_BF16_TILES, _grouped, quantised)
         return _Way(STREAMED_FP8_TILES if quantised else STREAMED_BF16_TILES, _grouped, quantised)
     tiles = FP8_TILES if quantised else WIDENED_TILES if isinstance(gate_up, Fp8Weight) else BF16_TILES
     return _Way(tiles, _grouped, quantised)

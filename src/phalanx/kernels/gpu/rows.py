@@ -172,7 +172,7 @@ def warps_of_row(width: int, top: int = 0) -> int:
 
 
 @triton.jit
-def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
+def gated_product(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """In float32 but for the last product of SiLU and GELU."""
     if LIMIT is not None:
         gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -197,7 +197,7 @@ def _gate_and_mul(
     wait_for_ahead()
     gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0)
-    product = _gated(gate, up, KIND, LIMIT)
+    product = gated_product(gate, up, KIND, LIMIT)
     if QUANTISED:
         _store_quantised(out, out_scales, product.to(tl.float32), row, rows, first, width, BLOCK, LARGEST)
     else:
