@@ -138,10 +138,11 @@ def told(case: str, took: float, moved: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nets", nargs="*", choices=list(NETS), default=list(NETS))
-    parser.add_argument("--values", type=int, default=delta_prompts.VALUES_AT_ONCE, help="columns of a state at once")
+    way = delta_prompts.NARROW[torch.bfloat16]
+    parser.add_argument("--values", type=int, default=way.values, help="columns of a state at once")
     parser.add_argument("--states", choices=list(STATES), default="fp32", help="of what decodes read")
     asked = parser.parse_args()
-    delta_prompts.VALUES_AT_ONCE = asked.values
+    delta_prompts.NARROW[torch.bfloat16] = way._replace(values=asked.values)
     for name in asked.nets:
         for sequences, tokens in ((1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (1, 4), (8, 4), (32, 4)):
             time_decodes(name, sequences, tokens, STATES[asked.states])

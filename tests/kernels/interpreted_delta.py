@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
 from phalanx.kernels.gpu import delta, delta_parts, delta_prompts
 from tests.kernels.delta_nets import Nets, random_net
@@ -13,7 +14,8 @@ def main() -> None:
     """Prompts from their start, then cut at odd places, beside rows of one token that begin or go on."""
     make_ready()
     torch.manual_seed(0)
-    delta_prompts.CHANNELS_AT_ONCE, delta_prompts.VALUES_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 16, 64
+    delta_prompts.CHANNELS_AT_ONCE, delta_prompts.ROWS_AT_ONCE = 64, 64
+    delta_prompts.WIDE = delta_prompts.Along(16, 1, tl.float32)
     delta_parts.ROWS_AT_ONCE = 64
     delta.FEW_PROGRAMS, delta.FEW_COLUMNS, delta.FEWER_COLUMNS = 4, 16, 8
     shared = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 5)
@@ -51,6 +53,8 @@ def main() -> None:
     narrow = Nets(random_net((1, 2), (16, 16), 4, torch.float16, "cpu"), 3)
     narrow.check([(1, 0, 1), (2, 0, 70)], 2e-3)
     narrow.check([(1, 1, 1), (2, 70, 1)], 2e-3)
+    delta_prompts.NARROW = {torch.float16: delta_prompts.Along(16, 1, tl.float16)}
+    narrow.check([(1, 2, 80), (0, 0, 65)], 2e-3)
     rounded = Nets(random_net((1, 2), (16, 32), 4, torch.float32, "cpu"), 4, most=2, state_dtype=torch.bfloat16)
     rounded.check([(3, 0, 1), (rounded.spare, 0, 1), (1, 0, 63), (0, 0, 65)], 1e-5)
     for step in range(9):

@@ -1,4 +1,6 @@
-"""Products with FP8 weights as cards that do not convert e4m3 compute them, on a CPU; run with TRITON_INTERPRET=1."""
+"""Products with FP8 weights as cards that do not convert e4m3 compute them, and float32 in parts, on a CPU; run with
+TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,16 @@ def check_experts(tokens: int, hidden: int, inner: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)
 
 
+def check_parts() -> None:
+    weight = torch.randn(7, 300) * torch.logspace(-6, 6, 300)
+    parts = gemm.take_apart(weight).unflatten(0, (3, 7)).double()
+    assert torch.equal(parts.sum(0), weight.double())
+
+
 def main() -> None:
     make_ready()
     torch.manual_seed(0)
+    check_parts()
     check_product(1, 70, 300, 32, bias=True)
     check_product(17, 64, 128, 128, bias=False)
     gemm.LEAST_ROUNDS = 1

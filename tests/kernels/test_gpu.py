@@ -377,6 +377,7 @@ def fp8_weight(parts: list[int], inputs: int) -> Fp8Weight:
         ([2048], 768),
         ([320], 33008),
         ([256], 2432),
+        ([2048, 64], 512),
     ],
 )
 def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
@@ -389,6 +390,16 @@ def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
         close(Fp8Gemm(weight, bias, torch.bfloat16)(x), wanted + bias.double())
     exact = F.linear(x.double(), weight.dequantised(torch.float64))
     close(Fp8Gemm(weight, None, torch.float32)(x.float()), exact)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(511, 64, 2048), (512, 64, 2048), (777, 257, 1000)])
+def test_many_rows_by_a_weight_in_float32(rows: int, outputs: int, inputs: int) -> None:
+    """As routers have them. Tensor cores cut off what is behind the last places of a long sum."""
+    x, weight, bias = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs), randn(outputs)
+    wanted = F.linear(x.double(), weight.double(), bias.double())
+    found = Gemm(weight, bias)(x)
+    assert found.dtype == torch.float32
+    close(found, wanted, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 100, 300])

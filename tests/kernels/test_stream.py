@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -77,6 +79,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ways: list[str] = []
     monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(gemm, "counters", lambda device: None)
+    monkeypatch.setattr(gemm, "_library_has_tiles", lambda device: False)
     for name in ("matrix_vector", "stream_product", "run_tiles"):
         monkeypatch.setattr(gemm, name, lambda *_, name=name: ways.append(name))
     monkeypatch.setattr(gemm.F, "linear", lambda *_: ways.append("library"))
@@ -171,6 +174,36 @@ def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken:
     ask(65, outputs=132 * 64 + 128)
     streamed, tiled = "stream_product", "run_tiles"
     assert taken == [streamed, streamed, streamed, tiled, streamed, tiled, streamed, tiled]
+
+
+def test_the_library_is_given_scales_of_whole_fours(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of tiles of inputs, and outputs that end within one: else odd shares would take twice as long."""
+    from phalanx.kernels.gpu import gemm
+
+    given: list[tuple[torch.Size, torch.Size, float]] = []
+
+    def library(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        x_scales, _, scales, _ = more
+        given.append((x_scales.shape, scales.shape, float(scales.sum())))
+        return torch.empty(x.shape[0], weight.shape[1])
+
+    monkeypatch.setattr(gemm.F, "scaled_mm", library)
+    monkeypatch.setattr(gemm, "_library_has_tiles", lambda device: True)
+
+    def ask(rows: int, outputs: int, inputs: int, row_block: int = 128) -> None:
+        weight = Fp8Weight.empty(outputs, inputs, row_block=row_block, device=torch.device("cpu"))
+        weight.scales.fill_(1.0)
+        scales = torch.empty(-(-inputs // 128), rows).t()
+        x = Quantised(torch.empty(rows, inputs, dtype=torch.float8_e4m3fn), scales)
+        gemm.fp8_product(x, weight, None, torch.bfloat16)
+
+    ask(300, 2112, 512)
+    ask(301, 256, 2304)
+    assert given == [((300, 4), (4, 17), 68.0), ((304, 18), (20, 2), 36.0)]
+    ask(300, 200, 512)
+    ask(300, 256, 500)
+    ask(300, 256, 512, row_block=64)
+    assert taken == ["run_tiles"] * 3
 
 
 def test_other_gpus_than_hopper_do_not_stream(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

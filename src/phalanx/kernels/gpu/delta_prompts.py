@@ -6,7 +6,7 @@ all chunks at once. What remains to be done in order, chunk by chunk, are produc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,13 +17,30 @@ from phalanx.kernels.delta_weights import CHUNK, DeltaWeights, PendingUpdates
 from phalanx.kernels.fp8 import Quantised
 from phalanx.kernels.gpu.delta_parts import ROWS_AT_ONCE, gate_rows, length_factor, rates_of, silu, tile_at, updated
 from phalanx.kernels.gpu.early import let_next_start, starts_early, wait_for_ahead
-from phalanx.kernels.gpu.shared_memory import is_roomy
+from phalanx.kernels.gpu.shared_memory import is_hopper, is_roomy
 from phalanx.kernels.tiling import PROMPT_TILE, PrefillTiles
 
 CHANNELS_AT_ONCE = 128
-VALUES_AT_ONCE = 32
-"""Columns of a state that a program takes along a sequence."""
 SMALL_BLOCK = tl.constexpr(16)
+
+
+class Along(NamedTuple):
+    """How programs go along sequences: the columns of a state that one takes, what is loaded ahead, and into which
+    numbers those of products are taken apart.
+    """
+
+    values: int
+    stages: int
+    narrow: tl.dtype
+
+
+WIDE = Along(32, 1, tl.float32)
+NARROW = {torch.bfloat16: Along(64, 2, tl.bfloat16)}
+"""On Hoppers, by what is multiplied. Of 32 columns that nothing is loaded ahead of, Triton 3.6 builds what is wrong."""
+
+
+def way_along(dtype: torch.dtype) -> Along:
+    return NARROW.get(dtype, WIDE) if is_hopper() else WIDE
 
 
 @triton.jit
@@ -160,12 +177,11 @@ def _go_along(
     qkvz, mixed, corrections, weights, facts, tiles, states, columns, updates, state_since, out, tokens, stride,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KERNEL: tl.constexpr,
     RING: tl.constexpr, PENDING: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state, from the first to the last token that a sequence has in this step.
 
-    A sequence's last tile comes first, and tells of the whole; what is asked of its others is nothing. Products are in
-    float32 throughout: taken apart into halves they came out wrong on Hopper with Triton 3.6.
+    A sequence's last tile comes first, and tells of the whole; what is asked of its others is nothing.
     """
     let_next_start()
     head, part, number = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
@@ -195,8 +211,8 @@ def _go_along(
         known = at + c < end
         row = row_of_zero + at + c
         vectors = mixed + row[:, None] * channels + key * K_DIM + d[None, :]
-        q = tl.load(vectors, mask=known[:, None] & some_k[None, :], other=0.0).to(tl.float32)
-        k = tl.load(vectors + K_HEADS * K_DIM, mask=known[:, None] & some_k[None, :], other=0.0).to(tl.float32)
+        q = tl.load(vectors, mask=known[:, None] & some_k[None, :], other=0.0).to(NARROW)
+        k = tl.load(vectors + K_HEADS * K_DIM, mask=known[:, None] & some_k[None, :], other=0.0).to(NARROW)
         values = mixed + row[:, None] * channels + 2 * K_HEADS * K_DIM + head * V_DIM + v[None, :]
         there = known[:, None] & some_v[None, :]
         wanted = tl.load(values, mask=there, other=0.0).to(tl.float32)
@@ -207,14 +223,14 @@ def _go_along(
         over = tl.load(facts + (row_of_zero + tl.minimum(at + CHUNK, end) - 1) * V_HEADS + head)
         square = (row * V_HEADS + head)[:, None] * CHUNK + c[None, :]
         correct = tl.load(corrections + square, mask=known[:, None], other=0.0)
-        seen = tl.load(weights + square, mask=known[:, None], other=0.0).to(tl.float32)
+        seen = tl.load(weights + square, mask=known[:, None], other=0.0).to(NARROW)
         fade = tl.exp(since)
-        wrong = wanted - _accurate(k, state, tl.float32) * (fade * k_factor)[:, None]
-        moved = _accurate(correct, wrong, tl.float32)
-        read = _accurate(q, state, tl.float32) * (fade * q_factor)[:, None] + _accurate(seen, moved, tl.float32)
+        wrong = wanted - _accurate(k, state, NARROW) * (fade * k_factor)[:, None]
+        moved = _accurate(correct, wrong, NARROW)
+        read = _accurate(q, state, NARROW) * (fade * q_factor)[:, None] + _accurate(seen, moved, NARROW)
         tl.store(out + (row * V_HEADS + head)[:, None] * V_DIM + v[None, :], read.to(out.dtype.element_ty), mask=there)
         left = tl.exp(over - since) * k_factor
-        state = state * tl.exp(over) + _accurate(tl.trans(k), moved * left[:, None], tl.float32)
+        state = state * tl.exp(over) + _accurate(tl.trans(k), moved * left[:, None], NARROW)
     tl.store(spot, state.to(spot.dtype.element_ty), mask=inside)
     first_value: tl.constexpr = 2 * K_HEADS * K_DIM
     _keep(
@@ -253,10 +269,11 @@ def go_on(
         mixed, rates, net.decay, net.decay_bias, cut.tiles, corrections, weights, facts, tokens, net.k_dim**-0.5,
         **heads, K=k, CHUNK=chunk, PARTS=chunks, num_warps=4, launch_pdl=early,
     )  # fmt: skip
-    values = min(v, VALUES_AT_ONCE)
+    way = way_along(qkvz.dtype)
+    values = min(v, way.values)
     _go_along[(net.v_heads * (v // values), count)](
         qkvz, mixed, corrections, weights, facts, cut.tiles, states, columns, pending.updates,
         pending.since, read, tokens, qkvz.stride(0), **heads, **convolution, PENDING=pending.tokens, K=k, VALUES=values,
-        PARTS=v // values, CHUNK=chunk, num_warps=4, num_stages=1, launch_pdl=early,
+        PARTS=v // values, CHUNK=chunk, NARROW=way.narrow, num_warps=4, num_stages=way.stages, launch_pdl=early,
     )  # fmt: skip
     gate_rows(read, qkvz, net, cut.tiles, out)

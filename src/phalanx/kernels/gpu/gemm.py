@@ -29,6 +29,9 @@ rows the weight decides: nothing hides the time until a block of it is there. Mo
 WIDE_ROWS = max(WIDE_TILES)
 """Up to these, a product in float32 is ours: the library takes two kernels, and a third for rows in half precision."""
 
+LEAST_TO_PART, PARTED_AT_ONCE = 512, 1024
+"""Rows of half precision from which on a weight in float32 is taken apart for tensor cores."""
+
 COUNTERS = 4096
 
 KNOWN_GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -79,7 +82,7 @@ MOST_WIDENED_ROWS = 128
 
 WIDE_FROM = 14336
 LIBRARY_ROWS = 65
-LIBRARY_OUTPUTS = 5120
+LIBRARY_OUTPUTS, LIBRARY_WIDTH = 5120, 16
 """From these rows on the library's FP8 product is the faster one; up to 128 rows only if it has outputs to go round."""
 
 
@@ -175,6 +178,37 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+@triton.jit
+def _take_apart(weight, out, size, BLOCK: tl.constexpr):
+    """Three numbers of bf16 whose sum one of float32 is."""
+    let_next_start()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    left = tl.load(weight + at, mask=at < size, other=0.0)
+    wait_for_ahead()
+    for part in tl.static_range(3):
+        narrow = left.to(tl.bfloat16)
+        tl.store(out + part * size + at, narrow, mask=at < size)
+        left -= narrow.to(tl.float32)
+
+
+def take_apart(weight: Tensor) -> Tensor:
+    """Three matrices in bf16, one below the other, whose sum it is."""
+    (outputs, inputs), size = weight.shape, weight.numel()
+    parts = torch.empty(3 * outputs, inputs, dtype=torch.bfloat16, device=weight.device)
+    grid = (triton.cdiv(size, PARTED_AT_ONCE),)
+    _take_apart[grid](weight, parts, size, BLOCK=PARTED_AT_ONCE, launch_pdl=starts_early())
+    return parts
+
+
+def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Many rows in bf16 by a small weight in float32, which is multiplied as three in bf16: what tensor cores add up is
+    in float32, and nothing else is rounded.
+    """
+    scores = torch.mm(x, take_apart(weight).t(), out_dtype=torch.float32)
+    sums = scores.unflatten(1, (3, len(weight))).sum(1)
+    return sums if bias is None else sums + bias
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, by whatever reads the weight fastest for so many rows. x is brought to the weight's precision."""
     if x.shape[0] == 1:
@@ -182,6 +216,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype != weight.dtype:
         if x.shape[0] <= WIDE_ROWS:
             return wide_product(x, weight, bias)
+        if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and len(x) >= LEAST_TO_PART:
+            return product_in_parts(x, weight, bias)
         x = x.to(weight.dtype)
     if HAS_GLUON and (way := way_to_stream(x, weight)) is not None:
         return stream_product(x, weight, bias, x.dtype, counters(x.device), way)
@@ -313,7 +349,7 @@ def fp8_product(x: Quantised, weight: Fp8Weight, bias: Tensor | None, dtype: tor
     rows, (outputs, inputs) = x.values.shape[0], weight.shape
     if HAS_GLUON and (way := way_to_stream(x.values, weight.values, weight.row_block)) is not None:
         return stream_product(x, weight, bias, dtype, counters(x.values.device), way)
-    in_tiles = weight.row_block == GROUP and outputs % GROUP == 0 and inputs % (4 * GROUP) == 0
+    in_tiles = weight.row_block == GROUP and outputs % LIBRARY_WIDTH == 0 and inputs % GROUP == 0
     many = rows >= LIBRARY_ROWS and (outputs >= LIBRARY_OUTPUTS or rows > max(FP8_TILES))
     if many and in_tiles and bias is None and dtype == torch.bfloat16 and _library_has_tiles(x.values.device):
         return _library_product(x, weight)
@@ -328,10 +364,13 @@ def _library_has_tiles(device: torch.device) -> bool:
 
 
 def _library_product(x: Quantised, weight: Fp8Weight) -> Tensor:
-    """The library wants rows in fours (and, as it is called, tiles of inputs in fours)."""
+    """The library wants rows in fours, and scales of so many tiles of inputs."""
     (values, scales), rows = x, x.values.shape[0]
     if rows % 4:
         values = F.pad(values.view(torch.uint8), (0, 0, 0, -rows % 4)).view(values.dtype)
         scales = F.pad(scales.t(), (0, -rows % 4)).t()
+    by_tile = weight.scales
+    if by_tile.shape[1] % 4:
+        by_tile = F.pad(by_tile, (0, -by_tile.shape[1] % 4))
     by_rows, by_tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    return F.scaled_mm(values, weight.values.t(), scales, by_rows, weight.scales.t(), by_tiles)[:rows]
+    return F.scaled_mm(values, weight.values.t(), scales, by_rows, by_tile.t(), by_tiles)[:rows]

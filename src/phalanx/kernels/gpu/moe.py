@@ -133,7 +133,8 @@ def _way(entering: Experts, leaving: Experts, dtype: torch.dtype) -> _Way:
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
     quantised = isinstance(gate_up, Fp8Weight) and converts_e4m3(gate_up.values.device)
-    if HAS_GLUON and expert_stream.streams(dtype, gate_up, down):
+    in_kind = quantised or not isinstance(gate_up, Fp8Weight)
+    if HAS_GLUON and in_kind and expert_stream.streams(dtype, gate_up, down):
         if bias is None and other_bias is None and all(map(expert_prompts.multiplies, (gate_up, down))):
             return _Way(PROMPT_FP8_TILES if quantised else PROMPT_BF16_TILES, _grouped, quantised)
         return _Way(STREAMED_FP8_TILES if quantised else STREAMED_BF16_TILES, _grouped, quantised)
