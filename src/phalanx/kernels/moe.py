@@ -184,15 +184,14 @@ def expert_pairs(
     return fused_experts_torch(given, held.widened(given.dtype), weights, experts, activation, weighs_input)
 
 
-def summed(given: Tensor | Unsummed) -> Tensor:
-    """What experts give, [tokens, hidden]."""
-    if isinstance(given, Tensor):
-        return given
-    if given.rows.is_cuda:
+def summed(given: Tensor | Unsummed, beside: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """What experts give, [tokens, hidden], and what a shared one gives beside them, by the sigmoid of its gate."""
+    if isinstance(given, Unsummed) and given.rows.is_cuda:
         from phalanx.kernels.gpu import rows as gpu
 
-        return gpu.sum_pairs(given)
-    return summed_torch(given)
+        return gpu.sum_pairs(given, beside, gate)
+    total = given if isinstance(given, Tensor) else summed_torch(given)
+    return total if beside is None else total + (beside if gate is None else beside * sigmoid(gate))
 
 
 def _multiplied(held: ExpertWeights, device: torch.device) -> bool:

@@ -85,21 +85,30 @@ def _sum_of_pairs(x, row, column, mask, width, TOP: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _sum_pairs(x, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_pairs(x, beside, gate, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     wait_for_ahead()
-    tl.store(out + row * width + column, _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK), mask=mask)
+    total = _sum_of_pairs(x, row, column, mask, width, TOP, BLOCK)
+    if beside is not None:
+        added = tl.load(beside + row * width + column, mask=mask, other=0.0)
+        if gate is not None:
+            opening = 1 / (1 + tl.exp(-tl.load(gate + row).to(tl.float32)))
+            added *= opening.to(added.dtype)
+        total += added
+    tl.store(out + row * width + column, total, mask=mask)
 
 
-def sum_pairs(pairs: Unsummed) -> Tensor:
+def sum_pairs(pairs: Unsummed, beside: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """And what is beside them, a row a token, by the sigmoid of its gate if it has one."""
     (given, top), width = pairs, pairs.rows.shape[1]
     out = given.new_empty(len(given) // top, width)
+    beside, gate = (None if each is None else each.contiguous() for each in (beside, gate))
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _sum_pairs[(len(out), triton.cdiv(width, block))](
-        given, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early()
+        given, beside, gate, out, width, TOP=top, BLOCK=block, launch_pdl=starts_early()
     )
     return out
 

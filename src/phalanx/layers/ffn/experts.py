@@ -12,7 +12,7 @@ from phalanx.kernels.activation import sigmoid
 from phalanx.kernels.fp8 import Activations, Form, plain
 from phalanx.kernels.gemm import Gemm, Product
 from phalanx.kernels.invariant import invariant_experts
-from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route
+from phalanx.kernels.moe import ExpertWeights, expert_pairs, fused_experts, route, summed
 from phalanx.kernels.pairs import Unsummed
 from phalanx.kernels.panels import Panels
 from phalanx.kernels.router import Routed, RouterAtOnce
@@ -150,8 +150,8 @@ class Experts:
         asked = (x, self.held, weights, experts, record.activation, record.router.weighs_input)
         if self.shared is None or joined:
             return expert_pairs(*asked) if self.alone else fused_experts(*asked)
-        out, shared = fused_experts(*asked), self.shared(x, step)
-        return out + (shared if gate is None else shared * sigmoid(gate))
+        beside = self.shared(x, step)
+        return summed(expert_pairs(*asked), beside, gate)
 
     def choose(self, x: Activations | Unnormed, told: Tensor | None, joined: bool) -> tuple[Routed, Tensor | None]:
         """x, normed, and its experts; apart from these, what the gate says of a shared expert that is none of them."""
