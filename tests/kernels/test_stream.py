@@ -57,6 +57,8 @@ def test_tiles_of_experts_hold_twice_their_share(monkeypatch: pytest.MonkeyPatch
     assert tile_of(odd, 1) == (16, "tiles"), "a tile of outputs has several scales"
     assert tile_of(plain.float(), 1)[1] == "tiles"
     assert tile_of(torch.empty(4, 256, 24, dtype=torch.bfloat16), 1)[1] == "tiles"
+    monkeypatch.setattr(moe, "converts_e4m3", lambda device: False)
+    assert tile_of(held, 257) == (64, "tiles"), "a card without FP8 widens"
 
 
 def test_programs_of_experts_leave_room_for_others() -> None:

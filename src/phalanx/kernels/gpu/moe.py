@@ -132,14 +132,14 @@ def _way(entering: Experts, leaving: Experts, dtype: torch.dtype) -> _Way:
     (gate_up, bias), (down, other_bias) = entering, leaving
     if isinstance(gate_up, FourBitWeight):
         return _Way(grouped_tiles(dtype, gate_up, down), _four_bit_grouped)
-    quantised = isinstance(gate_up, Fp8Weight) and converts_e4m3(gate_up.values.device)
-    in_kind = quantised or not isinstance(gate_up, Fp8Weight)
-    if HAS_GLUON and in_kind and expert_stream.streams(dtype, gate_up, down):
+    quantised = isinstance(gate_up, Fp8Weight)
+    if quantised and not converts_e4m3(gate_up.values.device):
+        return _Way(WIDENED_TILES, _grouped)
+    if HAS_GLUON and expert_stream.streams(dtype, gate_up, down):
         if bias is None and other_bias is None and all(map(expert_prompts.multiplies, (gate_up, down))):
             return _Way(PROMPT_FP8_TILES if quantised else PROMPT_BF16_TILES, _grouped, quantised)
         return _Way(STREAMED_FP8_TILES if quantised else STREAMED_BF16_TILES, _grouped, quantised)
-    tiles = FP8_TILES if quantised else WIDENED_TILES if isinstance(gate_up, Fp8Weight) else BF16_TILES
-    return _Way(tiles, _grouped, quantised)
+    return _Way(FP8_TILES if quantised else BF16_TILES, _grouped, quantised)
 
 
 def _four_bit_grouped(
