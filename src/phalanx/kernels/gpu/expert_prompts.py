@@ -28,8 +28,8 @@ from phalanx.kernels.gpu.rows import empty_quantised, gated_product
 from phalanx.kernels.gpu.stream import copy_in, multiprocessors, tiles_of
 from phalanx.spec.ffn import Activation
 
-ROWS, OUTPUTS = 128, 2 * GROUP
-"""Of a tile. A group of warps has half of the rows."""
+ROWS = 128
+"""Of a tile, which has twice as many outputs as share a scale. A group of warps has half of the rows."""
 
 STEP_BYTES = 128
 """Of a row that are copied at once."""
