@@ -245,3 +245,21 @@ def test_states_of_drafts_that_are_streamed_on_a_gpu(
             nets.check([(55, 0, 2), *spans, (56, 0, 40)], atol, quantised)
     assert len(taken) == 38
     assert min(taken) == most
+
+
+def test_prompts_go_along_by_halves_where_that_was_shown_to_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hoppers, in bf16, and in no cut of 32 columns that nothing is loaded ahead of."""
+    pytest.importorskip("triton")
+    from phalanx.kernels.gpu import delta_prompts
+
+    for hopper, dtype, narrow in (
+        (True, torch.bfloat16, True),
+        (True, torch.float16, False),
+        (True, torch.float32, False),
+        (False, torch.bfloat16, False),
+    ):
+        monkeypatch.setattr(delta_prompts, "is_hopper", lambda hopper=hopper: hopper)
+        way = delta_prompts.way_along(dtype)
+        assert (way == delta_prompts.NARROW[torch.bfloat16]) == narrow
+        assert (way == delta_prompts.WIDE) != narrow
+    assert delta_prompts.NARROW[torch.bfloat16][:2] != (32, 1)

@@ -178,6 +178,16 @@ def test_fp8_products_of_few_rows_are_streamed_where_a_tile_has_one_scale(taken:
     assert taken == [streamed, streamed, streamed, tiled, streamed, tiled, streamed, tiled]
 
 
+def test_many_rows_of_a_router_in_float32_go_by_tensor_cores(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.kernels.gpu import gemm
+
+    for name in ("wide_product", "product_in_parts"):
+        monkeypatch.setattr(gemm, name, lambda *_, name=name: taken.append(name))
+    for rows, dtype in ((128, torch.bfloat16), (511, torch.bfloat16), (512, torch.bfloat16), (512, torch.float16)):
+        gemm.product(torch.empty(rows, 64, dtype=dtype), torch.empty(8, 64), None)
+    assert taken == ["wide_product", "library", "product_in_parts", "library"]
+
+
 def test_the_library_is_given_scales_of_whole_fours(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of tiles of inputs, and outputs that end within one: else odd shares would take twice as long."""
     from phalanx.kernels.gpu import gemm
